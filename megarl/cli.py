@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import megarl
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, unreadable
 from megarl.config.keys import nearest, settings, yaml_text
+from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
 from megarl.launch import engine_commands
@@ -155,9 +158,16 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Adds the name that was meant to a message about a wrong choice: of a command, of a command's command, or of an option's value."""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        super().error(message + (did_you_mean(alike(wrong[1], re.findall(r"[\w.-]+", wrong[2]))) if wrong else ""))
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options may stand before, between and after the overrides. Exits with 2 and the usage where argparse finds a mistake."""
-    parser = argparse.ArgumentParser("megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW)
+    parser = _Parser("megarl", description=DESCRIPTION, epilog=_examples(*EXAMPLES), formatter_class=_RAW)
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     by_name = {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 IMPORT_PATH = r"(?:[A-Za-z_][\w.]*|/.*\.py):[A-Za-z_]\w*"  # of a function or class: package.module:name, or /folder/file.py:name
 INPUT, OUTPUT, MODULE = "input", "output", "module"  # settings that name what is read, what is written, and Python
 _LONGEST_S = 2_000_000
+_CLOSE_ENOUGH = 0.6  # difflib's ratio
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,28 @@ class Limit:
     text: str
     accepts: Callable[[Any], bool]
     spelled: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case
+    names: tuple[str, ...] = ()  # the values, if they are few texts
+
+    def meant(self, value: Any) -> str:
+        """A question that completes the message about a wrong value; empty if no name, or no name of a list's, is like it."""
+        wrong = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text not in self.names]
+        return did_you_mean([near for text in wrong for near in alike(text, self.names)])
+
+
+def alike(text: str, names: Collection[str]) -> list[str]:
+    """The names that `text` may be a slip for: those most like it. Upper and lower case do not count, nor the order of letters much."""
+
+    def likeness(name: str) -> float:
+        one, other = text.lower(), name.lower()
+        return difflib.SequenceMatcher(None, one, other).ratio() + 0.2 * (sorted(one) == sorted(other))
+
+    best = max(map(likeness, names), default=0.0)
+    return [name for name in names if best >= _CLOSE_ENOUGH and likeness(name) == best]
+
+
+def did_you_mean(names: Collection[str]) -> str:
+    """Completes a message; empty without names."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def at_least(low: float) -> Limit:
@@ -55,7 +79,7 @@ def one_of(*values: Any, or_like: str | None = None, written: str = "", spelled:
     def accepts(value: Any) -> bool:
         return value in values or (or_like is not None and re.fullmatch(or_like, value) is not None)
 
-    return Limit(text, accepts, spelled)
+    return Limit(text, accepts, spelled, tuple(value for value in values if isinstance(value, str)))
 
 
 def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = "") -> Any:

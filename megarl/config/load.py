@@ -285,7 +285,7 @@ def _check_value(setting: Setting, value: Any) -> Iterator[str]:
     elif any(isinstance(number, int) and abs(number) > _LARGEST for number in numbers):
         yield f"{setting.key}={yaml_text(value)}: must be at most {_LARGEST}"
     elif setting.limit and not setting.limit.accepts(value):
-        yield f"{setting.key}={yaml_text(value)}: must be {setting.limit.text}"
+        yield f"{setting.key}={yaml_text(value)}: must be {setting.limit.text}{setting.limit.meant(value)}"
 
 
 def _dig(tree: Any, key: str) -> Any:

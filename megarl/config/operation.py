@@ -53,6 +53,7 @@ class ObserveConfig:
             "limit": Limit(
                 f"a list of {', '.join(TRACKERS)}, each at most once",
                 lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
+                names=TRACKERS,
             ),
         },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megarl.config.limits import alike, did_you_mean
 from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
 from megarl.rewards.parts import parts_in_evaluation
@@ -26,7 +27,9 @@ def check_best(config: RunConfig) -> Iterable[str]:
     if key is None:
         return
     if key not in keys:
-        yield f"checkpoint.keep_best={key}: must be " + (f"one of {', '.join(keys)}" if keys else "null without a held-out set")
+        yield f"checkpoint.keep_best={key}: must be " + (
+            f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}" if keys else "null without a held-out set"
+        )
     every, saved = config.eval.every, config.checkpoint.every
     if every == 0 or saved == 0 or every % saved:
         yield f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of checkpoint.every={saved}, and neither to be 0"

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from megarl.config.limits import alike, did_you_mean
+
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -60,9 +62,10 @@ def misfits(argument: Argument, value: Any) -> Iterator[str]:
     except TypeError:
         return  # only the package's own code can check this type
     if argument.choices is not None and value is not None:
-        values = value if isinstance(value, list) else [value]
-        if any(choice not in argument.choices for choice in values):
-            yield f"must be one of {', '.join(sorted(map(str, argument.choices)))}"
+        wrong = [str(choice) for choice in (value if isinstance(value, list) else [value]) if choice not in argument.choices]
+        if wrong:
+            known = sorted(map(str, argument.choices))
+            yield f"must be one of {', '.join(known)}{did_you_mean(alike(wrong[0], known))}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

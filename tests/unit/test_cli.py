@@ -130,6 +130,8 @@ def test_all_problems_go_to_stderr_and_none_to_stdout(run_yaml: Path, capsys: py
     [
         ([], "required: COMMAND"),
         (["trian", "x.yaml"], "invalid choice: 'trian'"),
+        (["trian", "x.yaml"], "did you mean train?"),
+        (["engines", "ad", "runs/a"], "did you mean add?"),
         (["train"], "required: CONFIG"),
         (["train", "x.yaml", "--json"], "megarl train: error: unknown option: --json"),
         (["export", "x.yaml"], "required: --output"),

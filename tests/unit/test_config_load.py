@@ -13,6 +13,7 @@ from megarl.config.load import dump_config, load_config
 from megarl.config.schema import RunConfig
 
 MINIMAL = "model: {path: m}\ndata: {train: {source: rows.jsonl}}\n"
+OWN_RULE = "package.module:rule, ./file.py:rule"
 
 
 def write(folder: Path, text: str = MINIMAL) -> Path:
@@ -127,14 +128,27 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "async.partial_rollout=wait",
             "async.partial_rollout=wait: must be one of block, in_flight, retract, abort, resume",
         ),
-        ("algorithm.name=ppoo", f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule"),
+        (
+            "algorithm.name=ppoo",
+            f"algorithm.name=ppoo: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule; did you mean ppo?",
+        ),
+        (
+            "algorithm.name=gpro",
+            f"algorithm.name=gpro: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule; did you mean grpo?",
+        ),
+        ("cluster.gpu=h100", "cluster.gpu=h100: must be one of L40S, A100, H100, H200, B200, cpu; did you mean H100?"),
+        (
+            "observe.trackers=[tensorboard, wanbd]",
+            'observe.trackers=["tensorboard", "wanbd"]: must be a list of tensorboard, wandb, mlflow, swanlab, trackio, each at most once; '
+            "did you mean wandb?",
+        ),
         ("algorithm.kl_coef=-0.1", "algorithm.kl_coef=-0.1: must be at least 0"),
         (
             "reward.name=vibes",
             "reward.name=vibes: must be one of math, last_number, choice, ifeval, code, none, package.module:function, ./file.py:function, "
             "roles.NAME",
         ),
-        ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16"),
+        ("model.dtype=bf16", "model.dtype=bf16: must be one of float32, bfloat16; did you mean bfloat16?"),
         ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: must be in (0, 1]"),
         ("rollout.top_k=1", "rollout.top_k=1: must be -1, or from 2 to 4096, the most that are recorded"),

@@ -138,7 +138,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ("generator.server_args.cuda_graph_bs_decode=8", "generator.server_args.cuda_graph_bs_decode=8: must be Optional[List[int]]"),
         (
             "generator.server_args.grammar_backend=outline",
-            "generator.server_args.grammar_backend=outline: must be one of llguidance, none, outlines, xgrammar",
+            "generator.server_args.grammar_backend=outline: must be one of llguidance, none, outlines, xgrammar; did you mean outlines?",
         ),
         ("generator.server_args.pp_size=2", f"generator.server_args.pp_size=2: must be left out; {server_args.REFUSED['pp_size']}"),
         ("generator.server_args.device=cpu", "generator.server_args.device=cpu: must be left out; the launcher decides it"),
