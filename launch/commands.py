@@ -221,9 +221,10 @@ def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = 
             step, why = best_step(plan.config) if best else (step, "")
             held = resources.enter_context(held_checkpoint(run_dir, step))
             check_resume_point(run_dir, held)
-            (folder / "export.json").write_text(json.dumps({"checkpoint": held.checkpoint, "output": str(output), "adapter": adapter}))
-            step = held.step
-            print(f"Weights: the checkpoint {checkpoint_path(run_dir, step)}{why}", flush=True)
+            step, of = held.step, str(checkpoint_path(run_dir, held.step))
+            request = {"path": held.checkpoint, "of": of, "output": str(output), "adapter": adapter}
+            (folder / "export.json").write_text(json.dumps(request))
+            print(f"Weights: the checkpoint {of}{why}", flush=True)
 
         launch(plan, job, node, prepare)
     if node.is_head:

@@ -136,9 +136,8 @@ def export(rank: int, launch_dir: Path) -> None:
     from megarl.executors.export import export_rank
     from megarl.trainer.deadlines import naming_peers
 
-    request = json.loads((launch_dir / "export.json").read_text())
     with naming_peers("export", rank):
-        export_rank(plan, request["checkpoint"], request["output"], request["adapter"])
+        export_rank(plan, **json.loads((launch_dir / "export.json").read_text()))
 
 
 def prepare_megatron(plan: RunPlan) -> None:

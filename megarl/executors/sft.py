@@ -84,7 +84,7 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
             if metrics is not None:
                 metrics.sync()
             files = {name: text.encode() for name, text in record.items()}
-            checkpoint.save(trainer, checkpoint_path(run_dir, done), {"lowest": str(lowest)}, files)
+            checkpoint.save(trainer, checkpoint_path(run_dir, done), {"step": done, "lowest": str(lowest)}, files)
             if rank == 0:
                 prune_checkpoints(run_dir, keep=1)
     status.set("exporting")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+STATE = "state.json"  # in a checkpoint: among others the step that it was saved after
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -24,11 +26,33 @@ def export_path(run_dir: Path | str, step: int) -> Path:
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     """(step, folder) of every whole checkpoint, oldest first.
 
-    A checkpoint gets its name by a rename after its last byte is written, so a folder of this name is whole.
+    A checkpoint gets its name by a rename after its last byte is written, so a folder of this name is whole. Folders with another step's
+    content are left out: see `check_names`.
     """
+    return sorted((step, path) for step, path in _named_checkpoints(run_dir) if _saved_step(path) in (step, None))
+
+
+def check_names(run_dir: Path | str) -> Iterable[str]:
+    """Problems with checkpoints that were copied or renamed: their names are not the steps that they were saved after. A run that went on
+    from one would count steps that it never made, and train on prompts twice."""
+    found = complete_checkpoints(run_dir)
+    for step, path in sorted(_named_checkpoints(run_dir)):
+        if (saved := _saved_step(path)) not in (step, None):
+            then = f"{found[-1][1].name} is the newest then" if found else "there is no other"
+            yield f"{path}: was saved after step {saved}, not {step} ({STATE}), so it was copied or renamed. Move this folder away: {then}"
+
+
+def _named_checkpoints(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
     folder = Path(run_dir) / "checkpoints"
-    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
-    return sorted(found)
+    return ((int(match[1]), path) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name)))
+
+
+def _saved_step(path: Path) -> int | None:
+    """The step that a checkpoint was saved after; None if it cannot be read: whoever reads the rest will say that it is damaged."""
+    try:
+        return int(json.loads((path / STATE).read_bytes())["state"]["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def exported_steps(run_dir: Path | str) -> set[int]:

@@ -18,6 +18,7 @@ from megarl.data.benchmarks import LIVECODEBENCH
 from megarl.data.held_out import held_out
 from megarl.data.mixture import mixture_problems
 from megarl.plan.best import check_best
+from megarl.plan.checkpoints import check_names
 from megarl.plan.megatron_settings import check_megatron_settings
 from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
 from megarl.plan.resume import check_resume
@@ -202,6 +203,10 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
 
 
+def check_exported(config: RunConfig) -> Iterable[str]:
+    return check_names(config.run_dir)
+
+
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_ranks,
     check_virtual_stages,
@@ -232,5 +237,5 @@ COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": _TRAIN_CHECKS,  # the machine need not have the run's folder
     "eval": (check_run_dir, check_evaluated_format, check_eval_command),
-    "export": (check_run_dir,),
+    "export": (check_run_dir, check_exported),
 }

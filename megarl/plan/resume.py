@@ -10,7 +10,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
-from megarl.plan.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import check_names, complete_checkpoints
 
 # Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel sizes may change.
 FIXED_KEYS = (
@@ -37,6 +37,7 @@ FIXED_KEYS = (
 
 def check_resume(config: RunConfig) -> Iterable[str]:
     """Problems with resuming from `config.run_dir`; none if it has no checkpoint yet."""
+    yield from check_names(config.run_dir)
     try:
         before = _earlier(config)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from megarl.config.keys import keys_of, value_at
 from megarl.config.roles import REFERENCE, role_of
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
-from megarl.plan.checkpoints import complete_checkpoints
+from megarl.plan.checkpoints import check_names, complete_checkpoints
 
 WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings of the megarl sft that made them
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
@@ -139,6 +139,7 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
 
 def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
     """Problems with going on with the warm start that was interrupted, if there is one."""
+    yield from check_names(Path(config.run_dir) / "sft")
     for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
         for key, now, then in _differences(read_warm_start(str(folder)) or {}, config):
             yield f"{key}={now}: the warm start that was interrupted had {then}; keep that, or remove {folder.parent} to begin anew"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megarl.files import sync_folder
 from megarl.kernels.audit import BITS
+from megarl.plan.checkpoints import STATE
 from megarl.trainer import checkpoint_state as held
 from megarl.trainer.checkpoint_index import CRITIC, FORMAT, INDEX_FILE, CheckpointError, Index, listed_file, small_file, unusable
 from megarl.trainer.checkpoint_tensors import Written, merged, read_box, read_boxes, tensor_file, write_boxes
@@ -30,8 +31,6 @@ from megarl.trainer.folders import Writing, together
 from megarl.trainer.model import parameters_by_name
 from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
-
-STATE = "state.json"
 
 
 def save(

@@ -32,6 +32,10 @@ class CheckpointError(RunError):
 
 
 def unusable(folder: Path | str, problem: str) -> CheckpointError:
+    """The error about a checkpoint, or about a critic's in one: that folder alone must not be moved away."""
+    folder = Path(folder)
+    if folder.name == CRITIC:
+        folder, problem = folder.parent, f"in {CRITIC}/: {problem}"
     return CheckpointError(f"checkpoint {folder} cannot be used: {problem}. Move it away, and the one before it serves", problem)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -181,7 +182,27 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 file.write_bytes(content)
     dist.barrier()
-    return {"said": said, "whole": checkpoint.load(trainer, folder)}
+    return {"said": said, "of_copy": said_of_copy(trainer, folder), "whole": checkpoint.load(trainer, folder)}
+
+
+def said_of_copy(trainer: Any, folder: Path) -> str:
+    """What an export says, which reads a copy of the checkpoint at `folder`, of a bit of a tensor that is flipped."""
+    from megarl.config.errors import RunError
+    from megarl.executors.export import load_checkpoint
+
+    copy = folder.parent / "exporting" / folder.name
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, copy)
+        tensors = copy / "rank_00001.bin"
+        tensors.write_bytes(damages(tensors.read_bytes())["bit of byte 0"])
+    dist.barrier()
+    try:
+        load_checkpoint(trainer, str(copy), of=str(folder))
+    except RunError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
 
 
 def damages(content: bytes) -> dict[str, Any]:

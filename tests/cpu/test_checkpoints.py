@@ -95,6 +95,13 @@ def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(harmed:
             assert "\n" not in said
 
 
+def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(harmed: tuple[Path, Path]) -> None:
+    runs, checkpoint = harmed
+    for rank in saved(runs, "damaged"):
+        assert f"checkpoint {checkpoint} cannot be used: rank_00001.bin is damaged" in rank["of_copy"]
+        assert "exporting" not in rank["of_copy"] and rank["of_copy"].endswith("Move it away, and the one before it serves")
+
+
 @pytest.mark.parametrize("axis", ["tp", "dp"])
 def test_ranks_that_hold_other_values_of_what_they_share_save_nothing(harmed: tuple[Path, Path], axis: str) -> None:
     runs, _ = harmed

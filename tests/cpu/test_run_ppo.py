@@ -52,4 +52,8 @@ def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
     damaged = complete_checkpoints(run_dir)[-1][1] / "critic/state.json"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     refused = run(["train", *settings, "max_steps=9"])
-    assert refused.returncode == 2 and "state.json is damaged" in refused.stderr and "Move this folder away" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and f"{damaged.parents[1]}: in critic/: state.json is damaged" in refused.stderr
+        and "Move this folder away" in refused.stderr
+    )

@@ -18,7 +18,7 @@ from megarl.launch import room
 from megarl.launch.commands import best_step
 from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.observe.evaluations import best_checkpoint, spared_steps, write_result
-from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
+from megarl.plan.checkpoints import check_names, checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
 from megarl.plan.resolve import resolve
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.trainer.checkpoint_index import FORMAT, INDEX_FILE, Index, small_file
@@ -69,6 +69,37 @@ def test_a_checkpoint_of_another_version_is_told_as_such(tmp_path: Path) -> None
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(ConfigError, match=f"{folder}: it was written by an earlier version of MegaRL: {INDEX_FILE} is missing"):
         check_resume_point(tmp_path, latest_checkpoint(tmp_path))
+
+
+def copied(source: Path, step: int) -> Path:
+    return shutil.copytree(source, source.with_name(f"step_{step:06d}"))
+
+
+@pytest.mark.parametrize(("command", "run"), [("train", ""), ("dry-run", ""), ("export", ""), ("sft", "sft")])
+def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(command: str, run: str, tmp_path: Path) -> None:
+    """To go on from it would repeat prompts; a copy of the last step would count as a complete run."""
+    [source, copy] = [save(tmp_path / run, 4), copied(checkpoint_path(tmp_path / run, 4), 8)]
+    assert latest_checkpoint(tmp_path / run).step == 4
+    with pytest.raises(ConfigError) as raised:
+        resolve(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}", "max_steps=8"]), command)
+    then = "so it was copied or renamed. Move this folder away: step_000004 is the newest then"
+    assert f"{copy}: was saved after step 4, not 8 (state.json), {then}" in raised.value.problems
+    shutil.rmtree(source)
+    assert [*check_names(tmp_path / run)] == [
+        f"{copy}: was saved after step 4, not 8 (state.json), {then.partition(':')[0]}: there is no other"
+    ]
+    assert latest_checkpoint(tmp_path / run).step == 0
+
+
+def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(tmp_path: Path) -> None:
+    settings = [f"run_dir={tmp_path}", "checkpoint.every=2", "eval.every=2", "checkpoint.keep_best=eval/pass@1"]
+    config = load_config(CONFIGS / "quickstart.yaml", [*settings, "data.eval.source=synthetic:chain"])
+    copied(save(tmp_path, 2), 8)
+    for step, score in ((2, 0.5), (8, 0.75)):
+        write_result(tmp_path, step, {"pass@1": score})
+    assert best_checkpoint(config) == (2, 0.5)
+    prune_checkpoints(tmp_path, keep=1)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000002", "step_000008"]
 
 
 def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
