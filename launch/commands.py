@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.data.pairs import load_pairs, training_steps
@@ -262,6 +262,10 @@ def _launch_showing(
 
     try:
         launch(plan, job, node, prepare_to_show, poll, resume)
+    except (RuntimeError, TimeoutError) as error:
+        progress.close()
+        tell(error)  # before the trackers, which may take long, or hang for the same reason
+        raise
     finally:
         progress.close()
         trackers.close()

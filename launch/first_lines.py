@@ -76,8 +76,13 @@ def _critic_lines(plan: RunPlan) -> list[str]:
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:
-    """Says what is particular in drawing tokens from parts of the vocabulary."""
-    rollout, lines = plan.config.rollout, []
+    """Says what is particular in drawing tokens: from parts of the vocabulary, or again."""
+    rollout, lines = plan.config.rollout, list[str]()
+    if plan.config.async_.partial_rollout == "abort":
+        lines.append(
+            "Sampling: async.partial_rollout=abort begins what an update interrupts again from the prompt. That is mostly long responses, "
+            "so they become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
+        )
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(
             f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} of the {MOST_KEPT} likeliest tokens, since no more are "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
-from megarl.files import make_private_folder
+from megarl.files import make_private_folder, write_problem
 from megarl.generator.server import EngineKeys
 from megarl.launch.binding import gpus
 from megarl.launch.engines import EngineKeeper
@@ -86,6 +86,8 @@ def launch(
         try:
             RunWatch(processes, keeper, meeting, order, poll).follow(workers, working)
         except ProcessFailed as failure:
+            if problem := write_problem(Path(plan.config.run_dir)):
+                failure.begin(f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}")
             for line in taken(report.ports, report.address, processes.process_ids()):
                 failure.add(line)
             raise

@@ -63,6 +63,10 @@ class ProcessFailed(RuntimeError):
         _, told, words = tail.rpartition(LAST_WORDS)
         super().__init__(f"{words}\n({self.how}{why}; its log is {log})" if told else f"{self.how}{why}; the end of {log}:\n{tail}")
 
+    def begin(self, text: str) -> None:
+        """Puts `text`, the cause, before the message."""
+        self.args = (f"{text}\n{self}",)
+
     def add(self, text: str) -> None:
         """Appends `text` to the message."""
         self.args = (f"{self}\n{text}",)

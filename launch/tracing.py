@@ -29,7 +29,8 @@ def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
             how = f"stopped by {error.by}" if isinstance(error, Stopped) else f"failed: {str(error) or type(error).__name__}"
             raise
         finally:
-            trace.mark("end", how=how[:END_CHARACTERS])
+            with contextlib.suppress(OSError):  # what has ended the run, such as a full disk, is to be told, not this
+                trace.mark("end", how=how[:END_CHARACTERS])
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:

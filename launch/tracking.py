@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megarl.config.schema import RunConfig
-from megarl.files import log_tail
+from megarl.files import log_tail, write_problem
 from megarl.launch.environment import one_thread
 from megarl.launch.processes import inherited
 from megarl.observe.evaluations import complete_metrics
@@ -20,6 +20,7 @@ from megarl.observe.tracking import Stale, Tracked
 
 LOOK_S = 1.0
 KILLED_S = 5.0
+HOPELESS_S = 5.0
 
 
 class Trackers:
@@ -67,14 +68,17 @@ class Trackers:
                 self._say(name, f"{problem}; it is tried again")
 
     def close(self) -> None:
-        """Lets every tracker finish within timeouts.trackers_s, all at once, and says which could not. No process of the run may be
-        writing any more."""
+        """Lets every tracker finish within timeouts.trackers_s, all at once, and says which could not; where they cannot write their own
+        files, within HOPELESS_S. No process of the run may be writing any more."""
         if self._processes:
             try:
                 complete_metrics(self._folder)
             except OSError as error:  # such as a full disk, which may be why the run has ended
                 self._tell(f"{METRICS_FILE} lacks the last evaluation: {error}")
-        deadline = time.monotonic() + self._deadline_s
+        deadline_s, whose = self._deadline_s, "timeouts.trackers_s"
+        if problem := write_problem(self._folder):
+            deadline_s, whose = min(deadline_s, HOPELESS_S), f"its folder cannot be written to: {problem}"
+        deadline = time.monotonic() + deadline_s
         try:
             for process in self._processes.values():
                 if process.stdin:
@@ -83,7 +87,7 @@ class Trackers:
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    self._say(name, f"it was not done {self._deadline_s:g} s after the run (timeouts.trackers_s)")
+                    self._say(name, f"it was not done {deadline_s:g} s after the run ({whose})")
             for name in self._processes:
                 tracked = Tracked.load(self._folder, name)
                 if not tracked.ended:

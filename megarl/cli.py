@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import megarl
 from megarl.bench import command as bench
-from megarl.config.errors import ConfigError, problems_of, unreadable
+from megarl.config.errors import ConfigError, problems_of, tell, unreadable
 from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             RUN[arguments.command](plan, arguments)
     except ConfigError as error:
-        return _fail(error.problems, 2)
+        return _fail(error, 2)
     except (RuntimeError, TimeoutError) as error:
-        return _fail([str(error)], 1)
+        return _fail(error, 1)
     except KeyboardInterrupt:
-        return _fail(["ended by Ctrl-C"], 130)
+        return _fail(RuntimeError("ended by Ctrl-C"), 130)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise  # another pipe, of a process that died
@@ -347,10 +347,10 @@ def _examples(*commands: str) -> str:
     return "examples:\n" + "\n".join(f"  {example}" for name in commands for example in EXAMPLES[name])
 
 
-def _fail(problems: list[str], status: int) -> int:
-    """Prints the problems, on many nodes only from the head's launcher, and returns `status`."""
+def _fail(error: Exception, status: int) -> int:
+    """Prints why the command ends, on many nodes only from the head's launcher, and returns `status`."""
     from megarl.launch.node import speaks
 
-    for problem in problems if speaks() else ():
-        print(f"megarl: {problem}", file=sys.stderr)
+    if speaks():
+        tell(error)
     return status

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
+_TRIED_BYTES = 4 << 10
 _MOST_BYTES = 64 << 10  # logs of days may be larger than memory
 
 
@@ -28,6 +30,16 @@ def write_whole(path: Path, text: str) -> None:
         sync_folder(path.parent)
     finally:
         half.unlink(missing_ok=True)
+
+
+def write_problem(folder: Path) -> str:
+    """Why nothing can be written to `folder`, which may have become full or read-only; empty if something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def sync_folder(folder: Path) -> None:

@@ -83,12 +83,14 @@ class Prompt(msgspec.Struct, frozen=True):
 class Failure(msgspec.Struct, frozen=True):
     """Why a response has no score of its own."""
 
-    kind: str  # "timeout" | "error" | "memory" | "exit"
+    kind: str  # "timeout" | "error" | "memory" | "exit"; of an episode as rollout/failed_<kind> counts it
     reason: str  # as it completes "… failed: "
     text: str = ""  # how the response begins
-    part: str = ""  # of reward.parts; empty if the reward has none
+    part: str = ""  # of reward.parts; roles.NAME of a teacher; rollout.NAME of the episode itself; empty if the reward has none
 
 
+WARNING = "warning"  # kind of what is told as failures are, but is none
+EPISODE = "rollout."  # begins the `part` of what an episode itself has failed of, behind which is the rollout's name
 UNANSWERED = "unanswered"  # finish reason of an episode that has sampled nothing, whose sample has no tokens; its prompt is dropped
 
 
@@ -110,7 +112,7 @@ class Sample(Typed, frozen=True):
     metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
-    failures: list[Failure] = []  # of its reward function, or of parts of the reward; failed scores are in the place of theirs
+    failures: list[Failure] = []  # of the episode, its reward function, or parts of the reward; failed scores are in the place of theirs
     kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
     teachers: bytes = b""  # what teachers on engines say of each token (teacher_scores.py); empty without any
     branch: int = 0  # above 0: a further branch of the same episode as the sample before it, with the same reward
@@ -261,7 +263,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     step: int
     groups: list[GroupSummary]
-    generate_s: float  # from the start of its first rollout to the end of its last
+    generate_s: float  # from the start of its first rollout to the end of its last, without reward_s
     generator_wait_s: float  # how long the generator waited for weights since the batch before, counted in places in flight
     due_wait_s: float = 0.0  # of the trainer's waiting: for rollouts that would have become too old, though others were there
     rejected: int = 0  # groups found too old since the batch before, to be generated again
@@ -271,6 +273,7 @@ class Batch(msgspec.Struct, frozen=True):
     dropped: list[GroupSummary] = []  # by dynamic sampling: generated like `groups`, but not trained on
     dropped_texts: list[msgspec.Raw] = []  # as `texts`
     rested: int = 0  # prompts that the curriculum has left out since the batch before
+    reward_s: float = 0.0  # of that time, what rollouts waited for scores, counted in rollouts in flight
 
     @property
     def samples(self) -> list[SampleSummary]:

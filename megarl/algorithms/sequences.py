@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.schema import RunConfig
 from megarl.data.mixture import Mixture
 from megarl.kept_sets import kept_metrics
-from megarl.rewards.failures import failure_metrics, teacher_failures
+from megarl.rewards.failures import episode_metrics, failure_metrics, teacher_failures
 from megarl.rewards.score import CORRECT
 from megarl.rewards.shaping import trained_reward
 from megarl.types import Batch, Elsewhere, SampleNumbers, SampleSummary, TrainSequence, Version, any_unanswered, episodes
@@ -94,6 +94,7 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
         "zero_advantage_fraction": (trained_on == trained_on[:, :1]).all(dim=1).double().mean().item(),
         **({} if trained is None else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}),
         **kept_metrics((sample.kept for sample in samples), own_tokens),
+        **episode_metrics(samples),
         **failure_metrics(samples),
         **teacher_failures(samples),
         **parts,

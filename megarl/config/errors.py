@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 
@@ -18,6 +19,14 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot go on. The message has everything a user needs and is shown instead of the traceback, which is in the log."""
+
+
+def tell(error: Exception) -> None:
+    """Prints why the command ends, once: the command line does so for what has not been told."""
+    if not error.__dict__.get("told"):
+        for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+            print(f"megarl: {problem}", file=sys.stderr, flush=True)
+    error.__dict__["told"] = True
 
 
 def unreadable(error: OSError) -> ConfigError:

@@ -62,6 +62,12 @@ class RolloutConfig:
         "with top_p, top_k or min_p, the trainer's log-probs too are over the tokens that each token was drawn from (docs/algorithms.md); "
         "false: over the whole vocabulary, while those of the engine stay over these",
     )
+    max_failed_fraction: float = setting(
+        0.5,
+        "the run ends if a larger share of a step's or an evaluation's episodes failed: those of programs and environments, but for those "
+        "that sampled nothing (docs/agents.md); 1: never",
+        between(0, 1),
+    )
     stop: list[str] = field(
         default_factory=list,
         metadata={

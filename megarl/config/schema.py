@@ -200,7 +200,11 @@ class RewardConfig:
         default_factory=dict,
         metadata={"meaning": "the reward is the weighted sum of these, and `name` does not count; NAME=null removes one"},
     )
-    workers: int = setting(1, "processes that score responses", at_least(1))
+    workers: int | None = setting(
+        None,
+        "processes that score responses; null: one for every four cores of the generator's host, at least 1 and at most 32",
+        at_least(1),
+    )
     timeout_s: float = setting(5.0, "time limit of scoring a response", seconds())
     memory_mib: int = setting(1024, "memory limit of a worker process", at_least(256))
     code: CodeConfig = field(default_factory=CodeConfig)

@@ -21,7 +21,7 @@ from megarl.observe.intervals import interval
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
 from megarl.rewards import ifeval
-from megarl.rewards.failures import failure_metrics, too_many_failures
+from megarl.rewards.failures import episode_metrics, failure_metrics, too_many_failed_episodes, too_many_failures
 from megarl.rewards.parts import parts_in_evaluation
 from megarl.rewards.score import CORRECT
 from megarl.rewards.votes import ANSWERS, majority_at, vote
@@ -97,12 +97,13 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
         groups = await asyncio.gather(*map(answer, held_out.prompts))
     samples = [sample for group in groups for sample in group.samples]
     parts = parts_in_evaluation(config, held_out.name)
-    if problem := too_many_failures(config.reward, samples, parts):
+    if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(config.rollout, samples):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
     scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored, which is no sample's text
     grader = parts[0].name if scored_by_text else ""
-    return {**scores(groups, graded, grader), **failure_metrics(samples), "seconds": time.monotonic() - started}
+    failed = {**failure_metrics(samples), **episode_metrics(samples)}
+    return {**scores(groups, graded, grader), **failed, "seconds": time.monotonic() - started}
 
 
 async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: int) -> dict[str, Any]:

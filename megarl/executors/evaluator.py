@@ -21,6 +21,7 @@ from megarl.generator.returns import watch_returns
 from megarl.messaging.background import Background
 from megarl.messaging.rendezvous import EVALUATION, EVALUATOR, Rendezvous
 from megarl.observe.evaluations import BEGUN, FAILED, note, write_result
+from megarl.observe.rollouts import FailuresWriter
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.evaluation import is_due
@@ -134,12 +135,13 @@ async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: Eva
     status, trace = StatusBoard(run_dir, EVALUATOR).for_work(), TraceWriter(run_dir, EVALUATOR)
     tokenizer, background, elastic = load_tokenizer(config.model), Background(), config.generator.on_failure != "fail"
     async with AsyncExitStack() as resources:
+        failures = resources.enter_context(contextlib.closing(FailuresWriter(run_dir)))
         with status.waiting("the engines", "start-up"):
             fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION)
             served = await open_served(plan, rendezvous, resources, elastic)
         scorers = open_scorers(plan, served, tokenizer)
         logs = run_dir / "logs" / "evaluator"
-        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs)
+        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs, tell=failures.tell)
         sets = held_out_sets(config, tokenizer)
         evaluations = Evaluations(plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background)
         resources.push_async_callback(background.close)

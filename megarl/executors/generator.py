@@ -26,6 +26,7 @@ from megarl.messaging.messages import ProbeReady
 from megarl.messaging.pulse import Pulse
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.evaluations import write_result
+from megarl.observe.rollouts import FailuresWriter
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
 from megarl.plan.asynchrony import run_ahead
@@ -87,10 +88,13 @@ class GeneratorExecutor:
         self.start(calls.watch(), "watch over engines that joined")
         scorers = open_scorers(self.plan, served, self.tokenizer)
         teachers = open_teachers(self.plan, served)
-        rollouts = open_rollouts(self.plan, self.fleet, scorers, self.tokenizer, self._resources, teachers=teachers)
+        failures = FailuresWriter(config.run_dir)
+        self._resources.callback(failures.close)
+        opening = self.plan, self.fleet, scorers, self.tokenizer, self._resources
+        rollouts = open_rollouts(*opening, teachers=teachers, tell=failures.tell)
         self.rollouts_of = self.run(rollouts)
-        judge = partial(judged, config=config)
-        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge)
+        judge, clock = partial(judged, config=config), self.rollouts_of.clock
+        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, self.background, self.pulse, judge, clock.waited_s)
         self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
         self.start(self._follow_fleet(), "places for prompts in flight")
 

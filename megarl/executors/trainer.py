@@ -37,7 +37,7 @@ from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.plan.teachers import teachers_of
 from megarl.reshard.layout import Layout
-from megarl.rewards.failures import too_many_failures
+from megarl.rewards.failures import too_many_failed_episodes, too_many_failures
 from megarl.rewards.shaping import shapes
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
 from megarl.rollouts.packing import texts_of
@@ -169,9 +169,10 @@ class TrainerExecutor:
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises RunError, on all ranks alike, if scoring failed for too many samples, or too many prompts were dropped. Writes the
-        rollouts first."""
+        """Raises RunError, on all ranks alike, if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
+        first."""
         problem = too_many_failures(self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config))
+        problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)
         if problem := problem or too_many_dropped(batch, self.plan.config):
             written = self._write_rollouts(batch) if self.rank == 0 else None
             raise RunError(f"step {batch.step}: {problem}" + (f"\nThe step's samples are in {written}" if written else ""))

@@ -128,6 +128,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
     dropped: bool = False  # by dynamic sampling, or unanswered: it is not trained on, so it has no pieces
     outside: bool = False  # of the band of pass rates that the curriculum trains on: its row is to rest
+    scoring_s: tuple[float, float] = (0.0, 0.0)  # how long rollouts had waited for scores by then, when it began and when it ended
 
 
 class Regenerate(_Message, frozen=True):

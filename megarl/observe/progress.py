@@ -20,9 +20,10 @@ from rich.text import Text
 from megarl.observe.advisories import RULES, advisories
 from megarl.observe.evaluations import MISSED, VERSION_KEY
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
-from megarl.observe.rollouts import escape
+from megarl.observe.rollouts import FailuresTail, escape, one_line
 from megarl.observe.status import Status, duration, read_statuses
-from megarl.rewards.failures import describe_failures
+from megarl.rewards.failures import describe_failed_episodes, describe_failures, of_episode, told
+from megarl.types import WARNING
 
 STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # evaluations
@@ -103,6 +104,7 @@ class Progress:
         self._printed = 0
         self._engines: float | None = None  # that served at the row printed last
         self._advised: set[Callable[[Sequence[Row]], str]] = set()
+        self._failures, self._failed = FailuresTail(self.run_dir, from_end=True), set[tuple[str, str]]()
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
@@ -112,12 +114,23 @@ class Progress:
         """Shows what has changed since the last call. Cheap when nothing has."""
         new = self._tail.poll()
         now = time.monotonic()
+        self._tell_failures()
         self._arrivals.extend([now] * new)
         if self._live is None:
             self._print_plain(new, now)
         elif new or now - self._refreshed >= REFRESH_S:
             self._refreshed = now
             self._live.update(self._render(), refresh=True)
+
+    def _tell_failures(self) -> None:
+        """Says what has failed in a way that nothing had before, at once: a step may take long."""
+        for failure in self._failures.poll():
+            if failure.kind == WARNING:
+                self.warn(one_line(failure.reason))
+            elif (name := (failure.part, failure.kind)) not in self._failed:
+                self._failed.add(name)
+                what = "an episode" if of_episode(failure) else "scoring"
+                self._line(f"! prompt {failure.ordinal}: {what} failed ({told(failure)}): {one_line(failure.reason)}")
 
     def warn(self, text: str) -> None:
         """Prints what no metric says."""
@@ -144,8 +157,8 @@ class Progress:
         parts: list[RenderableType] = [self._bar()]
         if shown := self._tail.rows[-STEPS_SHOWN:]:
             parts.insert(0, self._table(shown))
-            if failed := describe_failures(shown):
-                parts.insert(1, Text(f"{failed} in the last {len(shown)} steps", style="yellow"))
+            for failed in failure_lines(shown, self._failures, f" in the last {len(shown)} steps"):
+                parts.insert(1, Text(failed, style="yellow"))
             parts += [Text(line, style="dim") for line in filter(None, [source_line(shown[-1])])]
             parts += [Text(line, style="dim") for line in held_out_lines(self._tail.rows)[-HELD_OUT_SHOWN:]]
             parts += [Text(f"! {text}", style="bold yellow") for text in advisories(self._tail.rows)]
@@ -198,7 +211,7 @@ class Progress:
         if engines is not None and engines != self._engines:
             self._line(f"  {self._engines:.0f} engines serve from step {row['step']} on, {engines:.0f} before")
         self._line(" ".join(f"{COLUMNS[heading][1](row):>{_width(heading)}}" for heading in headings))
-        if failed := describe_failures([row]):
+        for failed in failure_lines([row], self._failures):
             self._line(f"  step {row['step']}: {failed}")
         for line in (*held_out_lines([row]), *missed_lines([row])):
             self._line(f"  {line}")
@@ -253,6 +266,12 @@ def _starting(run_dir: Path) -> list[str]:
             said = [line.strip() for line in lines if line.strip() and "warn" not in line.lower()]
             found.append(f"{log.stem}: starting: {said[-1] if said else ''}")
     return found
+
+
+def failure_lines(rows: Sequence[Row], failures: FailuresTail, when: str = "") -> list[str]:
+    """Which episodes and scores failed in `rows`, and of what the last one did; none if all went well."""
+    told = [(describe_failed_episodes(rows), True), (describe_failures(rows), False)]
+    return [f"{text}{when}{failures.reason(episodes)}" for text, episodes in told if text]
 
 
 def source_line(row: Row) -> str:

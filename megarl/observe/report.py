@@ -12,14 +12,16 @@ from megarl.observe.evaluations import Evaluation, complete_metrics, damaged_res
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.plot import plot
 from megarl.observe.plot_agreement import plot_agreement
+from megarl.observe.rollouts import FailuresTail
 from megarl.observe.trace import merge_traces
-from megarl.rewards.failures import describe_failures
+from megarl.rewards.failures import describe_failed_episodes, describe_failures
 
 LINES_NAMED = 5
 ENDS = 10  # the mean rewards of so many first and last steps are compared
 SPLIT = {
     "training": "time/train_s",
     "generation": "time/generate_s",
+    "scoring": "time/reward_s",
     "weight sync": "time/sync_s",
     "generation paused": "time/sync_pause_s",
     "trainer waits": "time/trainer_wait_s",
@@ -57,8 +59,12 @@ def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
     if not rows:
         return f"{run_dir}: no step was finished\n"
     lines = [("reward", _reward(rows))]
+    failures = FailuresTail(run_dir)
+    failures.poll()
+    if failed := describe_failed_episodes(rows):
+        lines.append(("episodes", f"{failed}{failures.reason(episodes=True)}; rollouts/ marks them"))
     if failed := describe_failures(rows):
-        lines.append(("scores", f"{failed}; rollouts/ marks them"))
+        lines.append(("scores", f"{failed}{failures.reason(episodes=False)}; rollouts/ marks them"))
     unanswered = sum(_values(rows, "prompts/unanswered"))
     if unanswered:
         lines.append(("prompts unanswered", f"{unanswered:.0f}, dropped since a program sampled nothing"))

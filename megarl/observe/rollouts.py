@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -14,10 +17,11 @@ import numpy as np
 
 from megarl.files import write_whole
 from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
-from megarl.rewards.failures import told
-from megarl.types import GroupSummary, GroupTexts, Ordinal, SampleSummary, any_unanswered
+from megarl.rewards.failures import of_episode, told
+from megarl.types import WARNING, Failure, GroupSummary, GroupTexts, Ordinal, SampleSummary, any_unanswered
 
-ORDINALS_FILE, SAMPLES_FILE = "ordinals.jsonl", "samples.jsonl"
+ORDINALS_FILE, SAMPLES_FILE, FAILURES_FILE = "ordinals.jsonl", "samples.jsonl", "failures.jsonl"
+FAILURES_S = 5.0  # between two failures of one kind that are written
 _STEP = re.compile(rb'\{"step": ?(\d+)')
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -163,6 +167,65 @@ def _cut(path: Path, step: int) -> None:
                 break
             keep_bytes += len(line)
     os.truncate(path, keep_bytes)
+
+
+class FailuresWriter(_Lines):
+    """`run_dir`/rollouts/failures.jsonl: what scores and episodes fail of, as it happens, long before their step ends; and warnings.
+
+    The first failure of each kind is written at once, later ones every FAILURES_S at most: these are news, not a record.
+    """
+
+    def __init__(self, run_dir: Path | str):
+        super().__init__(run_dir, FAILURES_FILE)
+        self._written_s: dict[tuple[str, str], float] = {}
+
+    def tell(self, failure: Failure, ordinal: Ordinal) -> None:
+        """`ordinal`: the prompt's; -1 of a warning."""
+        now, name = time.monotonic(), (failure.part, failure.kind)
+        if now - self._written_s.get(name, -math.inf) >= FAILURES_S:
+            self._written_s[name] = now
+            self.append({"time_s": time.time(), "ordinal": ordinal, **msgspec.structs.asdict(failure)})
+
+
+class Told(Failure, frozen=True, kw_only=True):
+    """A line of failures.jsonl."""
+
+    time_s: float
+    ordinal: Ordinal
+
+
+class FailuresTail:
+    """Follows failures.jsonl. `last` are the newest failures of episodes (True) and of scores (False)."""
+
+    def __init__(self, run_dir: Path | str, from_end: bool = False):
+        """`from_end`: what is there already does not count."""
+        self._path = Path(run_dir) / "rollouts" / FAILURES_FILE
+        self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
+        self.last: dict[bool, Told] = {}
+
+    def poll(self) -> list[Told]:
+        """The new lines; a damaged one is left out."""
+        if not self._path.exists() or self._path.stat().st_size <= self._offset:
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        self._offset += len(whole) + bool(whole)
+        found = []
+        for line in whole.split(b"\n"):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                found.append(msgspec.json.decode(line, type=Told))
+        self.last |= {of_episode(told): told for told in found if told.kind != WARNING}
+        return found
+
+    def reason(self, episodes: bool) -> str:
+        """What has failed last, behind what is said of how many; empty if nothing has."""
+        told = self.last.get(episodes)
+        return f"; the last: {one_line(told.reason)}" if told else ""
+
+
+def one_line(text: str) -> str:
+    return escape(" ".join(text.split()))
 
 
 class TokenNumbers(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median, median_high
 from typing import Any
 
+from megarl.observe.advisories import scoring_binds
 from megarl.observe.metrics import Row
 
 RECENT = 20  # steps that are looked at
@@ -31,7 +32,7 @@ def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
     step, trainer, generator = (_median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait"))
     if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run waits by its nature
         return ""
-    if trainer > WAITS * step and trainer > generator:
+    if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
         return (
             f"the trainer waits {trainer / step:.0%} of a step ({trainer:.3g} of {step:.3g} s, median of the last {len(rows)}): "
             "generation is the slower side; more engines, shorter responses, or a larger async.capacity if their times vary"

@@ -11,6 +11,7 @@ from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.cases import Cases, cases_of, size_bytes
 from megarl.rewards.parts import Part
+from megarl.rewards.pool import workers_of
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.verify import MAX_TEXT_CHARS
 from megarl.sandbox import tested
@@ -38,8 +39,8 @@ def program_in(text: str) -> str:
 
 
 class CodeReward:
-    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0; `config.workers` programs run at a
-    time. Parts of the score: the share of `tests` that are passed before the first that has no result, and whether there is `no_program`,
+    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0; `workers_of(config)` programs run at
+    a time. Parts of the score: the share of `tests` that are passed before the first that has no result, and whether there is `no_program`,
     it `crashed`, was too `slow`, or printed too much (`long`).
 
     A score is a failed one only where a program without a line cannot run either. Use as `async with`, in one event loop.
@@ -47,7 +48,7 @@ class CodeReward:
 
     def __init__(self, config: RewardConfig, part: Part):
         self._part, self._code = part, config.code
-        self._places = asyncio.Semaphore(config.workers)
+        self._places = asyncio.Semaphore(workers_of(config))
         self._jail = Jail(
             BWRAP,
             config.code.memory_mib,

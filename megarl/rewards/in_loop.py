@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
 from megarl.config.errors import RunError
@@ -13,16 +14,28 @@ from megarl.rewards.pool import mistake
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
 from megarl.sandbox.mistakes import own_line
 
+BLOCKED_S = 0.2  # without a turn for anything else of the event loop
+
 
 class RewardInLoop:
-    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`.
+    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. One that holds up the loop
+    meanwhile, since it does not await what takes time, is told of (`warn`), again when it has done so for twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
 
-    def __init__(self, config: RewardConfig, function: Callable[..., Awaitable[Any]], parameters: Sequence[str], part: Part | None = None):
+    def __init__(
+        self,
+        config: RewardConfig,
+        function: Callable[..., Awaitable[Any]],
+        parameters: Sequence[str],
+        part: Part | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+        now_s: Callable[[], float] = time.monotonic,
+    ):
         self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
-        self._part = part or single(config)
+        self._part, self._warn, self._now_s = part or single(config), warn, now_s
+        self._blocked_s = BLOCKED_S  # from here on it is told
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RunError if the function makes a mistake."""
@@ -30,7 +43,7 @@ class RewardInLoop:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                found = await self._function(**arguments)
+                found = await _Timed(self._function(**arguments), self._now_s, self._note)
         except ValueError as error:
             return self._part.failed("error", str(error), request)
         except TimeoutError as error:
@@ -43,3 +56,35 @@ class RewardInLoop:
             return score_of(found)
         except TypeError as error:
             raise RunError(mistake(self._part, str(error), request)) from error
+
+    def _note(self, turn_s: float) -> None:
+        if turn_s >= self._blocked_s:
+            self._blocked_s = 2 * turn_s
+            self._warn(
+                f"{self._part.setting}: the async function held up the generator's event loop for {turn_s:.1f} s, in which no other "
+                "response is scored and no engine gets a request: await whatever takes time, or make it a plain function, which runs in "
+                "worker processes (reward.workers)"
+            )
+
+
+class _Timed:
+    """Awaits `work`, and tells how long each of its turns in the event loop took. What it awaits in tasks of their own does not count."""
+
+    def __init__(self, work: Awaitable[Any], now_s: Callable[[], float], note: Callable[[float], None]):
+        self._work, self._now_s, self._note = work, now_s, note
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        work, sent, raised = self._work.__await__(), None, None
+        while True:
+            began = self._now_s()
+            try:
+                awaited = work.send(sent) if raised is None else work.throw(raised)  # pyright: ignore
+            except StopIteration as ended:
+                return ended.value
+            finally:
+                self._note(self._now_s() - began)
+            sent = raised = None
+            try:
+                sent = yield awaited
+            except BaseException as error:  # a cancellation, among others, which is the work's to handle
+                raised = error

@@ -19,11 +19,17 @@ from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
 OF_VERIFIERS = ("response", "answer")
+CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # where reward.workers is null
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
+def workers_of(config: RewardConfig) -> int:
+    """How many responses are scored at a time. By default few enough of this host's cores for engines and generator to keep theirs."""
+    return config.workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_WORKER))
+
+
 class RewardPool(WorkerPool):
-    """Scores responses in `config.workers` processes, by one of VERIFIERS or by the user's function `package.module:name`, which gets
+    """Scores responses in `workers_of(config)` processes, by one of VERIFIERS or by the user's function `package.module:name`, which gets
     `parameters` (see rewards.score.parameters_of).
 
     A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has brought down two workers; it then
@@ -44,7 +50,7 @@ class RewardPool(WorkerPool):
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
-        limits = (config.workers, config.timeout_s, config.memory_mib)
+        limits = (workers_of(config), config.timeout_s, config.memory_mib)
         own = name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(

@@ -149,7 +149,7 @@ class RolloutBuffer:
     def ledger(self) -> Ledger:
         """The ledger for a checkpoint taken now."""
         groups, untold = (
-            [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0) for group in some]
+            [msgspec.structs.replace(group, started_s=0.0, ended_s=0.0, idle_s=0.0, scoring_s=(0.0, 0.0)) for group in some]
             for some in (self._finished.values(), (group for _, group in self._untold))
         )
         consumed = self._consumed.below, sorted(self._consumed.beyond)

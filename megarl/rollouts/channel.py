@@ -98,6 +98,7 @@ class _Header(msgspec.Struct, frozen=True, tag=True):
     buffered: int
     dropped: list[msgspec.Raw]  # as `groups`
     rested: int
+    reward_s: float
 
 
 class _Received(msgspec.Struct, frozen=True, tag="_Header"):
@@ -112,6 +113,7 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
     buffered: int
     dropped: list[GroupSummary]
     rested: int
+    reward_s: float
 
 
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
@@ -246,13 +248,15 @@ class RolloutsReceiver:
 
     def _header(self, step: int, groups: list[GroupReady], dropped: list[GroupReady], due_wait_s: float, rejected: int) -> _Header:
         timed = [group for group in groups if group.ended_s > 0]
-        generate_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
+        took_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
+        reward_s = max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed) if timed else 0.0
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
         buffered = self._rank_0_buffer.finished
         summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
         rested = self._rank_0_buffer.take_rested()
-        return _Header(step, summaries, generate_s, waited_s, due_wait_s, rejected, buffered, of_dropped, rested)
+        counts = due_wait_s, rejected, buffered, of_dropped, rested
+        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s)
 
 
 class _Groups:

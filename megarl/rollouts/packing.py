@@ -28,7 +28,14 @@ _decode_texts = msgspec.msgpack.Decoder(GroupTexts).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def pack(group: Group, begun: Version = 0, started_s: float = 0.0, ended_s: float = 0.0, idle_s: float = 0.0) -> GroupReady:
+def pack(
+    group: Group,
+    begun: Version = 0,
+    started_s: float = 0.0,
+    ended_s: float = 0.0,
+    idle_s: float = 0.0,
+    scoring_s: tuple[float, float] = (0.0, 0.0),
+) -> GroupReady:
     """`begun` under that version: the oldest of a group without tokens. Raises: ValueError if a sample's arrays differ in length."""
     samples = [sample.summary() for sample in group.samples]
     prompt = group.prompt
@@ -38,6 +45,7 @@ def pack(group: Group, begun: Version = 0, started_s: float = 0.0, ended_s: floa
         started_s=started_s,
         ended_s=ended_s,
         idle_s=idle_s,
+        scoring_s=scoring_s,
         summary=msgspec.Raw(_encode(GroupSummary(prompt.ordinal, len(prompt.token_ids), samples))),
         texts=msgspec.Raw(_encode(_texts(group))),
         pieces=[memoryview(typed(prompt.token_ids, "i").tobytes()), *map(_piece, group.samples, samples)],

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,26 +15,33 @@ from msgspec.structs import replace
 from megarl.data.prompts import HeldOutSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
-from megarl.generator.completions import Sampling
+from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import RunPlan
+from megarl.rewards.failures import failed_episodes
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.roles.opening import Scorer
 from megarl.roles.teacher import Teachers
 from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.tool_processes import ToolProcesses
-from megarl.rollouts.scoring import open_scoring
-from megarl.types import Group, Prompt, Sample, any_unanswered
+from megarl.rollouts.scoring import RolloutClock, ScoringClock, open_scoring
+from megarl.types import WARNING, Failure, Group, Ordinal, Prompt, Sample, any_unanswered
 
 Compare = Callable[[Prompt, list[Sample]], Awaitable[list[Sample]]]
 
 
 class Rollout(Protocol):
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group: ...
+
+
+Tell = Callable[[Failure, Ordinal], None]  # what has failed, and the prompt's number
+
+
+def _untold(failure: Failure, ordinal: Ordinal) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,19 +56,23 @@ class CheckedRollout:
     replays_mask: bool = False  # whether samples need what their tokens were drawn from
     compare: Compare | None = None  # adds to rewards what the samples of a prompt score against each other
     judge: Compare | None = None  # adds what teachers say of the samples
+    clock: ScoringClock = field(default_factory=ScoringClock)
+    tell: Tell = _untold  # is told of what fails at once
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
         where = f"rollout {self.name}, prompt {prompt.ordinal}"
-        deadline = asyncio.timeout(self.timeout_s)
+        deadline, clock = asyncio.timeout(self.timeout_s), RolloutClock(self.clock)
         try:
             async with deadline:
-                found = await self.rollout(self.context, prompt, sampling, n)
-                prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
-                for add in (self.compare, self.judge):
-                    if add is not None and not any_unanswered(samples):
-                        self._check(samples, n, sampling, where)
-                        samples = await add(prompt, samples)
+                with clock.running():
+                    found = await self.rollout(self._watched(clock, prompt.ordinal), prompt, sampling, n)
+                    prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
+                    for add in (self.compare, self.judge):
+                        if add is not None and not any_unanswered(samples):
+                            self._check(samples, n, sampling, where)
+                            with clock.scoring():
+                                samples = await add(prompt, samples)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -70,7 +81,25 @@ class CheckedRollout:
             error.add_note(f"in {where}")
             raise
         self._check(samples, n, sampling, where)
+        for failure in failed_episodes(samples):
+            self.tell(failure, prompt.ordinal)
         return Group(prompt=replace(prompt, row={}), samples=samples)
+
+    def _watched(self, clock: RolloutClock, ordinal: Ordinal) -> base.RolloutContext:
+        """The context of one call, which says what it waits for, and which scores fail."""
+
+        async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+            with clock.decoding():
+                return await self.context.generate(prompt_ids, sampling, n)
+
+        async def score(request: ScoreRequest) -> Score:
+            with clock.scoring():
+                found = await self.context.score(request)
+            for failure in found.failures:
+                self.tell(failure, ordinal)
+            return found
+
+        return dataclasses.replace(self.context, generate=generate, score=score)
 
     def _check(self, samples: list[Sample], n: int, sampling: Sampling, where: str) -> None:
         if problems := base.sample_problems(samples, n, sampling.max_tokens, self.vocab_size, self.replays_mask and sampling.truncated):
@@ -105,6 +134,7 @@ class Rollouts:
 
     training: Rollout
     held_out: Rollout
+    clock: ScoringClock = field(default_factory=ScoringClock)  # of `training`
 
 
 async def open_rollouts(
@@ -117,6 +147,7 @@ async def open_rollouts(
     teachers: Teachers | None = None,
     training: bool = True,
     logs: Path | None = None,
+    tell: Tell = _untold,
 ) -> Rollouts:
     """The rollouts of a run, with their reward workers and tool processes, which `resources` ends, and which log to `logs` (None: those of
     the run). `scorers`, `teachers`: the roles on engines. Without `training`, those of held-out prompts alone are wanted."""
@@ -130,8 +161,11 @@ async def open_rollouts(
 
     graded = {name: parts_in_evaluation(config, name) for name, suite in config.eval.suites.items() if suite and suite.benchmark}
 
+    def warn(text: str) -> None:
+        tell(Failure(WARNING, text), -1)
+
     async def scored_by(parts: Sequence[Part], logs: Path, graded: Mapping[str, list[Part]] = {}) -> CheckedRollout:
-        scoring = await open_scoring(config, parts, scorers, resources, logs)
+        scoring = await open_scoring(config, parts, scorers, resources, logs, warn)
         own = {name: (await open_scoring(config, grader, scorers, resources, logs / name)).one for name, grader in graded.items()}
 
         async def score(request: ScoreRequest) -> Score:
@@ -139,14 +173,14 @@ async def open_rollouts(
 
         context = base.RolloutContext(tokenizer, fleet.generate, score if own else scoring.one, tools.run, config.rollout.tool_timeout_s)
         limits = config.timeouts.samples_s, plan.spec.vocab_size, config.rollout.replays_mask
-        return CheckedRollout(config.rollout.name, rollout, context, *limits, scoring.compare if scoring.comparing else None)
+        return CheckedRollout(config.rollout.name, rollout, context, *limits, scoring.compare if scoring.comparing else None, tell=tell)
 
     same = config.eval.reward is None and not graded
     trained = await scored_by(parts_of(config.reward), logs) if training or same else None
     held_out = trained if same else await scored_by(parts_in_evaluation(config), logs / "eval", graded)
     assert held_out is not None
-    trained = trained or held_out
-    return Rollouts(dataclasses.replace(trained, judge=teachers.judged) if teachers else trained, held_out)
+    trained = dataclasses.replace(trained or held_out, judge=teachers.judged if teachers else None, clock=ScoringClock())
+    return Rollouts(trained, held_out, trained.clock)
 
 
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

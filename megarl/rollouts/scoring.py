@@ -1,10 +1,11 @@
-"""Opens what scores a run's responses: verifiers, functions of the user's own, models of `roles`."""
+"""Opens what scores a run's responses: verifiers, functions of the user's own, models of `roles`. Measures how long it is waited for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,14 +52,81 @@ class Scoring:
         )
 
 
+class ScoringClock:
+    """How long rollouts have waited for scores, apart from decoding: the integral of the share of the rollouts in flight that do nothing
+    else. While all of them do, it runs as fast as the wall's."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic):
+        self._now_s, self._waited_s, self._since = now_s, 0.0, now_s()
+        self._rollouts = self._waiting = 0
+
+    def waited_s(self) -> float:
+        now = self._now_s()
+        self._waited_s += (now - self._since) * self._waiting / max(1, self._rollouts)
+        self._since = now
+        return self._waited_s
+
+    def count(self, rollouts: int = 0, waiting: int = 0) -> None:
+        """So many more rollouts are in flight, and so many more of them wait."""
+        self.waited_s()
+        self._rollouts += rollouts
+        self._waiting += waiting
+
+
+class RolloutClock:
+    """What one rollout does, by `clock`: it waits while responses of it are being scored and none is being decoded."""
+
+    def __init__(self, clock: ScoringClock):
+        self._clock, self._decoding, self._scoring = clock, 0, 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._clock.count(rollouts=1)
+        try:
+            yield
+        finally:
+            self._clock.count(rollouts=-1)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        self._change(decoding=1)
+        try:
+            yield
+        finally:
+            self._change(decoding=-1)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        self._change(scoring=1)
+        try:
+            yield
+        finally:
+            self._change(scoring=-1)
+
+    def _change(self, decoding: int = 0, scoring: int = 0) -> None:
+        before = self._waits
+        self._decoding += decoding
+        self._scoring += scoring
+        self._clock.count(waiting=self._waits - before)
+
+    @property
+    def _waits(self) -> bool:
+        return self._scoring > 0 and not self._decoding
+
+
 async def open_scoring(
-    config: RunConfig, parts: Sequence[Part], scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path
+    config: RunConfig,
+    parts: Sequence[Part],
+    scorers: Mapping[str, Scorer],
+    resources: AsyncExitStack,
+    logs: Path,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Scoring:
     """`scorers`: of the roles on engines. `resources` ends the worker processes, which log to the folder `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     comparing = [(part, scorer) for part in parts if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)]
     alone = [part for part in parts if not pairwise(config, part)]
-    opened = [(part, await _open(config, part, scorers, resources, logs)) for part in alone]
+    opened = [(part, await _open(config, part, scorers, resources, logs, warn)) for part in alone]
     whole = next((score for part, score in opened if not part.part), None)  # without reward.parts there is nothing to add up
     return Scoring(whole or WeightedSum(opened).score, comparing)
 
@@ -67,14 +135,16 @@ async def _unscored(request: ScoreRequest) -> Score:
     return Score(0.0)
 
 
-async def _open(config: RunConfig, part: Part, scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path) -> ScoreOne:
+async def _open(
+    config: RunConfig, part: Part, scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path, warn: Callable[[str], None]
+) -> ScoreOne:
     if part.name == UNSCORED:
         return _unscored
     if part.role is not None:
         return partial(scorers[part.role].score, part)
     own = loading.load_reward(part)
     if own is not None and is_async(own.function):
-        return RewardInLoop(config.reward, *own, part).score
+        return RewardInLoop(config.reward, *own, part, warn).score
     if part.name == code.NAME:
         return (await resources.enter_async_context(code.CodeReward(config.reward, part))).score
     pool = RewardPool(config.reward, own.parameters if own else OF_VERIFIERS, logs, part)

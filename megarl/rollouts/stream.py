@@ -31,9 +31,11 @@ class RolloutStream:
         background: Background,
         pulse: Pulse,
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
+        scoring_s: Callable[[], float] = lambda: 0.0,
     ):
+        """`scoring_s`: how long rollouts have waited for scores by now (see ScoringClock)."""
         self.admission, self._roll_out, self._channel, self._judge = admission, roll_out, channel, judge
-        self._background, self._pulse = background, pulse
+        self._background, self._pulse, self._scoring_s = background, pulse, scoring_s
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
@@ -98,10 +100,10 @@ class RolloutStream:
             self._background.start(self._one(ordinal), f"rollout of prompt {ordinal}")
 
     async def _one(self, ordinal: Ordinal) -> None:
-        version, started = self.version, time.monotonic()
+        version, started, scoring_s = self.version, time.monotonic(), self._scoring_s()
         group = await self._roll_out(ordinal)
         ended = time.monotonic()
-        ready = self._judge(pack(group, version, started, ended, self._idle_s))
+        ready = self._judge(pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s())))
         self._channel.finished(ready)
         if self.admission.curriculum:
             self.admission.curriculum.finish(ordinal, ready.outside)

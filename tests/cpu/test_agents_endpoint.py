@@ -164,6 +164,7 @@ def test_a_program_that_fails_has_the_reward_that_was_asked_for(code: str, argum
     [sample] = roll_out(Calculating(), command=script(code), on_crash=-0.5, **arguments).samples
     assert sample.reward == -0.5 and sample.metrics[f"failed_{kind}"] == 1.0
     assert sum(sample.metrics[f"failed_{each}"] for each in ("exit", "deadline", "limits", "reward")) == 1.0
+    assert [(failure.kind, failure.part) for failure in sample.failures] == [(kind, "rollout.program")] and sample.failures[0].reason
 
 
 def test_a_program_that_never_calls_ends_the_run_with_its_errors():

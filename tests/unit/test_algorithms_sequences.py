@@ -177,6 +177,7 @@ def test_metrics():
         "reward/out_of_memory": 0,
         "reward/exits": 0,
         "reward/failed_fraction": 0.0,
+        "rollout/failed_fraction": 0.0,
     }
 
 

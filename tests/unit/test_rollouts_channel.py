@@ -98,8 +98,15 @@ def group(ordinal: int, version: int = 0) -> Group:
     return Group(Prompt(ordinal, [1, 2], "x", "y"), [sample, sample])
 
 
-def ready(ordinal: int, version: int = 0, started_s: float = 1.0, ended_s: float = 2.0, idle_s: float = 0.0) -> GroupReady:
-    return pack(group(ordinal, version), version, started_s, ended_s, idle_s)
+def ready(
+    ordinal: int,
+    version: int = 0,
+    started_s: float = 1.0,
+    ended_s: float = 2.0,
+    idle_s: float = 0.0,
+    scoring_s: tuple[float, float] = (0.0, 0.0),
+) -> GroupReady:
+    return pack(group(ordinal, version), version, started_s, ended_s, idle_s, scoring_s)
 
 
 def summaries(*groups: Group) -> list[GroupSummary]:
@@ -137,6 +144,17 @@ def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
             return ledger
         assert time.monotonic() < deadline, ledger
         time.sleep(0.01)
+
+
+def test_what_rollouts_waited_for_scores_is_no_generation(alone, link):
+    sender, receiver = ends(link)
+    asyncio.run(sender.first(5))
+    sender.begun([0, 1], 0)
+    sender.finished(ready(1, started_s=1.0, ended_s=7.0, scoring_s=(0.5, 4.0)))
+    sender.finished(ready(0, started_s=2.0, ended_s=8.0, scoring_s=(0.5, 4.5)))
+    trainer = FakeTrainer()
+    receiver.recv(trainer)
+    assert (trainer.batches[0].generate_s, trainer.batches[0].reward_s) == (3.0, 4.0)
 
 
 def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):

@@ -18,6 +18,7 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.generator.tool_parsers import find_parser
+from megarl.rewards.failures import short
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.agents.endpoint import MODEL, Endpoint
 from megarl.rollouts.agents.episode import Episode
@@ -27,7 +28,7 @@ from megarl.rollouts.agents.unanswered import Unanswered
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
-from megarl.types import UNANSWERED, Group, Prompt
+from megarl.types import EPISODE, UNANSWERED, Failure, Group, Prompt
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
 _MOST_TOLD = 20  # failures that are written to the log
@@ -104,15 +105,17 @@ class Program:
 
     async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Played:
         episode, ended = await self._attempt(context, prompt, sampling)
-        kind = ended.kind if episode.tree.turns else UNANSWERED
-        if kind:
-            score, own = Score(self._on_crash), {}
-        else:
+        kind, why, score, own = ended.kind, ended.why, Score(self._on_crash), dict[str, float]()
+        if not episode.tree.turns:
+            kind, why = UNANSWERED, episode.why_unanswered(ended.why)
+        if not kind:
             try:
                 score, own = await self._score(context, prompt, episode, ended, index)
             except NoReward as error:
-                kind, score, own = "reward", Score(self._on_crash), {}
-                self._tell(prompt, ended._replace(why=str(error)))
+                kind, why = "reward", str(error)
+                self._tell(prompt, ended._replace(why=why))
+        if kind:
+            score = Score(self._on_crash, failures=[Failure(kind, short(why, ended.errors), part=f"{EPISODE}{PROGRAM}")])
         failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward", UNANSWERED)}
         return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
 

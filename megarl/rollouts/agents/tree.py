@@ -81,7 +81,7 @@ def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequenc
     trees = [tree for tree, _, _ in played if tree.turns]
     prefix, samples = shared_prefix(trees) if trees else prompt.token_ids, []
     for tree, score, metrics in played:
-        nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics)
+        nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics, failures=score.failures)
         samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
     return Group(replace(prompt, token_ids=prefix), samples)
 

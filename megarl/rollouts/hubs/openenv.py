@@ -52,6 +52,7 @@ class OpenEnv(HubRollout):
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
             raise ConfigError(problems)
         self.player = Player(
+            rollout="openenv",
             name=f"the environment {', '.join(_listed(server))}",
             tokenizer=tokenizer,
             template=load_chat_template(tokenizer.source, "rollout.name=openenv", "conversations cannot be rendered without one"),

@@ -11,6 +11,7 @@ from megarl.data.chat import ChatTemplate
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.generator.tool_parsers import Parser
+from megarl.rewards.failures import short
 from megarl.rewards.score import Score
 from megarl.rollouts.agents.endpoint import MODEL, Endpoint
 from megarl.rollouts.agents.episode import Episode
@@ -19,7 +20,7 @@ from megarl.rollouts.agents.tree import Played, group_of
 from megarl.rollouts.agents.unanswered import Unanswered
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.hubs.worker import NotStarted, Worker, WorkerFailed
-from megarl.types import UNANSWERED, Group, Prompt
+from megarl.types import EPISODE, UNANSWERED, Failure, Group, Prompt
 
 _FAILURES = ("environment", "deadline", "reward", "worker", UNANSWERED)
 _MOST_TOLD = 20  # failures that are written to the log
@@ -34,6 +35,7 @@ class Player:
     cannot be started.
     """
 
+    rollout: str  # its name in rollout.name
     name: str  # of the environment, for messages
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -133,6 +135,7 @@ class Player:
                 kind, why = "reward", str(error)
         if kind:
             self._tell(prompt, why)
+            score = Score(self.on_crash, failures=[Failure(kind, short(why), part=f"{EPISODE}{self.rollout}")])
         failures = {f"failed_{each}": float(kind == each) for each in _FAILURES}
         return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
 

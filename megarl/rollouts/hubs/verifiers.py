@@ -45,6 +45,7 @@ class Verifiers(HubRollout):
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
             raise ConfigError(problems)
         self.player = Player(
+            rollout="verifiers",
             name=f"the environment {environment}",
             tokenizer=tokenizer,
             template=load_chat_template(tokenizer.source, "rollout.name=verifiers", "conversations cannot be rendered without one"),

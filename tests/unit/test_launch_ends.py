@@ -1,0 +1,102 @@
+"""How a command ends whose folder has become full or read-only: the reason comes first, and nothing is waited for in vain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from resolving import config
+
+from megarl import cli
+from megarl.config.errors import ConfigError, tell
+from megarl.config.schema import ModelConfig, RunConfig
+from megarl.files import write_problem
+from megarl.launch import commands, tracing, tracking
+from megarl.launch.launcher import Job
+from megarl.launch.node import Node
+from megarl.launch.processes import ProcessFailed
+from megarl.launch.resuming import Resume
+from megarl.launch.tracking import Trackers
+from megarl.observe.metrics import MetricsWriter
+from megarl.plan.resolve import RunPlan, resolve
+
+READ_ONLY = Path("/proc/self")  # for root too
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    assert write_problem(tmp_path) == "" and not list(tmp_path.iterdir())
+    assert write_problem(READ_ONLY) and write_problem(tmp_path / "gone") == "No such file or directory"
+    (tmp_path / "trainer.0.log").write_text("OSError: [Errno 28]\n")
+    failure = ProcessFailed("trainer.0", 1, tmp_path / "trainer.0.log", 0)
+    failure.begin("run_dir=x: cannot be written to any more: No space left on device")
+    assert str(failure).splitlines()[:2] == [
+        "run_dir=x: cannot be written to any more: No space left on device",
+        f"trainer.0 exited with status 1; the end of {tmp_path / 'trainer.0.log'}:",
+    ]
+
+
+def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told_before_close: list[str] = []
+
+    class SlowTrackers(Trackers):
+        """A fake of trackers that wait: notes what had been told by then."""
+
+        def close(self) -> None:
+            told_before_close.append(capsys.readouterr().err)
+
+    def fails(*_: object) -> Path:
+        raise RuntimeError("trainer.0 exited with status 1")
+
+    monkeypatch.setattr(commands, "Trackers", SlowTrackers)
+    monkeypatch.setattr(commands, "launch", fails)
+    plan: Any = SimpleNamespace(config=RunConfig(model=ModelConfig(path="none")))
+    job = Job("sft", tmp_path / "logs", trainer_role="sft", driver_role=None)
+
+    def command(*_: object) -> None:
+        commands._launch_showing(plan, job, Node(0, 1, "local"), lambda folder: None, tmp_path, 3)
+
+    monkeypatch.setitem(cli.RUN, "sft", command)
+    monkeypatch.setattr(cli, "_resolved", lambda arguments: plan)
+    assert cli.main(["sft", "x.yaml"]) == 1
+    assert told_before_close == ["megarl: trainer.0 exited with status 1\n"] and capsys.readouterr().err == ""
+    tell(ConfigError(["a: b", "c: d"]))
+    assert capsys.readouterr().err == "megarl: a: b\nmegarl: c: d\n"
+
+
+def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake of a tracker goes on reading for ever. The run's folder is gone, and nothing can be written there."""
+    monkeypatch.setattr(tracking, "HOPELESS_S", 0.2)
+    run_dir, told = tmp_path / "run", list[str]()
+    settings = RunConfig(model=ModelConfig(path="none"))
+    settings.observe.trackers, settings.timeouts.trackers_s = ["tensorboard"], 600.0
+    (tmp_path / "settings.yaml").write_text("{}")
+    trackers = Trackers(settings, run_dir, told.append)
+    run_dir.mkdir()
+    MetricsWriter(run_dir).close()
+    trackers.start(tmp_path / "settings.yaml", 0)
+    (process,) = trackers._processes.values()
+    process.kill()
+    process.wait()
+    trackers._processes["tensorboard"] = sleeper = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"], stdin=subprocess.PIPE
+    )
+    run_dir.rename(tmp_path / "elsewhere")
+    began = time.monotonic()
+    trackers.close()
+    assert time.monotonic() - began < 60 and sleeper.poll() is not None
+    assert told[0].startswith("tracker tensorboard: it was not done 0.2 s after the run (its folder cannot be written to: No such file")
+
+
+def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+    plan: RunPlan = resolve(config(tmp_path, "cluster.gpu=H100"), "plan")
+    with pytest.raises(RuntimeError, match="the disk is full"), tracing.traced(plan, Node(0, 1, "x"), Resume()) as trace:
+        trace._file.close()
+        trace._file = open("/dev/full", "ab", buffering=0)
+        raise RuntimeError("the disk is full")
