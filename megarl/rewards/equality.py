@@ -21,6 +21,11 @@ from megarl.rewards.structure import FLIPPED, Chain, Items, Union, Word, is_func
 from megarl.rewards.values import LEAST_POINTS, equal_values, size_of, times, values_of
 
 _NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2
+_BASES = {name: str(base) for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_BASES |= {"sixteen": "16"}
+_BASE_IN_WORDS = re.compile(r"_\s*\{?\s*\\text\w*\s*\{\s*(?:base\s+)?([a-z]+|\d{1,2})\s*\}\s*\}?")
+_MODULO = re.compile(r"\s*(?:\\p?mod|\\bmod|\(\\?mod)(?![a-z]).*")
+_CHOICE_WITH_TEXT = re.compile(r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+")
 _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
@@ -29,8 +34,11 @@ def equal(reference: str, candidate: str) -> bool:
     reference is."""
     if candidate == reference:
         return True
-    if (word := word_of(candidate)) and word == word_of(reference):
+    word = word_of(reference)
+    if word and word == (word_of(candidate) or word_of(_CHOICE_WITH_TEXT.sub(r"\1\2", candidate))):
         return True
+    if not _MODULO.search(reference):  # 236 \pmod{1000}
+        candidate = _MODULO.sub("", candidate)
     (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
     if gold_percent != percent:  # 50% is 0.5, or 50 if the question asked for percent
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
@@ -50,10 +58,12 @@ def _percent(answer: str) -> tuple[str, bool]:
 
 
 def _without_base(gold: str, found: str) -> tuple[str, str]:
-    """Both without a numeral's base (1010_2), which the question has fixed. Raises Refused if they state different bases."""
+    """Both without a numeral's base (1010_2). An answer without one has the reference's, which the question has fixed; a reference without
+    one is decimal. Raises Refused if the bases differ."""
+    gold, found = (_BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text) for text in (gold, found))
     numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
-    bases = {int(numeral[2] or numeral[3]) for numeral in numerals if numeral}
-    if len(bases) > 1:
+    base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
+    if numerals[1] and base != stated:
         raise Refused("another base")
     gold, found = (numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found)))
     return gold, found
@@ -83,10 +93,15 @@ def _same_sequences(gold: Any, found: Any) -> bool:
     gold, found = _as_sequence(gold), _as_sequence(found)
     if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
         return gold.opening in ("{", "") and found.opening in ("{", "") and _matched(gold.items, found.items)
-    bracketed = gold.opening and found.opening
-    if bracketed and (gold.opening, gold.closing) != (found.opening, found.closing):
-        return False
+    brackets = {gold.opening + gold.closing, found.opening + found.closing}
+    if len(brackets) > 1 and not (brackets == {"()", ""} and not _is_interval(gold) or gold.opening == "" and brackets == {"", "[]"}):
+        return False  # 2,5 may be the point (2,5), but no interval
     return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
+
+
+def _is_interval(items: Items) -> bool:
+    """Whether items in round brackets cannot be a point: an end is infinite."""
+    return any(getattr(item, "is_infinite", False) for item in items.items)
 
 
 def _as_sequence(structure: Any) -> Items:

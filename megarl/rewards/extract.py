@@ -6,14 +6,19 @@ import re
 
 MAX_ANSWER_CHARS = 512
 
-_BOXES = ("\\boxed", "\\fbox")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BOXES = ("\\boxed", "\\fbox", "\\framebox")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answer, the list of both
+    r"[\s$]*(?:,|;|(?:,\s*)?(?:and|or)\b|(?:,\s*)?\\text\s*\{\s*(?:and|or)\s*\})[\s$]*(?:[A-Za-z]\w?\s*=\s*)?[\s$]*"
+)
 _UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
 _PHRASES = ("answer is", "answer:", "答案是", "答案为", "答案：")
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
 _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
-_NUMBER_WITH_UNIT = re.compile(rf"(-?{_NUMBER})\s+{_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*", re.ASCII)
+_NUMBER_WITH_UNIT = re.compile(rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?", re.ASCII)
+_SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # no unit
+_FEW_WORDS = re.compile(r"[A-Za-z][a-z'-]*(?: [A-Za-z][a-z'-]*){0,2}")
 # A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
 _START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
 _END = r"(?=(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
@@ -25,7 +30,31 @@ _PROSE = re.compile(rf"(?<![\\A-Za-z]){_MATH_WORDS}[^\W\d_]{{2,}}")
 _CLOSING = ("$", "\\]", "\\)", "```", "*", "__")
 _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_FONT = re.compile(  # \\textbf{113}, {113}: what they enclose is the answer if they enclose all of it
+    r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph)\s*)?\{"
+)
+_SPAN = re.compile(r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]")  # inline math
+_BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
+_BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
+_STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
+_LEADING = re.compile(  # "16, not 14", "14 (fourteen)": what comes first, before a remark
+    rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|\(\s*(?=[A-Za-z]{{2}}))"
+    r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
+)
+_CLAUSE = re.compile(r"(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
+# "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value states none.
+_DENIED = re.compile(
+    r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
+    r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without)\b|n['\u2019]t\b",
+    re.IGNORECASE,
+)
+_DOUBTED = re.compile(
+    r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
+    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b[^.]*\Z",
+    re.IGNORECASE,
+)
+_APART = re.compile(r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z", re.IGNORECASE)
 _NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\\circ\s*\}}|\\degree|°|\u00ba)\Z")
 _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
@@ -37,7 +66,7 @@ def marked_answer(text: str) -> str | None:
     """
     start = _last_box(text)
     if start >= 0:
-        return clean(_boxed(text, start))
+        return _boxes(text, start)
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
@@ -46,7 +75,9 @@ def marked_answer(text: str) -> str | None:
     if start >= 0 and len(lower) == len(text):
         behind = _BEHIND_PHRASE.match(text, start + len(phrase))
         assert behind is not None  # it may be empty
-        return clean(_line(text, behind.end()).split(". ")[0])
+        if _DOUBTED.search(_line_before(text, start)):
+            return ""
+        return _without_remark(_line(text, behind.end()).split(". ")[0])
     return None
 
 
@@ -73,10 +104,54 @@ def last_number(text: str) -> str:
     if not _PROSE.search(line):
         return ""
     for match in reversed(list(_FREE_NUMBER.finditer(line))):
-        if _BEFORE_IT.search(line, 0, match.start()) or _BEHIND_IT.match(line, match.end()):
+        if _BEFORE_IT.search(line, 0, match.start()) or _BEHIND_IT.match(line, match.end()) or _denies(line, match.start(), match.end()):
             return ""
         return match[1]
     return ""
+
+
+def last_expression(text: str) -> str:
+    """The expression that the last line states, if that is prose: "The value is $2\\sqrt3$.", "**Vertex: (-3, 4)**", cleaned.
+
+    Several in a row, as in "$3$ or $-3$", are a list. Empty if something else follows, or if the clause denies it.
+    """
+    line = _BOLD.sub(r"\1", last_line(text)).strip("* ")
+    if not _PROSE.search(line):
+        return ""
+    spans = list(_SPAN.finditer(line))
+    if spans:
+        first = last = len(spans) - 1
+        while first and _BETWEEN_SPANS.fullmatch(line, spans[first - 1].end(), spans[first].start()):
+            first -= 1
+        start, end = spans[first].start(), spans[last].end()
+        behind = _BEHIND_SPAN.fullmatch(line, end)
+        if not behind or _APART.search(line, 0, start) or _BEFORE_IT.search(line, 0, start) or _denies(line, start, end):
+            return ""
+        return clean(",".join(clean("".join(filter(None, span.groups()))) for span in spans[first:]))
+    stated = list(_STATED.finditer(line))
+    if not stated or _denies(line, stated[-1].end(), len(line)):
+        return ""
+    rest = clean(line[stated[-1].end() :])
+    return "" if _PROSE.search(rest) and not _FEW_WORDS.fullmatch(rest) else rest
+
+
+def _denies(line: str, start: int, end: int) -> bool:
+    """Whether the clause around a value in a sentence denies or bounds it."""
+    before = [mark.end() for mark in _CLAUSE.finditer(line, 0, start)]
+    after = _CLAUSE.search(line, end)
+    return bool(_DENIED.search(line, before[-1] if before else 0, start) or _DENIED.search(line, end, after.start() if after else len(line)))
+
+
+def _without_remark(answer: str) -> str:
+    """What follows "the answer is", cleaned, without a remark such as ", not 14" or "(fourteen)" behind it."""
+    answer = _BOLD.sub(r"\1", answer)
+    leading = _LEADING.match(answer)
+    if leading and not re.search(r"\b(?:or|wrong|incorrect|not\s+(?:right|correct))\b", answer[leading.end() :]):
+        return clean(leading["number"])
+    span = _SPAN.match(answer)
+    if span and re.match(r"\s*[,;(]\s*(?!or\b|and\b)[A-Za-z]{2}", answer[span.end() :]):
+        return clean("".join(filter(None, span.groups())))
+    return clean(answer)
 
 
 def last_running_number(text: str) -> str:
@@ -95,10 +170,44 @@ def clean(answer: str) -> str:
         for opening, closing in _WRAPPERS:
             if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
                 answer = answer[len(opening) : -len(closing)]
-    answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-")
+    answer = _unwrapped(answer.removeprefix("\\displaystyle").lstrip())
+    answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
     answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
-    return with_unit[1] if with_unit else answer
+    return with_unit[1] if with_unit and not (_SENTENCE.search(with_unit[2]) or _DENIED.search(with_unit[2])) else answer
+
+
+def _unwrapped(answer: str) -> str:
+    """The content of braces or a font command that enclose all of the answer and hold more than words."""
+    font = _FONT.match(answer)
+    if font is None or not answer.endswith("}") or not re.search(r"[\d\\,]", answer[font.end() :]):
+        return answer
+    depth = 1
+    for character in answer[font.end() : -1]:
+        depth += (character == "{") - (character == "}")
+        if depth == 0:  # it closes before the end
+            return answer
+    return clean(answer[font.end() : -1]) if depth == 1 else answer
+
+
+def _boxes(text: str, last: int) -> str:
+    """The content of the box at `last`, cleaned; with those before it, if "and", "or" or a comma joins them, as a list."""
+    found, start = [clean(_boxed(text, last))], last
+    before = [box.start() for box in _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)]
+    for box in reversed(before):
+        content = _boxed(text, box)
+        opening = _BOX.match(text, box)
+        assert opening is not None
+        end = opening.end() + len(content) + 2
+        if not content or not _BETWEEN_BOXES.fullmatch(text, end, start):
+            break
+        found, start = [clean(content), *found], box
+    return ",".join(found) if all(found) else found[-1]
+
+
+def _line_before(text: str, end: int) -> str:
+    """From the beginning of its line, or of its sentence, to `end`."""
+    return text[max(0, end - MAX_ANSWER_CHARS) : end].rsplit("\n", 1)[-1].rsplit(". ", 1)[-1]
 
 
 def _last_box(text: str) -> int:

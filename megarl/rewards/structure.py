@@ -17,6 +17,7 @@ from megarl.rewards.products import with_signs
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_PARTS = 32
+_NOTHING = 1e-20  # what is smaller counts as 0 in 0^0
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
@@ -31,7 +32,8 @@ _JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A
 _OPERATORS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=",
               "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
 _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
-            "∈": r"\in ", "−": "-"}  # fmt: skip
+            "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
 class Items(NamedTuple):
@@ -66,6 +68,7 @@ def read(text: str, checked: bool) -> Any:
     """The structure of an answer; None if it cannot be read. `checked`: it is a model's answer, and Refused is raised outside limits."""
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
@@ -202,10 +205,20 @@ def _expression(text: str, checked: bool) -> Any:
         return None
     if checked:
         check_value(found[0])
+        _check_powers(found[0])
     from sympy import I
 
     imaginary = [symbol for symbol in getattr(found[0], "free_symbols", ()) if symbol.name == "i"]
     return found[0].subs(dict.fromkeys(imaginary, I)) if imaginary else found[0]
+
+
+def _check_powers(expression: Any) -> None:
+    """Raises Refused for 0^0, which SymPy calls 1. The bounds of check_value hold for what is evaluated here."""
+    from sympy import Pow
+
+    for power in getattr(expression, "atoms", lambda _: ())(Pow):
+        if not power.free_symbols and all(abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)):
+            raise Refused("zero to the power of zero")
 
 
 def is_function(structure: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.rewards.choice import choice_reward
 from megarl.rewards.equality import equal
-from megarl.rewards.extract import clean, last_line, last_number, last_running_number, marked_answer
+from megarl.rewards.extract import clean, last_expression, last_line, last_number, last_running_number, marked_answer
 from megarl.rewards.ifeval import ifeval_reward
 from megarl.rewards.limits import Refused, check_characters
 
@@ -47,9 +47,9 @@ VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # as a user's own function 
 
 
 def _unmarked_answers(text: str) -> list[str]:
-    """The last line if it is an expression; the number at its end if it is prose or ends in an equation."""
+    """The last line if it is an expression; the number or expression at its end if it is prose."""
     line = last_line(text)
-    return list(dict.fromkeys((clean(line), last_number(text)))) if _clean_characters(line) else []
+    return list(dict.fromkeys((clean(line), last_number(text), last_expression(text)))) if _clean_characters(line) else []
 
 
 def _clean_characters(text: str) -> bool:
