@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megarl.rewards.limits import Refused, check_text
+from megarl.rewards.extract import DENIED
+from megarl.rewards.limits import MAX_DIGITS, Refused, check_text
 from megarl.rewards.plain_numbers import plain_equal, plain_number
 from megarl.rewards.structure import FLIPPED, Chain, Items, Union, Word, is_function, is_name, read, read_reference, symbols, word_of
 from megarl.rewards.values import LEAST_POINTS, equal_values, size_of, times, values_of
@@ -37,6 +38,8 @@ def equal(reference: str, candidate: str) -> bool:
     word = word_of(reference)
     if word and word == (word_of(candidate) or word_of(_CHOICE_WITH_TEXT.sub(r"\1\2", candidate))):
         return True
+    if DENIED.search(candidate) and not DENIED.search(reference):  # \text{not } 5, which the grammar reads as a product
+        return False
     if not _MODULO.search(reference):  # 236 \pmod{1000}
         candidate = _MODULO.sub("", candidate)
     (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
@@ -64,7 +67,9 @@ def _without_base(gold: str, found: str) -> tuple[str, str]:
     numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
     base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
     if numerals[1] and base != stated:
-        raise Refused("another base")
+        if numerals[0] or not 2 <= stated <= 36 or any(int(digit, 36) >= stated for digit in numerals[1][1]):
+            raise Refused("another base")
+        return gold, str(int(numerals[1][1][:MAX_DIGITS], stated))
     gold, found = (numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found)))
     return gold, found
 
@@ -139,7 +144,10 @@ def _same_chains(gold: Any, found: Any) -> bool:
 
 
 def _leads_to(gold: Any, found: Chain) -> bool:
-    """Whether a chain of equations ends in the answer, and every side before it names the answer or has its value."""
+    """Whether a chain of equations ends in the answer, and every side before it names the answer or has its value. It may go on with
+    what the answer is about (1/3 ≈ 0.333)."""
+    if len(found.sides) > 1 and found.operators[-1] == "~" and not _same(gold, found.sides[-1]) and _about(gold, found.sides[-1]):
+        found = Chain(found.sides[:-1], found.operators[:-1])
     if any(operator not in ("=", "~") for operator in found.operators) or not _same(gold, found.sides[-1]):
         return False
     for side, operator in zip(found.sides, found.operators):
@@ -150,7 +158,14 @@ def _leads_to(gold: Any, found: Chain) -> bool:
 
 def _is_name_of(name: Any, structure: Any) -> bool:
     """Whether `name` may stand for `structure`: f(x) may be x + 1, but x may not."""
-    return is_name(name) and (is_function(name) or not symbols(name) & symbols(structure))
+    return (is_name(name) or _joins_names(name)) and (is_function(name) or not symbols(name) & symbols(structure))
+
+
+def _joins_names(structure: Any) -> bool:
+    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1. (2x = 6 does not say 6.)"""
+    if getattr(structure, "is_Add", False):
+        return all(argument.is_Symbol for argument in structure.args)
+    return bool(getattr(structure, "is_Function", False) and structure.free_symbols)
 
 
 def _same_equations(gold: Sequence[Any], found: Sequence[Any]) -> bool:

@@ -32,26 +32,32 @@ _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _FONT = re.compile(  # \\textbf{113}, {113}: what they enclose is the answer if they enclose all of it
-    r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph)\s*)?\{"
+    r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph|bf|rm|it)\s*)?\{"
 )
+_DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
+_SQUARE = re.compile(r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z")
 _SPAN = re.compile(r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]")  # inline math
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
-_BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
+_BEHIND_DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
+_SQUARE = re.compile(r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z")
+_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": what comes first, before a remark
     rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|\(\s*(?=[A-Za-z]{{2}}))"
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
-_CLAUSE = re.compile(r"(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
 # "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value states none.
-_DENIED = re.compile(
+DENIED = re.compile(
     r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
-    r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without)\b|n['\u2019]t\b",
+    r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without"
+    r"|close\s+to|nearly|almost|too\s+(?:large|small|big|low|high|many|few|much|little))\b|n['\u2019]t\b",
     re.IGNORECASE,
 )
+_REJECTED = re.compile(r"\b(?:wrong|incorrect|too\s+\w+|not\s+(?:right|correct|possible|allowed|the))\b", re.IGNORECASE)  # a remark on a value
 _DOUBTED = re.compile(
     r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
-    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b[^.]*\Z",
+    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z",
     re.IGNORECASE,
 )
 _APART = re.compile(r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z", re.IGNORECASE)
@@ -139,17 +145,19 @@ def _denies(line: str, start: int, end: int) -> bool:
     """Whether the clause around a value in a sentence denies or bounds it."""
     before = [mark.end() for mark in _CLAUSE.finditer(line, 0, start)]
     after = _CLAUSE.search(line, end)
-    return bool(_DENIED.search(line, before[-1] if before else 0, start) or _DENIED.search(line, end, after.start() if after else len(line)))
+    if DENIED.search(line, before[-1] if before else 0, start) or DENIED.search(line, end, after.start() if after else len(line)):
+        return True
+    return bool(_REJECTED.search(line, end))
 
 
 def _without_remark(answer: str) -> str:
     """What follows "the answer is", cleaned, without a remark such as ", not 14" or "(fourteen)" behind it."""
     answer = _BOLD.sub(r"\1", answer)
     leading = _LEADING.match(answer)
-    if leading and not re.search(r"\b(?:or|wrong|incorrect|not\s+(?:right|correct))\b", answer[leading.end() :]):
+    if leading and not (_REJECTED.search(answer, leading.end()) or re.search(r"\bor\b", answer[leading.end() :])):
         return clean(leading["number"])
     span = _SPAN.match(answer)
-    if span and re.match(r"\s*[,;(]\s*(?!or\b|and\b)[A-Za-z]{2}", answer[span.end() :]):
+    if span and not _REJECTED.search(answer, span.end()) and re.match(r"\s*[,;(]\s*(?!or\b|and\b)[A-Za-z]{2}", answer[span.end() :]):
         return clean("".join(filter(None, span.groups())))
     return clean(answer)
 
@@ -170,11 +178,11 @@ def clean(answer: str) -> str:
         for opening, closing in _WRAPPERS:
             if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
                 answer = answer[len(opening) : -len(closing)]
-    answer = _unwrapped(answer.removeprefix("\\displaystyle").lstrip())
+    answer = _unwrapped(_DECLARED.sub("", _SQUARE.sub("", answer)))
     answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
     answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
-    return with_unit[1] if with_unit and not (_SENTENCE.search(with_unit[2]) or _DENIED.search(with_unit[2])) else answer
+    return with_unit[1] if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2])) else answer
 
 
 def _unwrapped(answer: str) -> str:

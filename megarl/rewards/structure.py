@@ -18,12 +18,13 @@ from megarl.rewards.products import with_signs
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_PARTS = 32
 _NOTHING = 1e-20  # what is smaller counts as 0 in 0^0
-_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*"
+_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|boldsymbol|mbox|operatorname)\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
 _DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables, or products of them; no word
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
+_NUMBER_IN_FONT = re.compile(rf"(?<=[=<>≈(,;\s])(?<![\d)}}]\s){_TEXT}\{{\s*(-?\d+(?:[.,/]\d+)*)\s*\}}(?=\s*(?:\Z|[=<>≈,;)]))", re.ASCII)
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
@@ -70,6 +71,7 @@ def read(text: str, checked: bool) -> Any:
         text = text.replace(symbol, command)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
+    text = _NUMBER_IN_FONT.sub(r"\1", text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
 
@@ -89,9 +91,12 @@ def _structure(text: str, checked: bool) -> Any:
             raise Refused(f"more than {_MAX_PARTS} parts")
         return [_structure(piece, checked) for piece in pieces]
 
-    pieces, _ = _split(text, _JOIN)
+    pieces, joins = _split(text, _JOIN)
     if len(pieces) > 1 and plain_number(text) is None:
-        return Items("", "", parts([piece for piece in pieces if piece.strip()]))
+        found = parts([piece for piece in pieces if piece.strip()])
+        if all("or" in join for join in joins) and all(map(_is_range, found)):  # x < 2 or x > 3
+            return Union(found)
+        return Items("", "", found)
     sides, operators = _split(text, _RELATION)
     if operators:
         return _chain(Chain(parts(sides), [_OPERATORS.get(o.removeprefix("\\"), o) for o in operators]))
@@ -101,6 +106,9 @@ def _structure(text: str, checked: bool) -> Any:
     unions, _ = _split(text, r"\\cup(?![A-Za-z])")
     if len(unions) > 1:
         return Union(parts(unions))
+    ratio, _ = _split(text, ":")
+    if len(ratio) > 2:  # 3:4:5; the grammar divides, which is right for two
+        return Items(":", ":", parts(ratio))
     if inside := _bracketed(text):
         opening, content, closing = inside
         items, _ = _split(content, r"[,;]")
@@ -113,6 +121,10 @@ def word_of(text: str) -> str:
     """A name or a choice in the form that is compared; empty if the text is not one."""
     match = _WORD.fullmatch(text)
     return " ".join((match[1] or match[2]).casefold().split()) if match else ""
+
+
+def _is_range(structure: Any) -> bool:
+    return isinstance(structure, Items) and len(structure.items) == 2 and structure.opening in ("(", "[")
 
 
 def _chain(chain: Chain) -> Any:
