@@ -26,7 +26,9 @@ _BASES = {name: str(base) for base, name in enumerate("two three four five six s
 _BASES |= {"sixteen": "16"}
 _BASE_IN_WORDS = re.compile(r"_\s*\{?\s*\\text\w*\s*\{\s*(?:base\s+)?([a-z]+|\d{1,2})\s*\}\s*\}?")
 _MODULO = re.compile(r"\s*(?:\\p?mod|\\bmod|\(\\?mod)(?![a-z]).*")
-_CHOICE_WITH_TEXT = re.compile(r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+")
+_CHOICE_WITH_TEXT = re.compile(
+    r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+"
+)
 _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
@@ -99,8 +101,9 @@ def _same_sequences(gold: Any, found: Any) -> bool:
     if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
         return gold.opening in ("{", "") and found.opening in ("{", "") and _matched(gold.items, found.items)
     brackets = {gold.opening + gold.closing, found.opening + found.closing}
-    if len(brackets) > 1 and not (brackets == {"()", ""} and not _is_interval(gold) or gold.opening == "" and brackets == {"", "[]"}):
-        return False  # 2,5 may be the point (2,5), but no interval
+    point = brackets == {"()", ""} and not _is_interval(gold)  # 2,5 may be the point (2,5), but no interval
+    if len(brackets) > 1 and not point and not (gold.opening == "" and brackets == {"", "[]"}):
+        return False
     return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
 
 

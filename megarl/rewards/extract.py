@@ -16,7 +16,9 @@ _PHRASES = ("answer is", "answer:", "答案是", "答案为", "答案：")
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
 _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
-_NUMBER_WITH_UNIT = re.compile(rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?", re.ASCII)
+_NUMBER_WITH_UNIT = re.compile(
+    rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?", re.ASCII
+)
 _SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # no unit
 _FEW_WORDS = re.compile(r"[A-Za-z][a-z'-]*(?: [A-Za-z][a-z'-]*){0,2}")
 # A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
@@ -35,17 +37,18 @@ _FONT = re.compile(  # \\textbf{113}, {113}: what they enclose is the answer if 
     r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph|bf|rm|it)\s*)?\{"
 )
 _DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
-_SQUARE = re.compile(r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z")
+_SQUARE = re.compile(
+    r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
+)
 _SPAN = re.compile(r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]")  # inline math
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
-_BEHIND_DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
-_SQUARE = re.compile(r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z")
-_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
+_BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": what comes first, before a remark
     rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|\(\s*(?=[A-Za-z]{{2}}))"
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
+_OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
 _CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
 # "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value states none.
 DENIED = re.compile(
@@ -54,13 +57,17 @@ DENIED = re.compile(
     r"|close\s+to|nearly|almost|too\s+(?:large|small|big|low|high|many|few|much|little))\b|n['\u2019]t\b",
     re.IGNORECASE,
 )
-_REJECTED = re.compile(r"\b(?:wrong|incorrect|too\s+\w+|not\s+(?:right|correct|possible|allowed|the))\b", re.IGNORECASE)  # a remark on a value
+_REJECTED = re.compile(
+    r"\b(?:wrong|incorrect|too\s+\w+|not\s+(?:right|correct|possible|allowed|the))\b", re.IGNORECASE
+)  # a remark on a value
 _DOUBTED = re.compile(
     r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
     r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z",
     re.IGNORECASE,
 )
-_APART = re.compile(r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z", re.IGNORECASE)
+_APART = re.compile(
+    r"\b(?:by|of|over|plus|minus|times|from|than|divided|if|when|where|for|mod|modulo|until|since|because|as)\s*\Z", re.IGNORECASE
+)
 _NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\\circ\s*\}}|\\degree|°|\u00ba)\Z")
 _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
@@ -152,7 +159,7 @@ def _denies(line: str, start: int, end: int) -> bool:
 
 def _without_remark(answer: str) -> str:
     """What follows "the answer is", cleaned, without a remark such as ", not 14" or "(fourteen)" behind it."""
-    answer = _BOLD.sub(r"\1", answer)
+    answer = _OPTION.sub("", _BOLD.sub(r"\1", answer))
     leading = _LEADING.match(answer)
     if leading and not (_REJECTED.search(answer, leading.end()) or re.search(r"\bor\b", answer[leading.end() :])):
         return clean(leading["number"])

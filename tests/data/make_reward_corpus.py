@@ -498,6 +498,105 @@ def nothing_of_use(rng):
             yield reference, response, False
 
 
+@kind
+def thousands_of_references(rng):
+    for _ in range(10):
+        n = rng.randint(10_000, 9_999_999)
+        reference = f"{n:,}".replace(",", r",\!")
+        yield reference, boxed(n), True
+        yield reference, boxed(f"{n:,}"), True
+        yield reference, boxed(reference), True
+        yield reference, boxed(other(rng, n)), False
+        yield reference, boxed("(" + f"{n:,}".replace(",", ", ") + ")"), False
+
+
+@kind
+def fonts(rng):
+    for font in (r"\textbf", r"\mathbf", r"\text", r"\mathrm", r"\boldsymbol", r"\underline", ""):
+        for n in rng.sample(range(100, 999), 3):
+            yield str(n), boxed(f"{font}{{{n}}}"), True
+            yield str(n), boxed(f"{font}{{{other(rng, n)}}}"), False
+            yield str(n), boxed(f"{font}{{not {n}}}"), False
+            yield str(n), boxed(rf"{font}{{at most }} {n}"), False
+
+
+@kind
+def closing_prose(rng):
+    forms = ["The value is ${}$.", "**The probability is ${}$**", "Hence the area is ${}$ square units.", r"Therefore it is \({}\).",
+             "So the result is ${}$, as required."]  # fmt: skip
+    for form in forms:
+        value, k = proper(rng), rng.choice([2, 3, 5, 7])
+        wrong = frac(1 / value) if abs(value) != 1 else "7"
+        yield frac(value), "Some steps.\n" + form.format(frac(value)), True
+        yield frac(value), "Some steps.\n" + form.format(wrong), False
+        yield frac(value), form.format(frac(value)).replace(" is ", " is not "), False
+        yield rf"{k}\sqrt{{11}}", form.format(rf"{k}\sqrt{{11}}"), True
+        yield rf"{k}\sqrt{{11}}", form.format(rf"{k}+\sqrt{{11}}"), False
+        yield rf"{k}\sqrt{{11}}", form.format(rf"{k}\sqrt{{11}}$ or $5"), False
+
+
+@kind
+def denied(rng):
+    forms = ["I think it's not {}", "It can't be {}.", "It isn't {}.", "The answer is not {}.", "I doubt that the answer is {}.",
+             "At least {}.",
+             "There are fewer than {}.", "It is either {} or 7.", "{} is too large.", "{} is not the answer", r"\boxed{{\text{{not }} {}}}",
+             "That would be {}, which is wrong.", "The value is neither 7 nor {}."]  # fmt: skip
+    for form in forms:
+        for n in (0, *rng.sample(range(12, 900), 2)):
+            yield str(n), form.format(n), False
+    for n in rng.sample(range(12, 900), 4):
+        for form in (
+            "It is not 7 but {}.",
+            "It can't be negative, so it is {}.",
+            "I am not sure, but the answer is {}.",
+            "The answer is {}, not 7.",
+        ):
+            yield str(n), form.format(n), True
+
+
+@kind
+def intervals_without_brackets(rng):
+    for _ in range(8):
+        a = rng.randint(-20, 20)
+        b = a + rng.randint(1, 20)
+        for reference in (f"[{a},{b})", f"({a},{b}]", f"[{a},{b}]"):
+            yield reference, boxed(f"{a},{b}"), False
+            yield reference, boxed(reference), True
+        yield rf"(-\infty,{a}]", boxed(rf"-\infty,{a}"), False
+        yield rf"(-\infty,{a})", boxed(rf"-\infty,{a}"), False
+        yield rf"(-\infty,{a})\cup({b},\infty)", boxed(rf"x<{a} \text{{ or }} x>{b}"), True
+
+
+@kind
+def bases(rng):
+    for base, n in ((16, 15), (8, 15), (7, 25), (2, 101), (9, 88)):
+        yield str(n), boxed(f"{n}_{{{base}}}"), False
+        yield str(n), boxed(f"{n}_{{10}}"), True
+        yield f"{n}_{{{base}}}", boxed(f"{n}_{{{base}}}"), True
+        yield f"{n}_{{{base}}}", boxed(n), True
+        yield f"{n}_{{{base}}}", boxed(f"{n}_{{{base + 1}}}"), False
+    yield "2516_8", boxed(r"2516_{\text{eight}}"), True
+
+
+@kind
+def zero_to_the_zero(rng):
+    for form in ("0^0", "0^{0}", "(1-1)^0", "0.0^{0}", r"(2-\sqrt{4})^{0}", r"(\sin 0)^{0}", "0^{3-3}", "1+0^0-1"):
+        yield "1", boxed(form), False
+        yield "0", boxed(form), False
+    for form in ("5^0", "x^0", r"\pi^0", "(-3)^0", "0!"):
+        yield "1", boxed(form), True
+
+
+@kind
+def several_boxes(rng):
+    for _ in range(6):
+        a, b = rng.sample(range(-20, 20), 2)
+        yield f"{a},{b}", rf"$x = \boxed{{{a}}}$ or $x = \boxed{{{b}}}$", True
+        yield f"{a},{b}", rf"\boxed{{{a}}} and \boxed{{{b}}}", True
+        yield str(b), rf"\boxed{{{a}}} or \boxed{{{b}}}", False
+        yield str(b), rf"I had \boxed{{{a}}}, but it is \boxed{{{b}}}.", True
+
+
 def corpus() -> list[dict[str, object]]:
     kind_of: dict[Pair, str] = {}
     for name, function in KINDS.items():

@@ -107,6 +107,20 @@ HOSTILE = [
     "exec('1')",
     r"\boxed{os.system}",
     "lambda: 1",
+    "is $x" * 100,
+    "$" * 500,
+    "the value is " + "$a$ or " * 60 + "$7$.",
+    "word " + "\\(a\\)" * 80,
+    r"\boxed{" + "{" * 250 + "1" + "}" * 250 + "}",
+    r"\boxed{" + r"\text{" * 80 + "1" + "}" * 80 + "}",
+    r"\boxed{1} or " * 8000 + r"\boxed{2}",
+    "not " * 30_000,
+    "the answer is " * 15_000,
+    "I doubt " * 15_000 + "the answer is 7",
+    r"\boxed{" + "√(" * 100 + "1" + ")" * 100 + "}",
+    r"\boxed{" + "1:" * 200 + "1}",
+    r"\boxed{" + "x<1 or " * 60 + "x>2}",
+    r"\boxed{" + "(0-0)^0+" * 20 + "1}",
     "4\u200b5",
     "\\boxed{5\u200b}",
     "5\x00",
@@ -154,6 +168,27 @@ def test_other_ways_to_write_an_answer(text: str, answer: str):
 ])  # fmt: skip
 def test_answers_that_only_look_alike(text: str, answer: str):
     assert math_reward(rf"\boxed{{{text}}}", answer) == 0.0
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"\boxed{32348}", r"32,\!348"), (r"\boxed{\textbf{113}}", "113"), (r"\boxed{\mathbf{113}}", "113"), (r"\boxed{\text{113}}", "113"),
+    (r"\boxed{{113}}", "113"), (r"The value is $2\sqrt3$.", r"2\sqrt{3}"), (r"**The probability is $\frac37$**", r"\frac{3}{7}"),
+    ("The area is 36π.", r"36\pi"), ("It is not 14 but 16.", "16"), ("The answer is 16, not 14.", "16"),
+    (r"\boxed{2516_{\text{eight}}}", "2516_8"),
+    (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{236 \pmod{1000}}", "236"),
+])  # fmt: skip
+def test_wrappers_and_closing_prose_hide_no_right_answer(text: str, answer: str):
+    assert math_reward(text, answer) == 1.0
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"\boxed{2,5}", "[2,5)"), (r"\boxed{-\infty,5}", r"(-\infty,5]"), (r"\boxed{0^0}", "1"), (r"\boxed{15_{16}}", "15"),
+    ("I think it's not 72", "72"),
+    ("The answer is not 0.", "0"), (r"\boxed{\text{not } 0}", "0"), ("At least 72.", "72"), (r"\boxed{71} or \boxed{72}", "72"),
+    (r"\boxed{2:5:1}", r"\frac{2}{5}"), (r"\boxed{(32, 348)}", r"32,\!348"),
+])  # fmt: skip
+def test_denied_answers_and_intervals_without_brackets_are_wrong(text: str, answer: str):
+    assert math_reward(text, answer) == 0.0
 
 
 @pytest.mark.parametrize(("text", "answer"), RIGHT)
