@@ -256,6 +256,9 @@ class EmulatedReceiver(WeightsReceiver):
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")
         return Taken((began, time.perf_counter()), 0, list(range(len(executor.engines))))
 
+    async def look_again(self, executor: Any) -> None:
+        """Emulated engines hold no weights."""
+
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
     """The generator's process in one cell. It sends its address through `address_to`."""

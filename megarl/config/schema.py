@@ -263,8 +263,8 @@ class WeightsConfig:
     audit: str = setting(
         STRICT,
         "on: after every update, hashes compare the engines' memory with what was sent, and what no update writes there (rotary caches, "
-        "what is derived from weights) with what it was; strict: also, before an update, what it will overwrite with what the last one "
-        "left, and a run ends if engines hold what may be copies of old weights; off: no audit. true and false mean on and off",
+        "what is derived from weights) with what it was; strict: also, before an update and at the end, what lies there with what the last "
+        "one left, and a run ends if engines hold what may be copies of old weights; off: no audit. true and false mean on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 

@@ -124,9 +124,10 @@ class Evaluations:
             await asyncio.sleep(LOOK_S)
 
     async def all_done(self, receiver: EvaluationReceiver) -> None:
-        """Returns when the run's last version is evaluated, or cannot be."""
+        """Returns when the run's last version is evaluated, or cannot be. Raises AuditError if engines were written to since."""
         await receiver.take_all(self)
         await self.fleet.pulse.until(lambda: self.evaluating is None)
+        await receiver.look_again(self)
 
 
 async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver) -> None:

@@ -78,7 +78,9 @@ class Watch(_Command, frozen=True):
 
 class Recall(_Command, frozen=True):
     """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. It is empty when
-    nothing has been audited since the last Recall."""
+    nothing has been audited since the last Recall. Where no update will follow, `unwritten` asks for the other tensors that it compares."""
+
+    unwritten: bool = False
 
 
 class Audit(_Command, frozen=True):

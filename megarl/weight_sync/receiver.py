@@ -41,19 +41,24 @@ class Taken:
     engines: list[int]  # that took part
 
 
-class ServingExecutor(Protocol):
-    """The generator's executor, as the receiving end uses it."""
+class ServedExecutor(Protocol):
+    """What drives engines."""
 
-    curr_step: int
     fleet: Fleet
-    status: StatusBoard
     trace: TraceWriter
-    pulse: Pulse  # beats when the version changes, or anything else that `wait_until` may wait for
 
     @property
     def version(self) -> Version:
         """The version of the weights in the engines; -1 before the run's first."""
         ...
+
+
+class ServingExecutor(ServedExecutor, Protocol):
+    """The generator's executor, as the receiving end uses it."""
+
+    curr_step: int
+    status: StatusBoard
+    pulse: Pulse  # beats when the version changes, or anything else that `wait_until` may wait for
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None: ...
 
@@ -111,6 +116,8 @@ class WeightsReceiver:
                 after.result()
             finally:
                 after.cancel()
+            if executor.version == self._plan.config.max_steps:
+                await self.look_again(executor)
             self.settled = executor.version
             executor.pulse.beat()
 
@@ -143,6 +150,17 @@ class WeightsReceiver:
         executor.release(version)
         compared = self._plan.config.weights.delta != "off"
         self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
+
+    async def look_again(self, executor: ServedExecutor) -> None:
+        """At the end of a run, with weights.audit=strict: no update will follow whose audit finds what has changed in the engines since the
+        last one. Raises AuditError."""
+        if self._plan.config.weights.audit != STRICT:
+            return
+        self._busy = True
+        with executor.trace.span(f"look again at weights {executor.version}", track="weights") as told:
+            told["engines"] = await self._sessions.look_again(executor.fleet, executor.version)
+        print(f"engines {told['engines']} hold what the audit of version {executor.version} found in them", flush=True)
+        self._over(executor.fleet)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the other engines go on serving, into engines that have come back."""

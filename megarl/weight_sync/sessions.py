@@ -99,6 +99,25 @@ class EngineSessions:
                     endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]
                 return Session(members, session, opened, grant, endpoints)
 
+    async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
+        """Compares the memory of all engines that serve `version` with what the last audit found in it. Returns these engines, less those
+        that are lost meanwhile. Raises AuditError.
+
+        All of them are connected anew: those that have come back were opened in a session of their own.
+        """
+        await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
+        fleet.updating = set(fleet.serving)
+        if members := sorted(fleet.serving):
+            workers = self._workers_for(members, fleet)
+            workers.may_lose = fleet.elastic
+            session = WeightUpdate(workers, version, in_place=True)
+            await session.open(serving=version)
+            await connect(workers, self._key_file)
+            await session.look_again()
+            for error in workers.lost.values():
+                fleet.lose(error)
+        return [index for index in members if index in fleet.serving]
+
     async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
         """Tries engines that join before the others are paused for them: that they reach the hub, are laid out as planned, and open their
         memory, in a way that lets others come and go. Those that fail must leave; the run goes on."""

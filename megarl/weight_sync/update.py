@@ -114,9 +114,10 @@ class WeightUpdate:
         hashes = [each.hashes for each in found]
         compare(hashes, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
 
-    async def recall(self) -> None:
-        """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit."""
-        payloads = await self.workers.run_all(Recall())
+    async def recall(self, unwritten: bool = False) -> None:
+        """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit; or where
+        other tensors have, if `unwritten`."""
+        payloads = await self.workers.run_all(Recall(unwritten))
         changes = [msgspec.msgpack.decode(payload, type=commands.Changes) if payload else commands.Changes([], -1) for payload in payloads]
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
@@ -134,6 +135,12 @@ class WeightUpdate:
         await self._check_versions(self.version, "something else sets versions")
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
         return self._began, time.perf_counter()
+
+    async def look_again(self) -> None:
+        """Instead of writing: raises AuditError where anything has changed since the last audit. Otherwise the engines go on as before."""
+        await self.recall(unwritten=True)
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
 
     async def cancel(self) -> None:
         """Before anything was granted: ends the sessions that were begun, leaving the weights unchanged and the engines paused."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -43,8 +43,8 @@ class Site:
     generator: Generator
     key_file: Path
 
-    def update(self, version: int, audit: str) -> None:
-        """One update, by a trainer and a channel of its own."""
+    def update(self, version: int, audit: str, after: Callable[[], None] | None = None) -> None:
+        """One update, by a trainer and a channel of its own. The run ends with it, after what happens `after` it."""
         begin = Event()
         begin.set()
         with contextlib.closing(Hub("generator.0", RunKey.load(self.key_file))) as hub:
@@ -64,7 +64,8 @@ class Site:
             )
             sent = as_thread(0, job, begin)
             try:
-                self.generator.take(receiver(job.plan("shared_memory"), hub, job.key_file))
+                end = receiver(job.plan("shared_memory"), hub, job.key_file)
+                self.generator.take(end)
             except AuditError:
                 for message in (WeightsGrant(99, []), WeightsApplied(99, True, 0.0, 0)):  # whatever the trainer waits for, it ends
                     with contextlib.suppress(RuntimeError):  # it is gone by the second one, if the first has ended it
@@ -72,6 +73,9 @@ class Site:
                 assert sent.exception(DEADLINE_S) is not None
                 raise
             sent.result(DEADLINE_S)
+            if after is not None:
+                after()
+                self.generator.run(end.look_again(self.generator))
 
     async def reopen(self) -> None:
         """The engine goes on after an update that failed."""
@@ -90,6 +94,23 @@ def site(tmp_path_factory) -> Iterator[Site]:
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
     with open_generator(folder / "config", "bfloat16", 1, 1, folder, **server_arguments(QUANTIZATION)) as generator:
         yield Site(folder, checkpoint, generator, folder / "key")
+
+
+def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
+    """No later update finds it. First an end at which nothing has changed, after which the engine serves."""
+    generator = site.generator
+    version = generator.version + 1
+    site.update(version, "strict", after=lambda: None)
+    generator.score([[1, 2, 3]])
+    for name, again in [(CHANGES["a scale"][0], True), (CHANGES["what post-load work made of a parameter"][0], False)]:
+        version += 1
+        with pytest.raises(AuditError) as failure:
+            site.update(version, "strict", after=lambda name=name: poke(generator, site.folder, name))
+        told = f"{name} on generator rank 0 of engine {generator.client.url} has changed since the audit of version {version}"
+        assert str(failure.value).splitlines()[1:] == [told]
+        generator.run(site.reopen())  # which makes anew what post-load work makes
+        if again:
+            poke(generator, site.folder, name)
 
 
 @pytest.mark.parametrize("name, audit", CHANGES.values(), ids=CHANGES)
