@@ -12,9 +12,10 @@ import http.client
 import threading
 import time
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megarl.generator.server import RESTARTS
 from megarl.launch.ports import taken
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
 from megarl.observe.trace import TraceWriter
@@ -153,7 +154,7 @@ class EngineKeeper:
         for line in taken({name: engine.port}, engine.host, self._processes.process_ids()):
             print(line, flush=True)
         engine.started, engine.answered = time.monotonic(), None
-        self._processes.start(engine.spec)
+        self._processes.start(replace(engine.spec, env={**engine.spec.env, RESTARTS: str(engine.restarts)}))
 
     def _drop(self, name: str) -> None:
         self._engines.pop(name, None)

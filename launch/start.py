@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.roles import REWARD_MODEL
-from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, server_command
+from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
@@ -135,7 +135,7 @@ class NodePart:
         return {
             "host": self.report.address,
             "port": self.report.ports[part.name],
-            "seed": self.plan.config.seed + self.numbered(part).engine,
+            "seed": seed_of(self.plan.config.seed, self.numbered(part).whole, self.rendezvous.start_step),
             "parts": part.parts,
             "part": part.part,
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,

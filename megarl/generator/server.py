@@ -8,6 +8,7 @@ engine needs first is done here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from megarl.kept_sets import MOST_KEPT
 from megarl.parent import end_with_parent
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
+RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
 _MOE_RUNNER = "triton"  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
@@ -85,6 +87,16 @@ class EngineSettings:
     classifies: bool = False  # whether the model gives a score of its input, rather than text
     adapter: ServedAdapter | None = None
     log_level: str = "warning"
+
+
+def seed_of(*parts: int | str) -> int:
+    """The random seed of what `parts` name. Sums of them would be equal for neighbours: engine 1 of seed 0, and engine 0 of seed 1."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()) >> 1  # NumPy and SGLang take 31 bits
+
+
+def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
+    """SGLang's arguments for an engine that was restarted so often: with its first seed it would draw once more what it has drawn."""
+    return {**arguments, **({"random_seed": seed_of(arguments["random_seed"], restarts)} if restarts else {})}
 
 
 def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
@@ -217,7 +229,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA they are forked (cpu_support)
     load_plugins()
     sockets.check_hooks()
-    arguments = json.loads(sys.argv[1])
+    arguments = drawing_anew(json.loads(sys.argv[1]), int(os.environ.pop(RESTARTS, "0")))
     if "nnodes" not in arguments:  # its ranks meet through a file, because the port of a store would be open to everybody
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")
     keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}

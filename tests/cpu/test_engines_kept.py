@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megarl.generator.server import RESTARTS
 from megarl.launch.engines import STILL_S, EngineKeeper
 from megarl.launch.launcher import StopOrder
 from megarl.launch.meeting import Meeting
@@ -84,6 +86,7 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
         child(group).kill()
         until(lambda: starts(group) == 2 and keeper._engines["engine.0"].answered, keeper.poll)
         assert "engine.0 was killed by SIGKILL; started again (1 of generator.max_restarts=1)" in capsys.readouterr().out
+        assert psutil.Process(child(group).pid).environ()[RESTARTS] == "1", "its seed depends on it"
         group.check(among=group.names - keeper.names)
         child(group).kill()
         with pytest.raises(ProcessFailed, match="(?s)engine.0 was killed by SIGKILL; the end of .*engine starts"):

@@ -13,6 +13,7 @@ import pytest
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
+from megarl.generator.server import seed_of
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.weight_sync.transports import mooncake
 
@@ -21,9 +22,10 @@ DEADLINE_S = 240
 
 
 def engine(process, number: int) -> psutil.Process:
-    """Its process, known by its random seed."""
+    """Its process, known by its random seed. The run's own is 0."""
+    seed = seed_of(0, f"engine.{number}", 0)
     lines = {child: " ".join(child.cmdline()) for child in descendants(process)}
-    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {number}' in line)
+    return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {seed}' in line)
 
 
 def kill_in_the_middle_of_an_update(process, run_dir: Path, folder: Path) -> None:
