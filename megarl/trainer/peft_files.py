@@ -22,9 +22,11 @@ _SHOWN = 10  # tensors that do not fit
 # Settings of PEFT under which an adapter would mean something else; all of these are off where the value is false in Python.
 _REFUSED = (
     "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
-    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "monteclora_config", "use_bdlora", "use_qalora",
 )  # fmt: skip
-_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq")  # beginnings that take something off the weights, which PEFT does anew when it loads
+# Beginnings that take something off the weights, which PEFT does anew when it loads.
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def shown(logical_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

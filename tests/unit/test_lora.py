@@ -170,16 +170,17 @@ class TestAdapterFolder:
         check_adapter(self.spec(), self.write(tmp_path / "adapter"))
 
     def test_all_that_differs_is_named(self, tmp_path: Path) -> None:
-        lora = self.write(tmp_path / "adapter", r=4, use_dora=True, bias="all", target_modules=["q_proj"])
+        lora = self.write(tmp_path / "adapter", r=4, use_dora=True, use_bdlora={"nblocks": 2}, bias="all", target_modules=["q_proj"])
         assert self.problems(replace(lora, alpha=8.0)) == [
             "its r is 4; lora.rank=2",
             "its lora_alpha is 4; lora.alpha=8",
             'its target_modules are q_proj; lora.targets=["q_proj", "down_proj"] are down_proj, q_proj',
             "its bias is all; only none is supported",
             "its use_dora is true, which is not supported",
+            'its use_bdlora is {"nblocks": 2}, which is not supported',
         ]
 
-    @pytest.mark.parametrize("begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq"])
+    @pytest.mark.parametrize("begun", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"])
     def test_one_that_has_changed_the_weights_below_it_is_refused(self, begun: str, tmp_path: Path) -> None:
         (problem,) = self.problems(self.write(tmp_path / "adapter", init_lora_weights=begun))
         assert problem.startswith(f"its init_lora_weights is {begun}: ")
