@@ -202,13 +202,14 @@ def test_what_wrappers_of_layers_hold_is_no_constant():
     layer, wrapper = model.layers[1], Wrapper(model.layers[1])
     wrapper.transposed = layer.weight.detach().t().contiguous()
     model.layers[1] = wrapper
-    watch.adapted([wrapper.pool])
+    watch.adapted([wrapper.pool], slot=1)
     watch.start()
     with watch.rewriting():
         layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
         layer.transposed = layer.weight.data.t()
     kinds = {held.name: held.kind for held in inventory(watch)}
-    assert (kinds["layers.1.transposed"], kinds["layers.1.pool"], kinds["layers.1.offsets"]) == ("unproven", "written", "constant")
+    assert (kinds["layers.1.transposed"], kinds["layers.1.offsets"]) == ("unproven", "constant")
+    assert (kinds["layers.1.pool[0]"], kinds["layers.1.pool[1]"]) == ("working", "written"), "updates write one slot of two"
     assert [held.kind for held in inventory(watch) if held.name == "layers.1.weight"] == ["written", "unproven"]
 
 
@@ -246,6 +247,23 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
     changes = worker.recall(parameters, Recall())
     assert (changes.tensors, changes.since) == (["layers.1.weight"], 3)
     assert worker.recall(parameters, Recall()).tensors == [], "half-written by now, for all that is known"
+
+
+def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
+    """No audit will follow, which would compare what no update writes."""
+    worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
+    worker.unwritten = Watch(model, None)
+    worker.unwritten.start()
+    worker.audit(parameters, Audit(version=3))
+    assert worker.recall(parameters, Recall(unwritten=True)).tensors == []
+    worker.audit(parameters, Audit(version=4))
+    from_outside(model.layers[1].weight)
+    from_outside(model.layers[0].rotary)
+    assert worker.recall(parameters, Recall()).tensors == ["layers.1.weight"], "an audit will follow"
+    worker.audit(parameters, Audit(version=5))
+    from_outside(model.layers[1].weight)
+    changes = worker.recall(parameters, Recall(unwritten=True))
+    assert (changes.tensors, changes.since) == (["layers.1.weight", "layers.0.rotary", "layers.1.rotary"], 5)
 
 
 def test_sglang_is_told_that_parameters_were_written(model):

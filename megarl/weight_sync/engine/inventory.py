@@ -28,6 +28,10 @@ def _held(watch: Watch) -> Iterator[tuple[Held, torch.Tensor]]:
     for name, values, left in watch.all():
         if left is None:
             yield _entry(name, values, WORKING, "made by forward passes"), values
+        elif left.hash is None and (slots := watch.slots(values)):
+            for slot, (part, written) in enumerate(slots):
+                kind, detail = (WRITTEN, "") if written else (WORKING, "a slot for adapters that no request of a run has")
+                yield _entry(f"{name}[{slot}]", part, kind, detail), part
         elif left.hash is None:
             yield _entry(name, values, WRITTEN, "in memory that updates write"), values
         elif id(values) in left_over or watch.unproven(name, values):

@@ -103,7 +103,7 @@ class Worker:
         """Called as soon as the pool of adapters is there, before the first request. It wraps layers, and so renames what they hold."""
         assert self.unwritten is not None and self.unwritten.model is model  # it was loaded just before
         self.pool = pool
-        self.unwritten.adapted(pool.buffers.values())
+        self.unwritten.adapted(pool.buffers.values(), pool.slot)
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
         """All that updates write."""
@@ -198,7 +198,8 @@ class Worker:
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
         tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
         found = hash_tensors({name: tensors[name] for name in audited})
-        return Changes(sorted(name for name, hash in audited.items() if found[name] != hash), self.since)
+        changed = sorted(name for name, hash in audited.items() if found[name] != hash)
+        return Changes(changed + (self.unwritten.changed() if command.unwritten and self.unwritten else []), self.since)
 
     def audit(self, parameters: Parameters, command: Audit) -> Found:
         hashes = hash_tensors(self.tensors(parameters))

@@ -25,14 +25,14 @@ class Pool:
         (self._uid,) = (uid for uid, adapter in manager.lora_refs.items() if adapter.lora_name == POLICY)
         manager.fetch_new_loras({self._uid})
         self._pool = manager.memory_pool
-        self._slot = self._pool.get_buffer_id(self._uid)
+        self.slot: int = self._pool.get_buffer_id(self._uid)
         self.buffers: Mapping[str, torch.Tensor] = dict(_buffers(manager))  # by tensors' names; of all slots
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The adapter's memory, by name. Raises RuntimeError where it has lost its slot."""
-        if self._pool.uid_to_buffer_id.get(self._uid) != self._slot:
-            raise RuntimeError(f"SGLang's pool has given the slot {self._slot} of the policy's adapter to another")
-        return {name: buffer.data[self._slot] for name, buffer in self.buffers.items()}
+        if self._pool.uid_to_buffer_id.get(self._uid) != self.slot:
+            raise RuntimeError(f"SGLang's pool has given the slot {self.slot} of the policy's adapter to another")
+        return {name: buffer.data[self.slot] for name, buffer in self.buffers.items()}
 
 
 def _buffers(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -91,7 +91,7 @@ class Watch:
     def __init__(self, model: torch.nn.Module, built: Built | None = None, dummy: bool = False):
         self.model = model
         tensors = {name: values for name, values, _ in _tensors(model)}
-        self._names, self._written = set(tensors), list[torch.Tensor]()
+        self._names, self._written, self._slot = set(tensors), list[torch.Tensor](), 0
         self._known = {_region(each) for each in tensors.values()}
         now, before = prints(model.parameters(), tensors), built.prints if built else {}
         as_built = {_region(each) for name, each in tensors.items() if now[name] == before.get(name) or _grown(model, name, each, before)}
@@ -105,11 +105,11 @@ class Watch:
         self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
         self.count, self.nbytes = 0, 0  # of the watched tensors; memory with two names counts once
 
-    def adapted(self, written: Collection[torch.Tensor]) -> None:
-        """SGLang has wrapped layers, and so renamed what they hold; updates write `written` too. Call it before `start`. Numbers that the
-        wrappers have made may be of weights, as if loading had made them; integers are places in a layer's output."""
+    def adapted(self, pool: Collection[torch.Tensor], slot: int = 0) -> None:
+        """SGLang has wrapped layers, and so renamed what they hold; updates write `slot` of the tensors in `pool` too. Call it before
+        `start`. Numbers that the wrappers have made may be of weights, as if loading had made them; integers are places in an output."""
         tensors = {name: values for name, values, _ in _tensors(self.model)}
-        self._names, self._written = set(tensors), [*written]
+        self._names, self._written, self._slot = set(tensors), [*pool], slot
         new = {name: each for name, each in tensors.items() if each.is_floating_point() and _region(each) not in self._known}
         self._made |= {_region(new[name]) for name, state in self._prints(new).items() if state.hash is not None}
 
@@ -155,6 +155,11 @@ class Watch:
         """Yields (name, tensor, its state if it is watched) for every tensor of the model except its parameters."""
         for name, values, _ in _tensors(self.model):
             yield name, values, self._left.get(name)
+
+    def slots(self, values: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
+        """The slots of a tensor of the pool, and whether updates write each; empty if it is no such tensor."""
+        of_pool = _region(values) in map(_region, self._written)
+        return [(values[slot], slot == self._slot) for slot in range(len(values))] if of_pool else []
 
     def unproven(self, name: str, values: torch.Tensor) -> bool:
         """Whether loading has made or changed it, and the post-load work of an update has not."""
