@@ -11,6 +11,7 @@ from typing import Any
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
+from megarl.data.check import remarks_on
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
 from megarl.launch.first_lines import headline, role_lines, sampling_lines, sizes, weights_lines
@@ -44,10 +45,10 @@ def train(plan: RunPlan) -> None:
 
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
-            check_inputs(config, "train", plan)
+            datasets = check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan)
+            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *remarks_on(datasets)
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
@@ -126,12 +127,17 @@ def sft(plan: RunPlan) -> None:
     resume = latest_checkpoint(run_dir)
 
     def prepare(_: Path) -> None:
-        check_inputs(config, "sft", plan)
+        datasets = check_inputs(config, "sft", plan)
         remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
-        print(f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}", flush=True)
+        print(
+            f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}",
+            *remarks_on(datasets),
+            sep="\n",
+            flush=True,
+        )
 
     job = Job("sft", run_dir / "logs", trainer_role="sft", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, config.sft.steps, resume)
@@ -142,12 +148,17 @@ def sft(plan: RunPlan) -> None:
 def reward_model(plan: RunPlan) -> None:
     """Trains a reward model on pairs of responses, and writes it as an HF checkpoint to `reward_model.output`."""
     config, settings, run_dir, node = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / "reward_model", this_node()
-    steps = settings.steps or training_steps(config, len(load_pairs(config, settings.data, "reward_model.data")))
+    steps = settings.steps or training_steps(config, len(load_pairs(config, settings.data, "reward_model.data", plan.spec)))
 
     def prepare(_: Path) -> None:
-        check_inputs(config, "reward-model", plan)
+        datasets = check_inputs(config, "reward-model", plan)
         print(f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, in {run_dir}")
-        print(f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}", flush=True)
+        print(
+            f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}",
+            *remarks_on(datasets),
+            sep="\n",
+            flush=True,
+        )
 
     job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, steps)
@@ -171,9 +182,9 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     node = this_node()
 
     def prepare(_: Path) -> None:
-        check_inputs(plan.config, "eval", plan)
+        datasets = check_inputs(plan.config, "eval", plan)
         if not json_output:
-            print(f"Weights: {plan.weights}", *role_lines(plan), sep="\n", flush=True)
+            print(f"Weights: {plan.weights}", *role_lines(plan), *remarks_on(datasets), sep="\n", flush=True)
 
     eval_dir = Path(plan.config.run_dir) / "eval"
     job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")

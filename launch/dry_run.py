@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+from megarl.data.check import Checked
 from megarl.launch.binding import gpus
 from megarl.launch.first_lines import sizes
 from megarl.launch.launcher import Job, fleets_of, placement
@@ -29,6 +32,15 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
         return 1
     placed = placement(plan, job, _MOST_NODES, slots)
     return sum(not node.idle for node in placed)
+
+
+def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
+    """The plan for prompts as long as those of data.train are, as far as they have been read."""
+    lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
+    if not lengths:
+        return plan
+    config = replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths)))))
+    return replace(plan, config=config)
 
 
 def render_launch(plan: RunPlan) -> str:

@@ -229,12 +229,13 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from megarl.launch.dry_run import render_launch
+        from megarl.launch.dry_run import render_launch, with_lengths_of
         from megarl.launch.first_lines import role_lines, sampling_lines, weights_lines
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import latest_checkpoint
 
         datasets = check_inputs(plan.config, "dry-run", plan, at_hand=True)
+        plan = with_lengths_of(plan, datasets)
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))

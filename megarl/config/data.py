@@ -13,7 +13,9 @@ from megarl.config.limits import INPUT, above, at_least, between, one_of, settin
 class SourceConfig:
     """What all datasets have: where rows come from, and their prompts."""
 
-    source: str = setting(MISSING, "synthetic:<task>, a .jsonl or .parquet file, or a hub name", path=INPUT)
+    source: str = setting(
+        MISSING, "synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or a hub name", path=INPUT
+    )
     split: str = setting("train", "which split of the source")
     subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
     prompt_key: str | None = setting(
@@ -50,7 +52,11 @@ class DatasetConfig(SourceConfig):
 class PreferenceConfig(SourceConfig):
     """Pairs of responses to a prompt, of which one is preferred."""
 
-    prompt_key: str | None = setting("prompt", "column of the prompt, or column.field for a field inside a column")
+    prompt_key: str | None = setting(
+        None,
+        "column of the prompt, or column.field for a field inside a column; null: prompt, or without such a column what both responses "
+        "begin with",
+    )
     chosen_key: str = setting(
         "chosen",
         "column of the preferred response, written like prompt_key: a text, or a list of messages whose last is the response",
@@ -85,6 +91,9 @@ class MixtureConfig(DatasetConfig):
     )
 
 
+FAIL, DROP = "fail", "drop"  # data.bad_rows
+
+
 @dataclass
 class CurriculumConfig:
     """Prompts that are too easy or too hard rest for a while (docs/data.md)."""
@@ -100,4 +109,10 @@ class DataConfig:
     train: MixtureConfig = field(default_factory=MixtureConfig)
     eval: DatasetConfig | None = setting(None, "the held-out set; null: none")
     curriculum: CurriculumConfig | None = setting(None, "which training prompts rest; null: none")
+    bad_rows: str = setting(
+        FAIL,
+        "what happens with rows of all sets that cannot be used: empty or missing fields, wrong types, prompts that leave no room for a "
+        "response. fail: nothing starts, and the first are named; drop: they are left out and counted, unless no other is left",
+        one_of(FAIL, DROP),
+    )
     shuffle: bool = setting(True, "shuffle the training prompts in every epoch, depending on the seed")

@@ -107,10 +107,16 @@ class ClusterConfig:
 class PlanConfig:
     """What megarl plan assumes. Runs ignore it."""
 
-    prompt_tokens: int = setting(256, "mean length of a prompt", at_least(1))
+    prompt_tokens: int | None = setting(
+        None, "mean length of a prompt; null: 256. A dry run takes that of data.train instead, where it can read it", at_least(1)
+    )
     response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
     dropped_share: float | None = setting(
         None,
         "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
         between(0, 1, open_high=True),
     )
+
+    @property
+    def mean_prompt_tokens(self) -> int:
+        return self.prompt_tokens or 256

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from megarl.config.errors import ConfigError, problems_of
+from megarl.config.data import DROP, PreferenceConfig, SourceConfig
+from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
 from megarl.data.datasets import answers_of, read_pairs, read_rows
 from megarl.data.held_out import held_out, held_out_tokens
 from megarl.data.mixture import source_sets
-from megarl.data.pairs import pair_sets, pair_tokens
+from megarl.data.pairs import pair_sets, responses_tokens
+from megarl.data.prompts import prompt_tokens
 from megarl.data.records import is_local
-from megarl.data.rows import Rows
-from megarl.data.sft import sft_data
+from megarl.data.rows import Pair, Reading, Row
+from megarl.data.sft import demonstration_tokens, sft_data
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
 
-KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.21, tp_worker.py: max_req_input_len)
-_MAX_PROBLEMS = 10  # problems with prompts that are reported per dataset
 _SYNTHETIC_ROWS = 64  # rows that are checked for all of a synthetic task
 _AT_HAND_PROMPTS = 1000
+_FIRST = 3  # rows that are kept, to be scored by a dry run
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,40 @@ class Checked:
     key: str
     source: str
     rows: int | None
-    prompts: int = 0
+    reading: Reading = field(default_factory=Reading)
+    first: tuple[Row | Pair, ...] = ()  # the first rows
+    shared: int = 0  # of a held-out set's prompts, those that data.train has too
 
     def __str__(self) -> str:
         if self.rows is None:
             return f"{self.key}: {self.source}, on the hub, is read when the run starts"
-        prompts = f"the first {self.prompts:,} prompts" if self.prompts < self.rows else "all prompts"
-        lengths = f"{prompts} leave room for a response" if self.prompts else "lengths are checked when the run starts"
+        lengths = self.reading.lengths
+        prompts = f"the first {len(lengths):,} prompts" if len(lengths) < self.rows - self.dropped else "all prompts"
+        fit = f"{prompts} leave room for a response" if lengths else "lengths are checked when the run starts"
         read = "" if self.source.startswith(PREFIX) else ", all read"
-        return f"{self.key}: {self.rows:,} rows of {self.source}{read}; {lengths}"
+        tokens = f"; prompts of {fmean(lengths):.0f} tokens on average, {max(lengths)} at most" if lengths else ""
+        return "; ".join([f"{self.key}: {self.rows:,} rows of {self.source}{read}; {fit}{tokens}", *self.remarks])
+
+    @property
+    def dropped(self) -> int:
+        return sum(map(len, self.reading.dropped.values()))
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """What of the rows their owner may not know."""
+        if self.dropped:
+            kinds = [f"{len(where):,}: {kind} (first: {where[0]})" for kind, where in self.reading.dropped.items()]
+            yield f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
+        if self.reading.repeated:
+            otherwise = f", {self.reading.otherwise:,} of them with another answer" if self.reading.otherwise else ""
+            yield f"rows with the prompt of an earlier one: {self.reading.repeated:,}{otherwise}"
+        if self.shared:
+            yield f"prompts that data.train has too: {self.shared:,} of {len(self.reading.prompts):,}"
+
+
+def remarks_on(datasets: Iterable[Checked]) -> list[str]:
+    """A line for each that has any, for the first lines of a run."""
+    return [f"Data: {each.key}: {'; '.join(found)}" for each in datasets if (found := [*each.remarks])]
 
 
 def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
@@ -49,7 +77,8 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
 
     `at_hand`: checks only what is on this machine, and at most a thousand prompts per dataset against the model's context.
     Raises ConfigError with all problems: in the files (see load_rows), a tokenizer that does not fit the model, characters that the
-    tokenizer does not know, prompts that leave no room for a response in the model's context.
+    tokenizer does not know, prompts that leave no room for a response in the model's context. With data.bad_rows=drop, rows with problems
+    are counted instead, unless these are all.
     """
     problems: list[str] = []
     tokenizer, checked = None, []
@@ -60,82 +89,52 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             problems += error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
+    trained: set[int] = set()  # hashes of prompts of data.train
     for key, dataset, response_tokens in _datasets(config, command):
-        answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
             continue
-        most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
+        tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
+        reading = Reading(config.data.bad_rows == DROP, tokens)
         try:
-            rows, count = read_rows(dataset, key, config.seed, answers, config.model.tokenizer or config.model.path, most)
+            rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
             problems += error.problems
             continue
-        fits = tokenizer is not None and spec is not None
-        if tokenizer is not None and spec is not None:
-            problems += _prompt_problems(dataset, rows, tokenizer, _room(config, spec, command, response_tokens))
-        checked.append(Checked(key, dataset.source, count, len(rows) if fits else 0))
-    for key, dataset in pair_sets(config) if command == "reward-model" else ():
-        if at_hand and not is_local(dataset.source):
-            checked.append(Checked(key, dataset.source, None))
-            continue
-        most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
-        try:
-            pairs, count = read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path, most)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        if tokenizer is not None and tokenizer.eos_ids and spec is not None:
-            tokens = spec.max_position_embeddings
-            problems += _first(problems_of(*(partial(pair_tokens, pair, tokenizer, tokens) for pair in pairs)), dataset.source)
-        checked.append(Checked(key, dataset.source, count))
+        held = command == "train" and not key.startswith("data.train")
+        trained |= set() if held else reading.prompts.keys()
+        shared = len(reading.prompts.keys() & trained) if held else 0
+        checked.append(Checked(key, dataset.source, count, reading, tuple(rows[i] for i in range(min(len(rows), _FIRST))), shared))
     if problems:
         raise ConfigError(problems)
     return checked
 
 
-def _datasets(config: RunConfig, command: str) -> list[tuple[str, DatasetConfig, int]]:
-    """(key, dataset, most tokens of a response) of all datasets that the command reads. SFT checks lengths while it runs."""
+def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:
+    """(rows or pairs, number of all of them)."""
+    most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
+    tokenizer = config.model.tokenizer or config.model.path
+    if isinstance(dataset, PreferenceConfig):
+        return read_pairs(dataset, key, config.seed, tokenizer, reading, most)
+    assert isinstance(dataset, DatasetConfig)
+    answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
+    return read_rows(dataset, key, config.seed, answers, tokenizer, reading, most)
+
+
+def _tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int) -> Callable[[Any], int] | None:
+    if command in ("sft", "reward-model"):
+        return (demonstration_tokens if command == "sft" else responses_tokens)(tokenizer, spec) if tokenizer.eos_ids else None
+    return prompt_tokens(config, tokenizer, spec, response_tokens)
+
+
+def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConfig, int]]:
+    """(key, dataset, most tokens of a response) of all datasets that the command reads."""
     if command == "reward-model":
-        return []
+        return [(key, dataset, 0) for key, dataset in pair_sets(config)]
     if command == "sft":
         dataset, key = sft_data(config)
         held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
-        return [(own, source, 1) for own, source in [*source_sets(dataset, key), *held_out_ones]]
+        return [(own, source, 0) for own, source in [*source_sets(dataset, key), *held_out_ones]]
     evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
     train = [(key, source, config.rollout.max_tokens) for key, source in source_sets(config.data.train, "data.train")]
     return evaluation if command == "eval" else [*train, *evaluation]
-
-
-def _room(config: RunConfig, spec: ModelSpec, command: str, response_tokens: int) -> tuple[int, str]:
-    """How many tokens a prompt may have, and how that number comes about.
-
-    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses so long a prompt and prefix.
-    """
-    tokens, of_what = spec.max_position_embeddings, "context"
-    if command == "sft":
-        return tokens - response_tokens, f"{tokens} tokens of context less {response_tokens} for the response"
-    cached = config.generator.kv_cache_tokens
-    if cached is not None and cached < tokens:
-        tokens, of_what = cached, "generator.kv_cache_tokens"
-    less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
-    return tokens - response_tokens - KEPT_BACK, f"{tokens} tokens of {of_what} less {less}"
-
-
-def _prompt_problems(dataset: DatasetConfig, rows: Rows, tokenizer: Tokenizer, room: tuple[int, str]) -> list[str]:
-    found = (_prompt_problem(row.where, row.prompt, tokenizer, *room) for row in rows)
-    return _first([problem for problem in found if problem], dataset.source)
-
-
-def _first(problems: list[str], source: str) -> list[str]:
-    hidden = len(problems) - _MAX_PROBLEMS
-    return problems if hidden <= 0 else [*problems[:_MAX_PROBLEMS], f"{source}: {hidden} more such prompts"]
-
-
-def _prompt_problem(where: str, prompt: str, tokenizer: Tokenizer, room: int, reckoned: str) -> str | None:
-    ids = tokenizer.encode_prompt(prompt)
-    if len(ids) > room:
-        return f"{where}: the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"
-    if tokenizer.unknown_id is not None and tokenizer.unknown_id in ids:
-        return f"{where}: the tokenizer does not know some of the characters of {prompt[:60]!r}"
-    return None

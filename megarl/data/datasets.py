@@ -1,11 +1,12 @@
-"""Reads rows from JSONL or parquet files, the hub, or synthetic tasks, in the shape of GSM8K or MATH."""
+"""Reads rows from files, the hub, or synthetic tasks, in the shape of GSM8K or MATH."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from megarl.data.benchmarks import asked, dates_of, wanted
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
-from megarl.data.rows import Answers, Pair, Row, RowProblem, Rows
+from megarl.data.rows import Answers, Pair, Reading, Row, RowProblem, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.rewards import code, ifeval
 from megarl.rewards.cases import cases_of
@@ -26,37 +27,53 @@ from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
 T = TypeVar("T")
+R = TypeVar("R", Row, Pair)
 _MAX_PROBLEMS = 10  # shown at once
 _AS_IT_IS = "{prompt}"  # prompt_template
 _MISSING = object()
 
 
-def load_rows(config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "") -> Rows:
+def load_rows(
+    config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "", reading: Reading | None = None
+) -> Rows:
     """All rows of a dataset.
 
     The final answer is what the answer column marks: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
     Args: key: config section such as "data.train", for messages; seed: for synthetic tasks; answers: what to take from the answer column;
-    tokenizer: folder or hub name whose chat template prompt_template="chat" uses.
+    tokenizer: folder or hub name whose chat template prompt_template="chat" uses; reading: whether rows with problems are left out, and
+    what else is a problem.
     Raises ConfigError that lists all problems with file and line: malformed lines, missing or empty fields, wrong types, answers that
     cannot be found, no rows at all.
     """
-    return read_rows(config, key, seed, answers, tokenizer)[0]
+    return read_rows(config, key, seed, answers, tokenizer, reading)[0]
 
 
-def read_rows(config: DatasetConfig, key: str, seed: int, answers: Answers, tokenizer: str, kept: int | None = None) -> tuple[Rows, int]:
-    """Like `load_rows`, checks all rows, but returns only the first `kept` of them, and the number of all rows."""
+def read_rows(
+    config: DatasetConfig,
+    key: str,
+    seed: int,
+    answers: Answers,
+    tokenizer: str,
+    reading: Reading | None = None,
+    kept: int | None = None,
+) -> tuple[Rows, int]:
+    """Like `load_rows`, reads all rows, but returns only the first `kept` of those that can be used, and the number of all rows. Only what
+    is returned is checked by `reading.tokens`."""
     if config.source.startswith(PREFIX):
-        return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, kept)
+        return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept)
     chat = _template(config, key, tokenizer)
-    return _checked_rows(config, key, lambda where, record: _row(where, asked(record, config), config, key, answers, chat), kept)
+    found = _records(config, key)
+    return _checked_rows(found, config, key, lambda where, row: _row(where, asked(row, config), config, key, answers, chat), reading, kept)
 
 
-def read_pairs(config: PreferenceConfig, key: str, seed: int, tokenizer: str, kept: int | None = None) -> tuple[Sequence[Pair], int]:
+def read_pairs(
+    config: PreferenceConfig, key: str, seed: int, tokenizer: str, reading: Reading | None = None, kept: int | None = None
+) -> tuple[Sequence[Pair], int]:
     """As `read_rows`, of pairs of responses."""
     if config.source.startswith(PREFIX):
-        return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, kept)
+        return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept)
     chat = _template(config, key, tokenizer)
-    return _checked_rows(config, key, lambda where, record: _pair(where, record, config, key, chat), kept)
+    return _checked_rows(_records(config, key), config, key, lambda where, row: _pair(where, row, config, key, chat), reading, kept)
 
 
 Chat = Callable[[], ChatTemplate]
@@ -72,10 +89,14 @@ def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
     return cache(lambda: load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"))
 
 
-def _synthetic(made: Sequence[T], config: SourceConfig, kept: int | None) -> tuple[Sequence[T], int]:
+def _synthetic(made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None) -> tuple[Sequence[R], int]:
+    """Rows are made when they are asked for, and so none is left out of all; some `kept` ones are checked."""
     count = len(made) if config.size is None else min(config.size, len(made))
-    wanted = count if kept is None else min(kept, count)
-    return made if wanted == len(made) else [made[i] for i in range(wanted)], count
+    if kept is None:
+        return made if count == len(made) else [made[i] for i in range(count)], count
+    some = ((made[i].where, made[i]) for i in range(min(kept, count)))
+    asked = Reading(tokens=reading.tokens, lengths=reading.lengths) if reading else None
+    return _checked_rows(some, config, key, lambda where, row: row, asked, kept)[0], count
 
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
@@ -96,26 +117,45 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
     return "whole" if settings and "{answer}" in (settings.template or "") else "unused"
 
 
-def _checked_rows(config: SourceConfig, key: str, make: Callable[[str, dict[str, Any]], T], kept: int | None) -> tuple[list[T], int]:
-    """What `make` makes of every row, given where it is and its record."""
-    rows: list[T] = []
-    bad: dict[str, list[str]] = {}  # problem → where
-    count = 0
+def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, Any] | RowProblem]]:
+    """(where, record) of each row that the section asks for."""
     for where, record in islice(wanted(records(config, key), config), config.size):
+        if not isinstance(record, dict | RowProblem):
+            record = RowProblem(f"a row must be an object with fields, not {_kind(record)}")
+        yield where, record
+
+
+def _checked_rows(
+    found: Iterable[tuple[str, Any]],
+    config: SourceConfig,
+    key: str,
+    make: Callable[[str, Any], R],
+    reading: Reading | None,
+    kept: int | None,
+) -> tuple[list[R], int]:
+    """What `make` makes of every row, given where it is and its record, and how many rows there are."""
+    rows: list[R] = []
+    bad: dict[str, list[str]] = {}  # problem → where
+    reading, count = reading or Reading(), 0
+    for where, record in found:
         count += 1
         try:
             if isinstance(record, RowProblem):
                 raise record
-            if not isinstance(record, dict):
-                raise RowProblem(f"a row must be an object with fields, not {_kind(record)}")
             row = make(where, record)
             if kept is None or len(rows) < kept:
+                if reading.tokens is not None:
+                    reading.lengths.append(reading.tokens(row))
                 rows.append(row)
+            reading.note(row)
         except RowProblem as problem:
-            bad.setdefault(str(problem), []).append(where)
-    problems = [f"{found[0]}: {problem}{_as_in(len(found) - 1)}" for problem, found in islice(bad.items(), _MAX_PROBLEMS)]
+            bad.setdefault(problem.kind if reading.drop else str(problem), []).append(where)
+    problems = [f"{places[0]}: {problem}{_as_in(len(places) - 1)}" for problem, places in islice(bad.items(), _MAX_PROBLEMS)]
     if unread := sum(map(len, list(bad.values())[_MAX_PROBLEMS:])):
         problems.append(f"{config.source}: {unread} more rows with problems")
+    if reading.drop and (rows or not count):
+        reading.dropped |= bad
+        problems = []
     if not count:
         problems.append(f"{key}.source={config.source}: has no rows{dates_of(config)}")
     if problems:
@@ -129,8 +169,11 @@ def _as_in(others: int) -> str:
 
 def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat) -> Pair:
     field = config.prompt_key or "prompt"
-    named = {"prompt_key": field, "chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
-    _check_columns(record, named | ({"margin_key": config.margin_key} if config.margin_key else {}), key)
+    named = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
+    named |= {"margin_key": config.margin_key} if config.margin_key else {}
+    if config.prompt_key is None and field not in record:
+        record = record | _prompt_of_both(record, field, config.chosen_key, config.rejected_key)
+    _check_columns(record, {"prompt_key": field} | named, key)
     margin = _dig(record, config.margin_key) if config.margin_key else 0.0
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= sys.float_info.max:
         raise RowProblem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
@@ -138,6 +181,27 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
     if chosen == rejected:
         raise RowProblem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
     return Pair(_prompt(record, field, config, chat), chosen, rejected, float(margin), where)
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The length of what both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _prompt_of_both(record: dict[str, Any], prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """The columns of a row without a prompt of its own (TRL's implicit prompt): what both responses begin with, without parts of words.
+    Empty if the row lacks a response too."""
+    one, other = values = [_dig(record, chosen), _dig(record, rejected)]
+    if any(value is _MISSING for value in values):
+        return {}
+    lists, texts = (all(isinstance(value, kind) for value in values) for kind in (list, str))
+    shared = _alike(one, other) if lists or texts else 0
+    if texts:
+        shared = len(re.sub(r"\w+\Z", "", one[:shared]).rstrip()) or shared
+    if not shared or (lists and not len(one) == len(other) == shared + 1):
+        after = "messages, followed by one response each" if lists else "text"
+        raise RowProblem(f"no column {prompt!r}, and fields {chosen!r} and {rejected!r} do not begin with the same {after}")
+    return {prompt: one[:shared]} | ({chosen: one[shared:], rejected: other[shared:]} if texts else {})
 
 
 def _response(record: dict[str, Any], field: str) -> str:

@@ -86,7 +86,7 @@ def train_mixture(config: RunConfig) -> Mixture:
 def mixture_problems(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Iterable[str]:
     if (config.source == MIXED) == (not mixed(config)):
         given = f"{key}.source={config.source}: must be {MIXED}, or left out, beside {key}.sources"
-        yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"
+        yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
         return
     for name in mixed(config):
         if not SOURCE_NAME.fullmatch(name):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.data.datasets import read_pairs
-from megarl.data.prompts import row_index
-from megarl.data.rows import Pair
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.prompts import dropping, row_index
+from megarl.data.rows import Pair, RowProblem
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.models.spec import ModelSpec
 
 
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
@@ -21,9 +22,27 @@ def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
     return [(key, dataset) for key, dataset in given.items() if dataset is not None]
 
 
-def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str) -> Sequence[Pair]:
+def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, spec: ModelSpec) -> Sequence[Pair]:
     """All pairs; none without a dataset. Raises ConfigError for mistakes in the data."""
-    return [] if dataset is None else read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path)[0]
+    if dataset is None:
+        return []
+    reading = dropping(config, responses_tokens(load_tokenizer(config.model), spec))
+    return read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path, reading)[0]
+
+
+def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], int]:
+    """Counts the tokens of a pair's prompt. It raises RowProblem for a pair that does not fit the model's context."""
+    context = spec.max_position_embeddings
+
+    def count(pair: Pair) -> int:
+        try:
+            pair_tokens(pair, tokenizer, context)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{pair.where}: ")
+            raise RowProblem(problem, f"prompt and response of more than {context} tokens, the model's context") from error
+        return len(tokenizer.encode_prompt(pair.prompt))
+
+    return count
 
 
 def training_steps(config: RunConfig, pairs: int) -> int:

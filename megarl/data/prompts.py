@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from megarl.config.data import MixtureConfig
+from megarl.config.data import DROP, MixtureConfig
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig, RunConfig
 from megarl.data.curriculum import Place
@@ -13,9 +15,12 @@ from megarl.data.datasets import answers_of, load_rows
 from megarl.data.held_out import held_out, held_out_tokens
 from megarl.data.mixture import Mixture, source_sets, train_mixture
 from megarl.data.permutation import permute
-from megarl.data.rows import Answers, Row, Rows
+from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows
 from megarl.data.tokenizer import Tokenizer
+from megarl.models.spec import ModelSpec
 from megarl.types import Prompt
+
+KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.21, tp_worker.py: max_req_input_len)
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
@@ -44,12 +49,51 @@ class Sources:
         return Place(source, draw // count, row)
 
 
-def load_sources(config: RunConfig, dataset: MixtureConfig, key: str, mixture: Mixture, answers: Answers, order: str) -> Sources:
-    """All rows of a section's sources. Raises ConfigError with all mistakes in the data."""
+def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int) -> Callable[[Row], int]:
+    """Counts the tokens of a row's prompt. It raises RowProblem for one that leaves no room for a response, or has unknown characters.
+
+    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses so long a prompt and prefix.
+    """
+    tokens, of_what, cached = spec.max_position_embeddings, "context", config.generator.kv_cache_tokens
+    if cached is not None and cached < tokens:
+        tokens, of_what = cached, "generator.kv_cache_tokens"
+    less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
+    room, reckoned = tokens - response_tokens - KEPT_BACK, f"{tokens} tokens of {of_what} less {less}"
+    return partial(count_tokens, tokenizer=tokenizer, room=room, reckoned=reckoned)
+
+
+def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> int:
+    """Of the row's prompt. Raises RowProblem if that is more than `room`, or if the tokenizer does not know some of its characters."""
+    ids = tokenizer.encode_prompt(row.prompt)
+    if len(ids) > room:
+        problem = f"the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"
+        raise RowProblem(problem, f"a prompt of more than {room} tokens ({reckoned})")
+    if tokenizer.unknown_id is not None and tokenizer.unknown_id in ids:
+        what = "the tokenizer does not know some of the characters"
+        raise RowProblem(f"{what} of {row.prompt[:60]!r}", what)
+    return len(ids)
+
+
+def dropping(config: RunConfig, tokens: Callable[[Any], int]) -> Reading | None:
+    """How a run reads its rows, which its launcher has checked: it leaves out those that the launcher has left out."""
+    return Reading(drop=True, tokens=tokens) if config.data.bad_rows == DROP else None
+
+
+def load_sources(
+    config: RunConfig,
+    dataset: MixtureConfig,
+    key: str,
+    mixture: Mixture,
+    answers: Answers,
+    order: str,
+    tokens: Callable[[Row], int],
+) -> Sources:
+    """All rows of a section's sources; without those for which `tokens` raises, where bad rows are dropped. Raises ConfigError with all
+    mistakes in the data."""
     tokenizer, problems, rows = config.model.tokenizer or config.model.path, [], []
     for own, source in source_sets(dataset, key):
         try:
-            rows.append(load_rows(source, own, config.seed, answers, tokenizer))
+            rows.append(load_rows(source, own, config.seed, answers, tokenizer, dropping(config, tokens)))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -69,9 +113,10 @@ class PromptStream:
         return _prompt(ordinal, self.sources[ordinal], self.tokenizer, mixture.names[mixture.source(ordinal)])
 
 
-def train_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
+def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:
     """The prompts of `data.train`, in the order given by `seed`. Raises ConfigError for mistakes in the data."""
-    sources = load_sources(config, config.data.train, "data.train", train_mixture(config), answers_of(config), "prompts")
+    tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens)
+    sources = load_sources(config, config.data.train, "data.train", train_mixture(config), answers_of(config), "prompts", tokens)
     return PromptStream(sources, tokenizer)
 
 
@@ -87,12 +132,12 @@ class HeldOutSet:
     stop: tuple[str, ...] = ()  # rollout.stop
 
 
-def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
+def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> list[HeldOutSet]:
     """`data.eval`, then `eval.suites`, the first `eval.limit` prompts of each. Raises ConfigError for mistakes in the data."""
     return [
         HeldOutSet(
             name=name,
-            prompts=_first_prompts(config, name, key, dataset, tokenizer),
+            prompts=_first_prompts(config, name, key, dataset, tokenizer, spec, held_out_tokens(config, own)),
             samples=config.eval.samples if own is None or own.samples is None else own.samples,
             temperature=config.eval.temperature if own is None or own.temperature is None else own.temperature,
             max_tokens=held_out_tokens(config, own),
@@ -102,8 +147,11 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer) -> list[HeldOutSet]:
     ]
 
 
-def _first_prompts(config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), tokenizer.source)
+def _first_prompts(
+    config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
+) -> list[Prompt]:
+    reading = dropping(config, prompt_tokens(config, tokenizer, spec, response_tokens))
+    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), tokenizer.source, reading)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
 

@@ -1,7 +1,8 @@
-"""Where rows come from: JSONL and parquet files, folders, the hub."""
+"""Where rows come from: files of JSON, comma-separated values or parquet, folders, the hub."""
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import os
@@ -19,9 +20,9 @@ from megarl.data.synthetic import PREFIX
 from megarl.hub import HubError, hub_file, unreachable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILES = (".jsonl", ".parquet")
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
-_OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".gz", ".zst", ".arrow")  # a file, not a hub name
+_OTHER_FILES = (".txt", ".gz", ".zst", ".arrow")
 
 
 def is_local(source: str) -> bool:
@@ -39,13 +40,17 @@ def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
     if not is_local(config.source) or path.is_dir():
         return _hub(config, key)
     if path.suffix not in _FILES:
-        wanted = "a file must end in .jsonl or .parquet" if path.exists() or path.suffix in _OTHER_FILES else "no such file or folder"
+        wanted = (
+            f"a file must end in {', '.join(_FILES[:-1])} or {_FILES[-1]}"
+            if path.exists() or path.suffix in _OTHER_FILES
+            else "no such file or folder"
+        )
         raise ConfigError(f"{named}: {wanted}")
     if not path.is_file():
         raise ConfigError(f"{named}: no such file{_near(path)}")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"{named}: may not be read")
-    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    return _READERS[path.suffix](path)
 
 
 def _part(config: SourceConfig, name: str, key: str) -> Path:
@@ -79,6 +84,37 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, line {number}", record
 
 
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """One list of rows, or JSONL under another name."""
+    text = path.read_bytes()
+    try:
+        found = parsed(text)
+    except RowProblem as problem:
+        if text.lstrip()[:1] == b"[" or text.strip().split(b"\n")[0].strip() == b"{":
+            raise ConfigError(f"{path}: {problem}; it must be a list of rows, or have one row on each line") from problem
+        yield from _jsonl(path)
+        return
+    if not isinstance(found, list):
+        if b"\n" in text.strip():
+            raise ConfigError(f"{path}: is one value, and must be a list of rows, or have one row on each line")
+        found = [found]
+    yield from ((f"{path}, row {number}", record) for number, record in enumerate(found, start=1))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    """Comma-separated (.csv) or tab-separated values, whose first line names the columns. All values are texts."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, restkey="", delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+            if rows.fieldnames is not None and len(set(rows.fieldnames)) < len(rows.fieldnames):
+                raise ConfigError(f"{path}: its first line names a column twice")
+            for record in rows:
+                more = f"it has more values than the first line has columns: {len(rows.fieldnames or ())}"
+                yield f"{path}, line {rows.line_num}", RowProblem(more) if "" in record else record
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
+
+
 def parsed(text: bytes) -> Any:
     """JSON. Raises RowProblem."""
     try:
@@ -87,9 +123,9 @@ def parsed(text: bytes) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeDecodeError as error:
-        raise RowProblem(f"not UTF-8 at byte {error.start}") from error
+        raise RowProblem(f"not UTF-8 at byte {error.start}", "not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise RowProblem(f"malformed JSON at column {error.colno}: {error.msg}") from error
+        raise RowProblem(f"malformed JSON at column {error.colno}: {error.msg}", "malformed JSON") from error
     except UnicodeEncodeError as error:
         raise RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character") from error
     except RecursionError as error:
@@ -108,6 +144,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, row {number}", record
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
 
 
 def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 class RowProblem(Exception):
-    """A problem with one row."""
+    """A problem with one row. `kind` is the same for all rows that have such a problem."""
+
+    def __init__(self, problem: str, kind: str = ""):
+        super().__init__(problem)
+        self.kind = kind or problem
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,26 @@ class Pair:
     rejected: str
     margin: float  # the least difference of their scores that is wanted
     where: str  # file and line, for messages
+
+
+@dataclass
+class Reading:
+    """What else is done with rows while they are read, and what it finds. With `drop` rows with problems are left out (data.bad_rows)."""
+
+    drop: bool = False
+    tokens: Callable[[Any], int] | None = None  # of a row's prompt; raises RowProblem for a row that does not fit model or tokenizer
+    lengths: list[int] = field(default_factory=list)  # what `tokens` has returned
+    dropped: dict[str, list[str]] = field(default_factory=dict)  # kind of problem -> where
+    prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of what is to follow it
+    repeated: int = 0  # rows whose prompt an earlier row has
+    otherwise: int = 0  # of these, with another answer
+
+    def note(self, row: Row | Pair) -> None:
+        """Counts a row that is used."""
+        after = row.answer or row.demonstration if isinstance(row, Row) else (row.chosen, row.rejected)
+        prompt, now = hash(row.prompt), hash(after)
+        self.repeated += prompt in self.prompts
+        self.otherwise += self.prompts.setdefault(prompt, now) != now
 
 
 Answers = Literal["final", "instructions", "tests", "whole", "row", "unused", "none"]

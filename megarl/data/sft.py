@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig
 from megarl.data.datasets import load_rows
 from megarl.data.mixture import Mixture, mixture_of, train_mixture
-from megarl.data.prompts import load_sources
-from megarl.data.rows import Row
+from megarl.data.prompts import count_tokens, dropping, load_sources
+from megarl.data.rows import Row, RowProblem
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.spec import ModelSpec
 from megarl.types import TrainSequence
@@ -24,7 +24,7 @@ def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[l
     Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
     """
     tokenizer, size = load_tokenizer(config.model), config.sft.batch_size
-    sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft")
+    sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft", demonstration_tokens(tokenizer, spec))
     for step in range(done, config.sft.steps):
         ordinals = range(step * size, (step + 1) * size)
         yield [sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings) for ordinal in ordinals]
@@ -35,7 +35,8 @@ def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
     if config.sft.eval is None:
         return []
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", tokenizer.source)
+    reading = dropping(config, demonstration_tokens(tokenizer, spec))
+    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", tokenizer.source, reading)
     return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
 
 
@@ -47,6 +48,23 @@ def sft_data(config: RunConfig) -> tuple[MixtureConfig, str]:
 def sft_mixture(config: RunConfig) -> Mixture:
     """Quotas of sft.data are parts of a batch; those of data.train keep their proportions."""
     return mixture_of(*sft_data(config), config.sft.batch_size, "sft.batch_size") if config.sft.data else train_mixture(config)
+
+
+def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
+    """Counts the tokens of a row's prompt. It raises RowProblem for a row that does not fit the model's context with its demonstration, or
+    whose prompt has unknown characters."""
+    context = spec.max_position_embeddings
+
+    def count(row: Row) -> int:
+        tokens = count_tokens(row, tokenizer, context - 1, f"{context} tokens of context less 1 for the response")
+        try:
+            sft_sequence(row, tokenizer, context)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{row.where}: ")
+            raise RowProblem(problem, f"prompt and demonstration of more than {context} tokens, the model's context") from error
+        return tokens
+
+    return count
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:

@@ -131,7 +131,7 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
 
     An engine that cannot even hold the weights is left to `Estimate.overfull`.
     """
-    g, gpu, prompt = config.generator, Cluster.of(config).gpu, config.plan.prompt_tokens
+    g, gpu, prompt = config.generator, Cluster.of(config).gpu, config.plan.prompt_tokens or 1
     room = {
         "the model's context of": spec.max_position_embeddings,
         "trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch,
@@ -142,8 +142,9 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
     elif g.kv_cache_tokens is not None:
         room["generator.kv_cache_tokens" + " / generator.dp_attention" * (g.dp_attention > 1) + " ="] = cache
     longest = config.rollout.max_tokens + prompt
+    said = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
     problems = [
-        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of plan.prompt_tokens={prompt} it is {longest} tokens; they must "
+        f"rollout.max_tokens={config.rollout.max_tokens}: with a prompt of {said} it is {longest} tokens; they must "
         f"be at most {name} {limit}"
         for name, limit in room.items()
         if longest > limit

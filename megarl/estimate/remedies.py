@@ -60,7 +60,7 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.recompute": True}
     if t.zero == 0:
         yield {"trainer.zero": 1}
-    if t.max_tokens_per_microbatch // 2 >= config.rollout.max_tokens + config.plan.prompt_tokens:
+    if t.max_tokens_per_microbatch // 2 >= config.rollout.max_tokens + config.plan.mean_prompt_tokens:
         yield {"trainer.max_tokens_per_microbatch": t.max_tokens_per_microbatch // 2}
     if t.dp % 2 == 0:
         yield {"trainer.tp": 2 * t.tp, "trainer.dp": t.dp // 2, "trainer.sequence_parallel": True}

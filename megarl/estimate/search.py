@@ -194,7 +194,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
     """Combinations of all settings but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation; context
     parallelism where sequences are long."""
     experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
-    longest = config.rollout.max_tokens + config.plan.prompt_tokens
+    longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [config.trainer.max_tokens_per_microbatch]
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
     for tp in (n for n in (1, 2, 4, 8) if n <= cluster.gpus_per_node):

@@ -40,7 +40,7 @@ class Workload:
         return cls(
             sequences=rollout.prompts_per_step * rollout.n,
             prompts=rollout.prompts_per_step,
-            prompt_tokens=plan.prompt_tokens,
+            prompt_tokens=plan.mean_prompt_tokens,
             response_tokens=min(plan.response_tokens or rollout.max_tokens / 2, rollout.max_tokens),
             max_response_tokens=rollout.max_tokens,
         )

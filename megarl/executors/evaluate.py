@@ -125,6 +125,6 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
         fleet = await open_fleet(plan, rendezvous, resources)
         scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
-        sets = held_out_sets(plan.config, tokenizer)
+        sets = held_out_sets(plan.config, tokenizer, plan.spec)
         status.set("evaluating")
         return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.size)

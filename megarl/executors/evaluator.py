@@ -143,7 +143,7 @@ async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: Eva
         scorers = open_scorers(plan, served, tokenizer)
         logs = run_dir / "logs" / "evaluator"
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs, tell=failures.tell)
-        sets = held_out_sets(config, tokenizer)
+        sets = held_out_sets(config, tokenizer, plan.spec)
         evaluations = Evaluations(plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background)
         resources.push_async_callback(background.close)
         background.start(evaluations.watch_engines(), f"lost engines of {fleet.name}")

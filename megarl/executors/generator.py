@@ -71,8 +71,8 @@ class GeneratorExecutor:
         self.status = StatusBoard(Path(config.run_dir), "generator.0").for_work()
         self.trace = TraceWriter(Path(config.run_dir), "generator.0")
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts = train_prompts(config, self.tokenizer)
-        self.held_out = held_out_sets(config, self.tokenizer)
+        self.prompts = train_prompts(config, self.tokenizer, self.plan.spec)
+        self.held_out = held_out_sets(config, self.tokenizer, self.plan.spec)
         self.sampling = train_sampling(self.plan, self.tokenizer)
         self.curr_step = self.rendezvous.start_step
         elastic = config.generator.on_failure != "fail"

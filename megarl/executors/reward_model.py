@@ -31,7 +31,7 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
     status.set("reading the pairs")
     pairs, held_out = (
-        load_pairs(config, data, key) for data, key in ((settings.data, f"{FOLDER}.data"), (settings.eval, f"{FOLDER}.eval"))
+        load_pairs(config, data, key, plan.spec) for data, key in ((settings.data, f"{FOLDER}.data"), (settings.eval, f"{FOLDER}.eval"))
     )
     steps = training_steps(config, len(pairs))
     status.set("building the model")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.data import DROP
 from megarl.config.errors import ConfigError
 from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
 from megarl.config.load import load_config
@@ -20,6 +21,7 @@ FIXED_KEYS = (
     *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
     *(key for key in settings() if key.startswith(("data.train.", "data.curriculum."))),
     "data.shuffle",
+    "data.bad_rows",
     "algorithm.name",
     "algorithm.distill.over",
     "algorithm.distill.top_k",
@@ -33,6 +35,8 @@ FIXED_KEYS = (
     "roles.NAME.on",
     "seed",
 )
+# With data.bad_rows=drop, which rows are left out depends on these too, and so does the order of the others.
+_ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens")
 
 
 def check_resume(config: RunConfig) -> Iterable[str]:
@@ -43,8 +47,9 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     except ConfigError as error:
         yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
         return
+    fixed = (*FIXED_KEYS, *_ROOM_KEYS) if config.data.bad_rows == DROP else FIXED_KEYS
     for key, value in differences(before, config).items():
-        if general(key) in FIXED_KEYS:
+        if general(key) in fixed:
             now = yaml_text(value_at(config, key))
             yield f"{key}={now}: the run in run_dir={config.run_dir} began with {yaml_text(value)}; keep that, or use another run_dir"
 

@@ -17,7 +17,7 @@ import torch
 from sglang_engine import CONTEXT, hf_logprobs, hf_model, make_checkpoint, shares_of, start_engine, write_as_trainer
 from sglang_writer import reshard_map
 
-from megarl.data.check import KEPT_BACK
+from megarl.data.prompts import KEPT_BACK
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.generator.fleet import Fleet

@@ -164,7 +164,11 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("run_dir=", "run_dir=: must not be empty"),
         ("run_dir=null", "run_dir=null: must be a string"),
         ("seed=${nosuch}", "seed=${nosuch}: Interpolation key 'nosuch' not found"),
-        ("data.eval={}", "data.eval.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"),
+        (
+            "data.eval={}",
+            "data.eval.source: must be set: synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or "
+            "a hub name",
+        ),
     ],
 )
 def test_one_mistake_one_line(tmp_path: Path, override: str, problem: str) -> None:

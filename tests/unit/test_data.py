@@ -185,18 +185,18 @@ def test_a_folder_without_tokenizer(tmp_path: Path):
 # --- prompts ---
 
 
-def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(tokenizer: Tokenizer):
+def test_no_prompt_repeats_within_an_epoch_and_a_resume_is_a_number(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
     config.data.train.size = 40
-    stream = train_prompts(config, tokenizer)
+    stream = train_prompts(config, tokenizer, spec)
     epochs = [[stream[i].text for i in range(e * 40, (e + 1) * 40)] for e in range(3)]
     assert all(len(set(epoch)) == 40 for epoch in epochs)
     assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1] != epochs[2]
-    again = train_prompts(config, tokenizer)
+    again = train_prompts(config, tokenizer, spec)
     assert [again[i] for i in (77, 5, 119)] == [stream[i] for i in (77, 5, 119)]
     assert stream[77].ordinal == 77 and stream[77].text == epochs[1][37]
     config.seed = 1
-    assert [train_prompts(config, tokenizer)[i].text for i in range(40)] != epochs[0]
+    assert [train_prompts(config, tokenizer, spec)[i].text for i in range(40)] != epochs[0]
 
 
 def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokenizer):
@@ -206,9 +206,9 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
     assert stream[2].answer == rows[2].answer and stream[2].token_ids == tokenizer.encode_prompt(rows[2].prompt)
 
 
-def test_held_out_sets(tokenizer: Tokenizer):
+def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
-    (whole,) = held_out_sets(config, tokenizer)
+    (whole,) = held_out_sets(config, tokenizer, spec)
     assert len(whole.prompts) == 512 and (whole.name, whole.samples, whole.temperature) == ("", 1, 0.0)
     assert whole.max_tokens == config.rollout.max_tokens
     config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
@@ -217,7 +217,7 @@ def test_held_out_sets(tokenizer: Tokenizer):
         "plain": SuiteConfig(source="synthetic:chain", split="eval"),
         "none": None,
     }
-    first, other, plain = held_out_sets(config, tokenizer)
+    first, other, plain = held_out_sets(config, tokenizer, spec)
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
     assert [(s.name, len(s.prompts), s.samples, s.temperature, s.max_tokens) for s in (first, other, plain)] == [
         ("", 8, 2, 0.5, 7),
@@ -225,7 +225,7 @@ def test_held_out_sets(tokenizer: Tokenizer):
         ("plain", 8, 2, 0.5, 7),
     ]
     config.data.eval = None
-    assert [held_out.name for held_out in held_out_sets(config, tokenizer)] == ["other", "plain"]
+    assert [held_out.name for held_out in held_out_sets(config, tokenizer, spec)] == ["other", "plain"]
 
 
 # --- supervised batches ---
@@ -310,6 +310,7 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     assert error.value.problems == [
         f"{tmp_path}/a.jsonl, line 2: the prompt has 501 tokens; there is room for 490 (512 tokens of context less 16 for the response and "
         "6 that SGLang keeps back)",
+        f"{tmp_path}/b.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'",
         f"{tmp_path}/b.jsonl, line 2: malformed JSON at column 12: Expecting ':' delimiter",
     ]
     config.generator.kv_cache_tokens = 400
@@ -318,3 +319,25 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
     with pytest.raises(ConfigError, match="c.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'"):
         check_data(config, spec, "eval")
+
+
+def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer):
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
+    bad = [{"question": "1" * 600, "answer": "2"}, {"question": "", "answer": "2"}, {"question": "2+1=", "answer": None}]
+    held_out = [{"question": "1+1=", "answer": "2"}, {"question": "7+1=", "answer": "8"}, bad[0]]
+    for name, some in (("train", [*bad, *rows]), ("eval", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    config = chain_config()
+    config.data.bad_rows, config.data.shuffle = "drop", False
+    config.data.train = MixtureConfig(source=str(tmp_path / "train.jsonl"))
+    config.data.eval = DatasetConfig(source=str(tmp_path / "eval.jsonl"))
+    train, evaluation = check_data(config, spec, "train")
+    assert (train.dropped, train.rows, evaluation.dropped, evaluation.shared) == (3, 7, 1, 1)
+    assert "rows left out (data.bad_rows=drop): 3, of them 1: a prompt of more than 490 tokens" in str(train)
+    assert "prompts that data.train has too: 1 of 2" in str(evaluation)
+    stream = train_prompts(config, tokenizer, spec)
+    assert [stream[ordinal].text for ordinal in range(5)] == ["0+1=", "1+1=", "2+1=", "3+1=", "0+1="]
+    assert [prompt.text for prompt in held_out_sets(config, tokenizer, spec)[0].prompts] == ["1+1=", "7+1="]
+    config.sft.data = MixtureConfig(source=str(tmp_path / "train.jsonl"))
+    assert [checked.dropped for checked in check_data(config, spec, "sft")] == [3]
+    assert all(len(sequence.token_ids) < 10 for sequence in next(sft_batches(config, spec)))

@@ -19,6 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import DatasetConfig
 from megarl.data.datasets import load_rows, read_pairs, read_rows
 from megarl.data.formats import ROLES
+from megarl.data.rows import Reading, Row, RowProblem
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
@@ -128,14 +129,68 @@ def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checke
         read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", kept=3)
 
 
+def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
+    rows = [{"question": "1 + 1?", "answer": "2"}, {"question": 'Say "a, b"\nor c', "answer": "c"}]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
+    write(tmp_path / "lines.json", *rows)
+    (tmp_path / "a.csv").write_text('\ufeffquestion,answer\n1 + 1?,2\n"Say ""a, b""\nor c",c\n')
+    (tmp_path / "a.tsv").write_text('question\tanswer\n1 + 1?\t2\n"Say ""a, b""\nor c"\tc\n')
+    for name, where in (("list.json", "row 2"), ("lines.json", "line 2"), ("a.csv", "line 4"), ("a.tsv", "line 4")):
+        found = load_rows(DatasetConfig(source=str(tmp_path / name)), "data.train", seed=0)
+        assert [(row.prompt, row.answer) for row in found] == [(row["question"], row["answer"]) for row in rows]
+        assert found[1].where == f"{tmp_path / name}, {where}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '[{"question": "x"', "a.json: malformed JSON at column 18: "),
+        ("a.json", '{\n "data": []\n}', "a.json: is one value, and must be a list of rows, or have one row on each line"),
+        ("a.json", '{\n "data": [\n', "a.json: malformed JSON at column "),
+        ("a.json", '{"question": "x", "answer": "1"}\n{', "a.json, line 2: malformed JSON at column 2: "),
+        ("a.csv", "question,answer\nx\n", "a.csv, line 2: field 'answer' must be text, not null"),
+        ("a.csv", "question,answer\nx,1,2\n", "a.csv, line 2: it has more values than the first line has columns: 2"),
+        ("a.csv", "question,question\nx,1\n", "a.csv: its first line names a column twice"),
+        ("a.csv", 'question,answer\n"x,1\n', "a.csv: cannot be read as .csv: unexpected end of data"),
+        ("a.csv", "question,answer\n", "has no rows"),
+    ],
+)
+def test_what_is_wrong_with_such_a_file_is_said(name: str, text: str, said: str, tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    [problem] = problems(str(tmp_path / name))
+    assert said in problem
+
+
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path):
+    fine = {"question": "fine", "answer": "1"}
+    bad = ['{"question": "cut', {"question": " ", "answer": "1"}, {"question": "x", "answer": None}, {"question": "y", "answer": None}]
+    source = write(tmp_path / "some.jsonl", fine, *bad, {"question": "far too long", "answer": "1"}, {**fine, "answer": "2"}, fine)
+
+    def tokens(row: Row) -> int:
+        if len(row.prompt) > 10:
+            raise RowProblem(f"{len(row.prompt)} characters", "a long prompt")
+        return len(row.prompt)
+
+    reading = Reading(drop=True, tokens=tokens)
+    found, count = read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", reading)
+    assert [row.answer for row in found] == ["1", "2", "1"] and count == 8 and reading.lengths == [4, 4, 4]
+    assert {kind: len(where) for kind, where in reading.dropped.items()} == {
+        "malformed JSON": 1, "field 'question' is empty": 1, "field 'answer' must be text, not null": 2, "a long prompt": 1,
+    }  # fmt: skip
+    assert (reading.repeated, reading.otherwise) == (2, 1)
+    assert len(problems(source)) == 3, "otherwise nothing starts"
+    with pytest.raises(ConfigError, match="line 1: field 'question' is empty"):
+        read_rows(DatasetConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", "", Reading(drop=True))
+
+
 def test_what_is_no_dataset(tmp_path: Path):
     empty = write(tmp_path / "empty.jsonl", "", "")
     assert problems(empty) == [f"data.train.source={empty}: has no rows"]
     assert problems(f"{tmp_path}/none.jsonl") == [f"data.train.source={tmp_path}/none.jsonl: no such file"]
-    assert problems(write(tmp_path / "data.csv", "a,b")) == [
-        f"data.train.source={tmp_path}/data.csv: a file must end in .jsonl or .parquet"
+    assert problems(write(tmp_path / "data.txt", "a,b")) == [
+        f"data.train.source={tmp_path}/data.txt: a file must end in .jsonl, .json, .csv, .tsv or .parquet"
     ]
-    assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: a file must end in .jsonl or .parquet"]
+    assert problems("nowhere/rows.json") == ["data.train.source=nowhere/rows.json: no such file"]
     assert problems(write(tmp_path / "x.parquet", "no"))[0].startswith(f"{tmp_path}/x.parquet: not a parquet file")
     assert problems(empty, prompt_template="no place") == ["data.train.prompt_template=no place: must contain {prompt}, or be chat"]
     assert problems("synthetic:chian") == [

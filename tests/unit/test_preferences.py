@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from megarl.data.datasets import read_pairs
 from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.commands import held_out_pairs
+from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +56,9 @@ def test_a_score_is_the_value_after_the_last_token() -> None:
     assert out.loss.item() == -0.75 and out.sums["tokens"].item() == 1
 
 
-def pairs_of(folder: Path, rows: list[dict], **settings: str) -> list:
+def pairs_of(folder: Path, rows: list[dict], tokenizer: str = str(TINY), **settings: str) -> list:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, str(TINY))[0])
+    return list(read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, tokenizer)[0])
 
 
 def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
@@ -69,6 +71,28 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
         prompt_key="q", chosen_key="good", rejected_key="bad.text", margin_key="by", prompt_template="{prompt}=",
     )  # fmt: skip
     assert (pair.prompt, pair.chosen, pair.rejected, pair.margin) == ("1+2=", "3", "4", 2.0)
+
+
+def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
+    """TRL's implicit prompts; no word is cut, as its own rule may."""
+    asked = {"role": "user", "content": "1+2="}
+    good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
+    for chosen, rejected, expected in (
+        ("1+2=3", "1+2=4", ("1+2=", "3", "4")),
+        ("is it so? yes it is", "is it so? yes it was", ("is it so? yes it", " is", " was")),
+        ("the cat", "the car sees", ("the", " cat", " car sees")),
+        ("one two", "one two three", ("one", " two", " two three")),
+    ):
+        [pair] = pairs_of(tmp_path, [{"chosen": chosen, "rejected": rejected}])
+        assert (pair.prompt, pair.chosen, pair.rejected) == expected
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    [pair] = pairs_of(tmp_path, [{"chosen": [asked, good], "rejected": [asked, bad]}], tokenizer=str(model))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("[user]1+2=[assistant]", "3", "4")
+    for chosen, rejected in (([good], [bad]), ([asked, good, asked, good], [asked, bad]), ("3", "4"), ("3", [bad])):
+        with pytest.raises(ConfigError, match="no column 'prompt', and fields 'chosen' and 'rejected' do not begin with the same"):
+            pairs_of(tmp_path, [{"chosen": chosen, "rejected": rejected}])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +122,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 def test_synthetic_pairs_have_one_right_response() -> None:
     config = config_of()
-    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval")
+    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval", load_spec(TINY))
     assert len(pairs) == 512
     for pair in map(pairs.__getitem__, range(200)):
         text = pair.prompt.removesuffix("=")

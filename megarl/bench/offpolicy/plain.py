@@ -15,6 +15,7 @@ from megarl.config.training import OptimizerConfig
 from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
+from megarl.plan.resolve import find_spec
 
 AT_ONCE = 512  # pairs that are scored
 
@@ -23,7 +24,7 @@ def train(config: RunConfig, initial: Path) -> Any:
     """A model of transformers that has learned the pairs of `config.reward_model` in their order, from the causal model in `initial`. Its
     head begins with zeros."""
     settings = config.reward_model
-    pairs = load_pairs(config, settings.data, "reward_model.data")
+    pairs = load_pairs(config, settings.data, "reward_model.data", find_spec(config))
     model = load(initial).train()
     torch.nn.init.zeros_(model.score.weight)
     adam = _adamw(model, settings.optimizer)
@@ -70,7 +71,7 @@ def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
 @torch.no_grad()
 def accuracy(model: Any, config: RunConfig) -> float:
     """The share of held-out pairs in the right order."""
-    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval")
+    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval", find_spec(config))
     each = [pairs[number] for number in range(len(pairs))]
     right = sum(int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum()) for at in range(0, len(each), AT_ONCE))
     return right / len(each)

@@ -117,10 +117,11 @@ class Study:
         from megarl.data.datasets import load_rows
         from megarl.data.prompts import held_out_sets
         from megarl.data.tokenizer import load_tokenizer
+        from megarl.plan.resolve import find_spec
 
         tokenizer = load_tokenizer(config.model)
         config.eval.limit = None
-        prompts = held_out_sets(config, tokenizer)[0].prompts
+        prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
         assert config.data.eval is not None  # judge_of has seen it
         rows = load_rows(config.data.eval, "data.eval", config.seed, "none", tokenizer.source)
         shown = [rows[place].demonstration for place in range(len(prompts))]
