@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.estimate.estimate import estimate, generate_parts, to_json, train_parts
 from megarl.launch.node import Node
 from megarl.launch.resuming import Resume
-from megarl.launch.stopping import Stopped
+from megarl.launch.stopping import NAMES, Stopped
 from megarl.observe.trace import TraceWriter
 from megarl.plan.resolve import RunPlan
 
@@ -26,11 +27,22 @@ def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
         try:
             yield trace
         except BaseException as error:
-            how = f"stopped by {error.by}" if isinstance(error, Stopped) else f"failed: {str(error) or type(error).__name__}"
+            how = _how(error)
             raise
         finally:
             with contextlib.suppress(OSError):  # what has ended the run, such as a full disk, is to be told, not this
                 trace.mark("end", how=how[:END_CHARACTERS])
+
+
+def _how(error: BaseException) -> str:
+    """Whoever stops a run does not find a fault in it, even where it could not stop cleanly."""
+    if isinstance(error, Stopped):
+        return f"stopped by {error.by}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {NAMES[signal.SIGINT]}"
+    if isinstance(error, SystemExit):
+        return f"stopped by {NAMES[signal.SIGTERM]}"
+    return f"failed: {str(error) or type(error).__name__}"
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:

@@ -117,9 +117,9 @@ class ActorCriticSteps(BatchSteps):
         told = {
             "returns": wanted.mean,
             "value/mean": wanted.mean - missed.mean,
-            "value/explained_variance": 1 - missed.variance / wanted.variance if wanted.variance > 0 else math.nan,
+            **({"value/explained_variance": 1 - missed.variance / wanted.variance} if wanted.variance > 0 else {}),
             "advantage/mean": advantage.mean,
-            "advantage/std": math.sqrt(advantage.variance) if advantage.count else math.nan,
+            **({"advantage/std": math.sqrt(advantage.variance)} if advantage.count else {}),
         }
         assert self.algorithm.gae is not None
         if self.algorithm.gae.whiten:

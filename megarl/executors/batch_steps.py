@@ -196,22 +196,25 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
-    """The metrics of a batch's optimizer steps, of which there may be none; docs/algorithms.md says what they are of several."""
+    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several. Where there are none, as before a critic
+    is warm, or where they had no token to train on, what is not known is absent."""
     if not results:
-        unknown = dict.fromkeys(("loss", "entropy/mean", "grad_norm", "grad_norm/max", "learning_rate"), math.nan)
-        return {**unknown, "optimizer_steps": 0, "optimizer_steps/empty": 0, **algorithm.metrics({}), "tokens/padded": 0}
+        return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]
     counted = trained or results
+    of_tokens = {
+        "entropy/mean": trained[0].entropy if trained else math.nan,
+        **algorithm.metrics({name: sum(result.sums[name] for result in results) for name in results[0].sums}),
+    }
     return {
         "loss": fmean(result.loss for result in results),
-        "entropy/mean": trained[0].entropy if trained else math.nan,
         "grad_norm": fmean(result.grad_norm for result in results),
         "grad_norm/max": max(result.grad_norm for result in results),
         "learning_rate": results[-1].learning_rate,
         "optimizer_steps": len(results),
         "optimizer_steps/empty": len(results) - len(trained),
         **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
-        **algorithm.metrics({name: sum(result.sums[name] for result in results) for name in results[0].sums}),
+        **(of_tokens if trained else {name: value for name, value in of_tokens.items() if not math.isnan(value)}),
         "tokens/padded": sum(result.padded for result in results),
         "flops/policy": sum(result.flops for result in results),
         **(results[0].agreement.metrics() if results[0].agreement else {}),

@@ -32,6 +32,9 @@ def equal_rewards(rows: Sequence[Row]) -> str:
     if failed := describe_failed(rows[-steps:], FAILED_SHARE):
         return f"nothing has been learned for {steps} steps, since {failed}: rollouts/ marks them and says why"
     same = rows[-1].get("reward/std") == 0
+    reward, most = rows[-1]["reward/mean"], max(row.get("reward/max", row["reward/mean"]) for row in rows)
+    if same and reward == most and reward > min(row["reward/mean"] for row in rows):
+        return f"all rewards have been equal for {steps} steps, and the highest of the run ({reward:g}): nothing is left to learn"
     what = f"all rewards have been equal ({rows[-1]['reward/mean']:g})" if same else "the rewards of each prompt have been equal"
     return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
 

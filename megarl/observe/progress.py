@@ -101,7 +101,7 @@ class Progress:
         self._tail.poll()  # takes in the steps before this start
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
-        self._printed = 0
+        self._printed, self._headings = 0, list[str]()
         self._engines: float | None = None  # that served at the row printed last
         self._advised: set[Callable[[Sequence[Row]], str]] = set()
         self._failures, self._failed = FailuresTail(self.run_dir, from_end=True), set[tuple[str, str]]()
@@ -204,7 +204,8 @@ class Progress:
         if "reward/mean" not in row and row["step"] % WARM_START_EVERY and not last:
             return
         headings = columns_of(row)
-        if self._printed % HEADER_EVERY == 0:
+        if self._printed % HEADER_EVERY == 0 or headings != self._headings:  # a critic's first steps have no loss, for example
+            self._headings, self._printed = headings, 0
             self._line(" ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
         engines, self._engines = self._engines, row.get("engines/serving", self._engines)

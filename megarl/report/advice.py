@@ -15,6 +15,7 @@ FEWEST = 10
 WAITS = 0.4  # of a step
 TRUNCATED = 0.1
 NO_SIGNAL = 0.5
+SOLVED = 0.9  # where the mean reward is between a step's lowest and highest
 GROWTH = 2.0  # the queue at the end beside that of as many steps before
 SLOW = 0.7  # of its peers' tokens
 FEWEST_TOKENS = 10_000  # of an engine's peer
@@ -59,9 +60,14 @@ def _no_signal(rows: Sequence[Row]) -> str:
     share = _median(rows, "zero_advantage_fraction")
     if not NO_SIGNAL < share < 1:
         return ""
+    lowest, mean, highest = (_median(rows, f"reward/{name}") for name in ("min", "mean", "max"))
+    height = (mean - lowest) / (highest - lowest) if highest > lowest else math.nan
+    if height >= SOLVED:  # equal since they are right: it has learned what there is to learn
+        return ""
+    why = "hard" if height <= 1 - SOLVED else "easy or too hard"
     return (
         f"in {share:.0%} of the groups all rewards are equal (median of the last {len(rows)} steps), so they teach nothing: the prompts "
-        "are too easy or too hard; rollout.dynamic_sampling replaces them"
+        f"are too {why}; rollout.dynamic_sampling replaces them"
     )
 
 

@@ -18,8 +18,9 @@ from megarl.observe.rollouts import SAMPLES_FILE
 
 SETTLED_S = 10.0  # after which no rank still writes its part of a step: all do so right after it
 CHUNK_BYTES = 400_000  # of JSON, before it is compressed
+EXCERPT_CHARS = 60  # of a response, in the table
 COMPRESSED = 0.3  # about this much of the files' bytes becomes the page's
-COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "chunk", "place")
+COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "begins", "chunk", "place")
 
 
 class Lines(Protocol):
@@ -144,7 +145,8 @@ class Samples:
             age = group.step - min(version for version, _ in sample.versions) if sample.versions else None
             chunk = self._chunks if place >= 0 else -1
             row = (group.step, group.ordinal, number, sample.reward, sample.tokens, age, spread, sample.finish_reason)
-            for name, value in zip(COLUMNS, (*row, int(bool(sample.failed)), int(group.dropped), chunk, place), strict=True):
+            row = (*row, int(bool(sample.failed)), int(group.dropped), " ".join(sample.text[:EXCERPT_CHARS].split()), chunk, place)
+            for name, value in zip(COLUMNS, row, strict=True):
                 columns[name].append(value)
 
 

@@ -138,6 +138,22 @@ def test_the_advice_names_failures_in_the_place_of_equal_rewards():
     assert "100% of the scores failed" in advisories(rows(5, **{"reward/failed_fraction": 1.0}))[0]
 
 
+def test_equal_rewards_that_are_the_highest_of_the_run_are_its_success():
+    learned = [*rows(3), *rows(5)]
+    for row in learned[3:]:
+        row |= {"reward/mean": 1.0, "reward/max": 1.0}
+    assert advisories(learned) == ["all rewards have been equal for 8 steps, and the highest of the run (1): nothing is left to learn"]
+    assert "look into rollouts/ whether answers or reward are wrong" in advisories(rows(8))[0]
+
+
+def test_groups_without_signal_are_no_problem_once_the_task_is_solved():
+    def told(mean: float) -> list[str]:
+        found = {"zero_advantage_fraction": 0.7, "reward/min": 0.0, "reward/mean": mean, "reward/max": 1.0}
+        return advice([{"step": step, **found} for step in range(12)], {}, {})
+
+    assert told(0.96) == [] and "too easy or too hard" in told(0.5)[0] and "are too hard;" in told(0.03)[0]
+
+
 class Clock:
     now_s = 0.0
 

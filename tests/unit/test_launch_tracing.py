@@ -46,7 +46,9 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
     [
         (RuntimeError("trainer.0 died\n" + "x" * 9000), "failed: trainer.0 died\nxxx"),
         (Stopped(), "stopped by SIGTERM"),
-        (KeyboardInterrupt(), "failed: K"),
+        (Stopped("trainer.0 did not finish", 2), "stopped by Ctrl-C"),
+        (KeyboardInterrupt(), "stopped by Ctrl-C"),
+        (SystemExit(143), "stopped by SIGTERM"),
     ],
 )
 def test_the_end_is_told_and_the_error_goes_on(plan: RunPlan, error: BaseException, how: str) -> None:

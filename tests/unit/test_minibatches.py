@@ -122,7 +122,11 @@ def test_metrics_of_several_optimizer_steps():
         "flops/policy": 3e6,
     }
     alone = step_metrics([first], AIPO)
-    assert math.isnan(alone["entropy/mean"]) and math.isnan(alone["is_ratio/mean"]) and alone["optimizer_steps/empty"] == 1
+    assert (alone["loss"], alone["optimizer_steps/empty"]) == (0.0, 1)
+    assert not {"entropy/mean", "is_ratio/mean"} & alone.keys(), "nothing was trained on, which is not the same as a loss that diverges"
+    assert step_metrics([], AIPO) == {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
+    diverged = step_metrics([result(loss=math.nan, entropy=math.nan)], AIPO)
+    assert math.isnan(diverged["loss"]) and math.isnan(diverged["entropy/mean"])
 
 
 @pytest.mark.parametrize(

@@ -207,3 +207,14 @@ def test_long_work_says_how_far_it_is_and_what_is_left(tmp_path: Path, monkeypat
 
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59.9, 61, 3600, 86399)] == ["0:00", "0:59", "1:01", "1:00:00", "23:59:59"]
+
+
+def test_steps_without_a_loss_have_headings_of_their_own(tmp_path: Path):
+    """Such as those before a critic is warm."""
+    console = plain()
+    progress = Progress(tmp_path, 4, console)
+    run_steps(tmp_path, 0, 4, lambda step: {key: value for key, value in values(step).items() if step > 1 or key != "loss"})
+    progress.close()
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "0", "1", "step", "2", "3"]
+    assert ["loss" in line for line in lines if "step" in line] == [False, True] and "nan" not in console.file.getvalue()

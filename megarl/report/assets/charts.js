@@ -10,8 +10,8 @@ function xOf(run) {
 }
 class Chart {
   // keys: [[metric, suffix of its name in the readout], …]
-  constructor(title, why, keys, { log = false, derive = null } = {}) {
-    Object.assign(this, { title, why, keys, log, derive });
+  constructor(title, why, keys, { log = false, derive = null, warms = false } = {}) {
+    Object.assign(this, { title, why, keys, log, derive, warms });
     this.readout = el("div", { class: "readout num" });
     this.plot = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title });
     this.missing = el("div", { class: "missing" });
@@ -63,7 +63,7 @@ class Chart {
     const lines = this.lines();
     this.u?.destroy();
     this.u = null;
-    this.missing.replaceChildren(...this.gaps());
+    this.missing.replaceChildren(...this.gaps(), ...this.beyond());
     if (!lines.length) {
       this.readout.replaceChildren(el("span", { class: "soft" }, "not measured"));
       return;
@@ -94,7 +94,9 @@ class Chart {
     const data = this.join(tables),
       span = [data[0][0], data[0][data[0].length - 1]];
     this.full = span[0] === span[1] ? [span[0] - 1, span[1] + 1] : span;
-    const flat = (u, low, high) =>
+    const most = this.warms ? settled(this.drawn.map((line) => line.values)) : Infinity;
+    const flat = (u, low, high) => scale(low, high === null ? high : Math.max(Math.min(high, most), low));
+    const scale = (low, high) =>
       low === null || (low === 0 && high === 0)
         ? [0, 1]
         : low === high
@@ -155,6 +157,13 @@ class Chart {
   join(tables) {
     return tables.every((t) => t[0] === tables[0][0]) ? [tables[0][0], ...tables.map((t) => t[1])] : uPlot.join(tables);
   }
+  beyond() {
+    // what a warm-up has put above the chart
+    const lines = this.warms && !this.log ? this.lines() : [],
+      most = settled(lines.map((line) => line.values)),
+      first = Math.max(...lines.map((line) => line.values[0] ?? 0));
+    return first > most ? [el("div", { class: "soft" }, `the first step, ${seconds(first)}, is above the chart; log shows it`)] : [];
+  }
   gaps() {
     return this.derive
       ? []
@@ -212,7 +221,7 @@ class Chart {
           { "data-run": String(line.run.index), "data-metric": line.key },
           el("i", { style: `background:${line.run.color}` }),
           name ? `${name} ` : "",
-          el("b", {}, exact(values[place])),
+          el("b", {}, at === null ? brief(values[place], 5) : exact(values[place])),
           smoothed,
         ),
       );
@@ -260,11 +269,27 @@ const observer = new IntersectionObserver(
   },
   { rootMargin: "400px" },
 );
-function faults(run) {
+// What happened to a run: all marks but its first start and an end that was due.
+function events(run) {
   return run.marks.filter(
     (mark) =>
       !(mark.what === "start" && mark === run.marks.find((m) => m.what === "start")) && !(mark.what === "end" && mark.how === "finished"),
   );
+}
+// Of these, what nobody has asked for: not that a user or Slurm stopped it, nor that it was started again after that.
+function faults(run) {
+  let stopped = false;
+  return events(run).filter((mark) => {
+    const asked = (mark.what === "end" && /^stopped by /.test(mark.how)) || (mark.what === "start" && stopped);
+    if (mark.what === "end" || mark.what === "start") stopped = asked && mark.what === "end";
+    return !asked;
+  });
+}
+// The largest value of lines without their first steps, if these are by far larger, as where engines compile; otherwise Infinity.
+function settled(lines) {
+  const rest = Math.max(...lines.flatMap((values) => values.slice(1).filter((v) => v !== null))),
+    first = Math.max(...lines.map((values) => values[0] ?? 0));
+  return rest > 0 && first > 2 * rest ? rest : Infinity;
 }
 function zoom(range, limits) {
   view.range = range && limits && range[0] <= limits[0] && range[1] >= limits[1] ? null : range;

@@ -82,7 +82,7 @@ class SampleView {
       el("div", { class: "readout" }, ...facts),
       group.dropped ? el("p", { class: "soft" }, "Dropped by dynamic sampling: all rewards of the group are equal.") : "",
       ...sample.failed.map((f) =>
-        el("p", { class: "missing" }, ...shown(`scoring failed${f.part ? ` (${f.part})` : ""}: ${f.kind}: ${f.reason}`)),
+        el("p", { class: "missing" }, ...shown(`${/^rollout\./.test(f.part) ? "the episode" : "scoring"} failed${f.part ? ` (${f.part})` : ""}: ${f.kind}: ${f.reason}`)),
       ),
       el("div", { class: "who" }, "all samples of this prompt, by reward"),
       el("div", { class: "picks" }, ...siblings),

@@ -9,6 +9,7 @@ const COLUMNS = [
   ["age", "age", "steps since the oldest token was sampled"],
   ["spread", "spread", "standard deviation of the rewards within the group"],
   ["finish", "end", "why it ended"],
+  ["begins", "response", "how the response begins"],
 ];
 const ROW_HEIGHT = 28,
   TOKENS_SHOWN = 20000;
@@ -26,13 +27,13 @@ class SampleTable {
     this.heads = el("div", { class: "line heads", role: "row" });
     this.space = el("div", { role: "presentation" });
     this.body = el("div", { class: "rows", tabindex: "0", role: "grid", "aria-label": "samples; arrow keys choose one" }, this.space);
-    const cols = "3.5rem 4rem 1.3rem minmax(3.9rem, 1fr) 3.9rem 2.6rem 4.1rem 3.1rem";
+    const cols = "3.5rem 4rem 1.3rem 3.9rem 3.9rem 2.6rem 4.1rem 3.1rem minmax(8rem, 1fr)";
     this.node = el(
       "div",
       { style: `--cols:${cols}` },
       this.controls(),
       this.count,
-      el("div", { style: "overflow-x:auto" }, el("div", { style: "min-width:31.5rem" }, this.heads, this.body)),
+      el("div", { style: "overflow-x:auto" }, el("div", { style: "min-width:39.5rem" }, this.heads, this.body)),
     );
     this.body.addEventListener("scroll", () => this.paint());
     this.body.addEventListener("keydown", (event) => this.key(event));
@@ -78,7 +79,7 @@ class SampleTable {
       },
       ...[
         ["", "all samples"],
-        ["failed", "scoring failed"],
+        ["failed", "failed: episodes and scores"],
         ["dropped", "dropped by dynamic sampling"],
       ].map(([value, text]) => el("option", { value }, text)),
     );
@@ -129,7 +130,7 @@ class SampleTable {
               type: "button",
               title,
               onclick: () => {
-                this.sort = [key, this.sort[0] === key ? -this.sort[1] : key === "finish" ? 1 : -1];
+                this.sort = [key, this.sort[0] === key ? -this.sort[1] : key === "finish" || key === "begins" ? 1 : -1];
                 this.apply();
               },
             },
@@ -159,9 +160,9 @@ class SampleTable {
         const cells = COLUMNS.map(([key]) =>
           el(
             "span",
-            { role: "gridcell" },
-            key === "finish"
-              ? plain(data.finish[i])
+            { role: "gridcell", class: key === "begins" ? "begins" : null },
+            key === "finish" || key === "begins"
+              ? plain(data[key][i])
               : key === "reward" || key === "spread"
                 ? brief(data[key][i], 4)
                 : String(data[key][i] ?? "–"),

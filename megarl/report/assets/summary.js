@@ -11,6 +11,17 @@ const LEARNING = [
   ["Truncated", "share of responses that reached max_tokens", [["truncated_fraction", ""]]],
   ["Groups without signal", "share whose rewards are all equal", [["zero_advantage_fraction", ""]]],
   ["Learning rate", "", [["learning_rate", ""]]],
+  ["Critic: loss", "", [["value/loss", ""]]],
+  ["Critic: explained variance", "of the returns; 1 is best, 0 no better than their mean", [["value/explained_variance", ""]]],
+  [
+    "Critic: values",
+    "mean; dashed: the returns",
+    [
+      ["value/mean", "values"],
+      ["returns", "returns"],
+    ],
+  ],
+  ["Critic: gradient norm", "before clipping", [["value/grad_norm", ""]], { log: true }],
   ["Reward by source", "of data.train.sources, with what was dropped", () => ofSources("reward")],
   ["Prompts by source", "that a step trained on", () => ofSources("prompts")],
   ["Prompts at rest", "left out of the step by the curriculum", [["prompts/rested", ""]]],
@@ -45,9 +56,10 @@ const RIGHT = [
   ],
   ["Groups rejected as too old", "", [["staleness/rejected", ""]]],
   ["Scoring failed", "share of samples", [["reward/failed_fraction", ""]]],
+  ["Episodes failed", "share of the episodes of programs and environments", [["rollout/failed_fraction", ""]]],
 ];
 const TIME = [
-  ["Step time", "seconds", [["time/step_s", ""]]],
+  ["Step time", "seconds", [["time/step_s", ""]], { warms: true }],
   ["Tokens a second", "that the policy wrote", [["tokens_per_s", ""]]],
   ["Samples a second", "", [["samples_per_s", ""]]],
   ["MFU", "of the trainer's GPUs while training; model FLOPs of the optimizer steps", [["flops/policy", ""]], { derive: mfu }],
@@ -58,6 +70,7 @@ const TIME = [
       ["time/trainer_wait_s", "trainer"],
       ["time/generator_wait_s", "engines"],
     ],
+    { warms: true },
   ],
   [
     "Training and generation",
@@ -66,7 +79,9 @@ const TIME = [
       ["time/train_s", "train"],
       ["time/generate_s", "generate"],
     ],
+    { warms: true },
   ],
+  ["Scoring", "seconds that rollouts waited for scores, beside decoding", [["time/reward_s", ""]], { warms: true }],
   ["Queue", "finished groups that wait for a later step", [["prompts/buffered", ""]]],
 ];
 const WEIGHTS = [
@@ -154,7 +169,7 @@ function summary() {
   fact(`steps${run.settings.max_steps ? ` of ${run.settings.max_steps}` : ""}`, brief(run.steps.length));
   fact("reward, last 10 steps", brief(mean((run.metrics["reward/mean"] ?? []).slice(-10))));
   const evals = evaluations();
-  if (evals.length) fact(`held-out ${plain(evals[0][1])}, last`, brief(run.last(evals[0][0])));
+  if (evals.length) fact(`held-out ${plain(evals[0][1])}, ${heldOutOf(run, evals[0][0])}`, brief(run.last(evals[0][0])));
   fact("a step, median", seconds(median(run.metrics["time/step_s"] ?? [])));
   fact("tokens a second, median", brief(Math.round(median(run.metrics.tokens_per_s ?? []))));
   const [good, all] = audits(run);
@@ -167,6 +182,14 @@ function summary() {
     several ? el("p", { class: "soft" }, "Figures of ", ...shown(run.name), "; curves of all runs.") : "",
     el("div", { class: "facts" }, ...facts),
   );
+}
+// Which weights the last held-out score is of: it may be older than the run's last step.
+function heldOutOf(run, key) {
+  const at = (run.metrics[key] ?? []).findLastIndex((v) => v !== null),
+    version = run.metrics["eval/version"]?.[at],
+    steps = run.steps.length ? run.steps[run.steps.length - 1] + 1 : 0;
+  if (version === null || version === undefined) return "last";
+  return version === 0 ? "before training" : version === steps ? "of the last weights" : `after ${version} of ${steps} steps`;
 }
 function mean(values) {
   const some = values.filter((v) => v !== null && v !== undefined);

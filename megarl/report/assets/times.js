@@ -5,6 +5,7 @@ const SPLIT = [
   ["time/step_s", "a step", "step_s", "--k-serve"],
   ["time/train_s", "training", "train_s", "--k-train"],
   ["time/generate_s", "generation", "generate_s", "--k-gen"],
+  ["time/reward_s", "scoring", null, "--k-eval"],
   ["time/sync_s", "weight write", "sync_s", "--k-write"],
   ["time/sync_pause_s", "engines paused", null, "--k-pause"],
   ["time/trainer_wait_s", "trainer waits", null, "--k-waitb"],
@@ -42,13 +43,14 @@ function splitTable(run) {
   );
   const trainer = median(run.metrics["time/trainer_wait_s"] ?? []),
     generator = median(run.metrics["time/generator_wait_s"] ?? []),
-    step = median(run.metrics["time/step_s"] ?? []);
+    step = median(run.metrics["time/step_s"] ?? []),
+    [scores, generates] = ["reward", "generate"].map((name) => median(run.metrics[`time/${name}_s`] ?? []));
   const binds = Number.isNaN(trainer + generator)
     ? ""
     : Math.abs(trainer - generator) < 0.1 * step
       ? "Measured: neither side waits much longer than the other."
       : trainer > generator
-        ? "Measured: generation binds; the trainer waits longer than the engines do."
+        ? `Measured: ${scores > generates ? "scoring" : "generation"} binds; the trainer waits longer than the engines do.`
         : "Measured: training binds; the engines wait longer than the trainer does.";
   const told = plan.problem
     ? el("p", { class: "soft" }, "The plan cannot tell: ", ...shown(plan.problem))
@@ -120,7 +122,8 @@ function engineTable(run) {
   );
 }
 function faultTable(run) {
-  const marks = faults(run);
+  const marks = events(run),
+    unasked = new Set(faults(run));
   return el(
     "section",
     { class: "card faults", "aria-label": "faults and restarts" },
@@ -143,7 +146,7 @@ function faultTable(run) {
                   {},
                   el("td", { class: "num" }, clock(mark.at, 1)),
                   el("td", { class: "n num" }, String(run.stepAt(mark.at))),
-                  el("td", {}, ...markText(mark)),
+                  el("td", unasked.has(mark) ? {} : { class: "soft" }, ...markText(mark)),
                 ),
               ),
             ),
