@@ -28,7 +28,7 @@ class Trackers:
 
     def __init__(self, config: RunConfig, folder: Path, tell: Callable[[str], None]):
         self._folder, self._tell, self._deadline_s = folder, tell, config.timeouts.trackers_s
-        self._names, self._project = config.observe.trackers, config.observe.project
+        self._names, self._observe = config.observe.trackers, config.observe
         self._processes: dict[str, subprocess.Popen] = {}
         self._told: set[str] = set()
         self._looked = 0.0
@@ -40,7 +40,8 @@ class Trackers:
         stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
         for name in self._names:
             replace(Tracked.load(self._folder, name), failures=0, problem="", ended=False).save(self._folder, name)
-            options = ["--project", self._project, "--title", str(self._folder), "--deadline", str(self._deadline_s)]
+            options = ["--deadline", str(self._deadline_s), "--project", self._observe.project, "--tags", json.dumps(self._observe.tags)]
+            options += ["--title", self._observe.name or str(self._folder), *(["--entity", own] if (own := self._observe.entity) else [])]
             where = [str(self._folder), str(config_path), str(first), stale]
             argv = [sys.executable, "-m", "megarl.observe.tracking", name, *where, *options]
             with open(logs / f"tracker.{name}.log", "wb") as log:

@@ -58,6 +58,9 @@ class ObserveConfig:
         },
     )
     project: str = setting("megarl", "the trackers' project (mlflow: experiment) that the run is put in")
+    entity: str | None = setting(None, "whose project it is at wandb (entity) and swanlab (workspace); null: the one you are logged in as")
+    name: str | None = setting(None, "the run's name at the trackers; null: run_dir")
+    tags: list[str] = field(default_factory=list, metadata={"meaning": "the run's tags at wandb, swanlab and mlflow"})
 
 
 @dataclass

@@ -38,6 +38,8 @@ class Beginning:
     name: str  # of the run
     config: Mapping[str, Any]  # all settings, nested
     run: str = ""  # the tracker's own id of the run to go on with; empty: a new run
+    entity: str | None = None  # whose project it is; None: the user's own
+    tags: Sequence[str] = ()
 
 
 class Tracker(Protocol):
@@ -48,6 +50,8 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    # One with a place for texts also has samples(step, columns, rows): of the step that it was given last.
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -125,11 +129,14 @@ class _Wandb:
 
         self.run = beginning.run or secrets.token_hex(8)
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False)
+        self._table = wandb.Table
         self._run = wandb.init(
             **({"mode": "offline"} if offline else {}),
             project=beginning.project,
             name=beginning.name,
             group=beginning.name,
+            entity=beginning.entity,
+            tags=list(beginning.tags),
             id=self.run,
             resume="allow",
             dir=str(beginning.folder),
@@ -139,6 +146,9 @@ class _Wandb:
 
     def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
         self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._run.log({"samples": self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -160,7 +170,7 @@ class _Mlflow:
             return
         known = self._client.get_experiment_by_name(beginning.project)
         experiment = known.experiment_id if known else self._client.create_experiment(beginning.project)
-        self.run = self._client.create_run(experiment, run_name=beginning.name).info.run_id
+        self.run = self._client.create_run(experiment, run_name=beginning.name, tags=dict.fromkeys(beginning.tags, "")).info.run_id
         params = [entities.Param(self._OTHER.sub("_", key), text[:6000]) for key, text in _flat(beginning.config)]
         for first in range(0, len(params), self._PARAMS):
             self._client.log_batch(self.run, params=params[first : first + self._PARAMS])
@@ -191,6 +201,8 @@ class _Swanlab:
             project=beginning.project,
             name=beginning.name,
             group=beginning.name,
+            **({"workspace": beginning.entity} if beginning.entity else {}),
+            **({"tags": list(beginning.tags)} if beginning.tags else {}),
             id=self.run,
             resume="allow",
             log_dir=str(beginning.folder / "swanlog"),

@@ -24,14 +24,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from megarl.files import write_whole
-from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, read_metrics
+from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, parse_row, read_metrics
+from megarl.observe.rollouts import SAMPLES_FILE
 from megarl.observe.trackers import Beginning, Tracker, open_tracker
 
 POLL_S = 0.5
+SAMPLES_EVERY = 10  # steps
+MOST_SAMPLES, MOST_CHARS = 32, 4000  # of a step; of a text
+SAMPLE_COLUMNS = ("step", "prompt number", "prompt", "response", "reference", "reward", "tokens", "finish_reason", "failed")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after a failure
 
 
@@ -118,7 +123,7 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
     tracked = Tracked(tracked.run, tracked.next_step)
     tracked.save(folder, name)
     tracker: Tracker | None = None
-    sent = sum(row["step"] < tracked.next_step for row in rows.rows)
+    sent, samples = sum(row["step"] < tracked.next_step for row in rows.rows), StepSamples(folder)
     pause_s, over = POLL_S, False
     while True:
         over = over or ended(pause_s)
@@ -127,9 +132,11 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
             tracker = tracker or open_tracker(name, Beginning(**{**vars(beginning), "run": tracked.run}))
             tracked.run = tracker.run
             while sent < len(rows.rows):
+                _send_samples(tracker, samples, rows.rows[sent - 1] if sent else None)  # a step's are written after its row
                 send(tracker, rows.rows[sent])
                 sent += 1
             if over:
+                _send_samples(tracker, samples, rows.rows[-1] if rows.rows else None)
                 _complete(tracker, rows, beginning.folder)
                 tracker.close()
                 break
@@ -154,6 +161,43 @@ def send(tracker: Tracker, row: Row) -> None:
     tracker.log(row["step"], {key: value for key, value in values.items() if math.isfinite(value)}, histograms)
 
 
+class StepSamples:
+    """The samples of single steps in rollouts/samples.jsonl, asked for in the order of the steps."""
+
+    def __init__(self, folder: Path):
+        self._path, self._offset = folder / "rollouts" / SAMPLES_FILE, 0
+
+    def of(self, step: int) -> list[list[Any]]:
+        """Rows of SAMPLE_COLUMNS, at most MOST_SAMPLES of them."""
+        found: list[list[Any]] = []
+        if not self._path.exists():
+            return found
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                group = parse_row(line) if line.endswith(b"\n") else None
+                if not line.endswith(b"\n") or (group is not None and group["step"] > step):
+                    break
+                self._offset += len(line)
+                if group is not None and group["step"] == step:
+                    with contextlib.suppress(KeyError, TypeError):  # a line that is damaged, but JSON
+                        found += [_sample_row(group, sample) for sample in group["samples"]]
+        return found[:MOST_SAMPLES]
+
+
+def _sample_row(group: Row, sample: dict[str, Any]) -> list[Any]:
+    failed = "; ".join(f"{each['kind']}: {each['reason']}" for each in sample.get("failed", ()))
+    texts = [text[:MOST_CHARS] for text in (group["prompt"], sample["text"], group["answer"])]
+    return [group["step"], group["ordinal"], *texts, sample["reward"], sample["tokens"], sample["finish_reason"], failed]
+
+
+def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> None:
+    """Those of one in so many steps, if the tracker has a place for them and has this row already as its last."""
+    keep = getattr(tracker, "samples", None)
+    if keep is not None and row is not None and row["step"] % SAMPLES_EVERY == 0 and (found := samples.of(row["step"])):
+        keep(row["step"], SAMPLE_COLUMNS, found)
+
+
 def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
     """Sends what the last row has got since (evaluations.complete_metrics)."""
     last = read_metrics(folder / METRICS_FILE)[-1:]
@@ -173,6 +217,8 @@ def main() -> None:
     parser.add_argument("stale", type=json.loads)
     parser.add_argument("--project", default="megarl")
     parser.add_argument("--title", default="")
+    parser.add_argument("--entity")
+    parser.add_argument("--tags", type=json.loads, default=[])
     parser.add_argument("--deadline", type=float, default=60.0)
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the launcher, after which this ends
@@ -189,7 +235,8 @@ def main() -> None:
         return True
 
     config = yaml.safe_load(arguments.config.read_text())
-    beginning = Beginning(arguments.folder, arguments.project, arguments.title or str(arguments.folder), config)
+    title = arguments.title or str(arguments.folder)
+    beginning = Beginning(arguments.folder, arguments.project, title, config, entity=arguments.entity, tags=arguments.tags)
     follow(arguments.name, beginning, rows, arguments.first, ended)
     sys.stdout.flush()
     os._exit(0)  # what a library still does at its exit must not hold up the run's

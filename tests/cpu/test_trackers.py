@@ -6,6 +6,7 @@ import importlib.util
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tracker_stores import READERS, Curves, curves_of, read_tensorboard
@@ -16,8 +17,10 @@ from megarl.config.schema import ModelConfig, RunConfig
 from megarl.launch.tracking import Trackers
 from megarl.observe.evaluations import write_result
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, add_to_last_row
+from megarl.observe.rollouts import SamplesWriter
 from megarl.observe.trackers import Beginning, check_trackers
 from megarl.observe.tracking import NewRows, Stale, Tracked, follow
+from megarl.types import Failure, GroupSummary, GroupTexts, Sample
 
 WAIT_S = 240.0  # an import of a library alone may take a minute on a busy machine
 
@@ -114,6 +117,53 @@ def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: P
     (tmp_path / "tb").unlink()
     assert launch(tmp_path, "tensorboard", 1, range(1, 2), mark=0.0) == []
     assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
+
+
+class FakeWandb:
+    """A fake of the library: notes what a run is opened with, and what it is given."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+
+    def login(self, prompt: bool) -> bool:
+        return False
+
+    def Settings(self, **_: Any) -> None: ...
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def init(self, **given: Any) -> FakeWandb:
+        self.opened = given
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None: ...
+
+
+def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setattr("megarl.observe.trackers._library", lambda name: wandb)
+    writer, samples = MetricsWriter(tmp_path), SamplesWriter(tmp_path)
+    for step in range(12):
+        writer.write(step, {"loss": 1.0})
+        failures = [Failure("exit", "status 1", part="rollout.program")] * (step == 10)
+        sample = Sample([1, 2], [0.0, 0.0], [0, 0], f"said {step}", 0.5, "stop", failures=failures)
+        group = GroupSummary(step, 1, [sample.summary()]), GroupTexts("a prompt", "4", [(sample.text, [])])
+        samples.write(step, [group])
+        samples.write(step, [group], dropped=True)
+    beginning = Beginning(tmp_path, "p", "mine", {}, entity="us", tags=["a", "b"])
+    follow("wandb", beginning, NewRows(tmp_path / METRICS_FILE, Stale(0, 0, "")), 0, lambda seconds: True)
+    given = {key: wandb.opened[key] for key in ("project", "name", "group", "entity", "tags", "mode")}
+    assert given == {"project": "p", "name": "mine", "group": "mine", "entity": "us", "tags": ["a", "b"], "mode": "offline"}
+    steps = [step for step, _ in wandb.logged]
+    assert steps == sorted(steps), "a library that has gone on to the next step takes nothing more of this one"
+    tables = {step: values["samples"] for step, values in wandb.logged if "samples" in values}
+    assert [[row["response"] for row in table] for table in tables.values()] == [["said 0"] * 2, ["said 10"] * 2]
+    assert tables[10][0]["failed"] == "exit: status 1" and tables[10][0]["reward"] == 0.5 and tables[0][0]["failed"] == ""
 
 
 def test_what_the_last_row_gets_at_the_end_is_added_to_its_step(tmp_path: Path) -> None:
