@@ -57,14 +57,29 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "megarl", *arguments]
 
 
-def run(arguments: list[str], timeout_s: float = 240) -> subprocess.CompletedProcess:
-    """Runs to the end, or kills the launcher at the deadline (its processes die with it)."""
-    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=environment())
+def run(arguments: list[str], timeout_s: float = 240, imported: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs to the end, or kills the launcher at the deadline (its processes die with it). See `start`."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with _started(arguments, imported, **piped) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen:
+def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.Popen:
+    """Its processes are forks of one in which everything is `imported`, which spares each of them seconds; or else new programs."""
     with open(log, "wb") as file:
-        return subprocess.Popen(command(*arguments), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment())
+        return _started(arguments, imported, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
+    from nursery import Run  # here: tests that start nothing can do without psutil and the rest
+
+    kind = Run if imported else subprocess.Popen
+    return kind(command(*arguments), cwd=ROOT, env=environment(), **streams)
 
 
 def environment() -> dict[str, str]:

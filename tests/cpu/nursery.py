@@ -4,19 +4,32 @@
 
 Every process that it is asked for runs one function in a fork of its own, with its own environment, arguments and output. All end
 with the nursery, and that with the tests.
+
+Whole runs are forks too (`Run`): the launcher of the nursery, its workers and engines of the launcher. They have the parents, sessions,
+output, environment and names that they would have as programs of their own, so that whoever signals them sees no difference.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import traceback
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker, util
 from typing import IO, Any
 
 import psutil
@@ -26,6 +39,8 @@ from megarl.launch.worker import die_with_parent
 PARENT = "(the nursery)"
 STARTED_S = 240  # until the first process is there
 LARGEST = 1 << 17  # bytes of a request: mostly the environment
+FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server")  # the modules that `Run` and its launcher run in forks
+ENGINE = "megarl.generator.server"
 
 
 class Nursery:
@@ -37,13 +52,16 @@ class Nursery:
 
     def start(self, function: str, argv: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> psutil.Process:
         """Runs `module:function` in a process whose parent is the nursery; `env` comes on top of ours, PARENT in it is the nursery's id."""
-        environment = {**os.environ, **env}
+        return psutil.Process(self.ask([function, list(argv), {**os.environ, **env}], [output.fileno()]))
+
+    def ask(self, request: list[Any], descriptors: list[int]) -> int:
+        """The id of a process, by the arguments of `_become` or of `_run_module`."""
         if self._connection is None:
-            self._open(environment)
-        socket.send_fds(self._connection, [json.dumps([function, list(argv), environment]).encode()], [output.fileno()])
+            self._open(request[2])
+        socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
         answer = self._connection.recv(LARGEST)
         assert answer, "the nursery has ended"
-        return psutil.Process(int(answer))
+        return int(answer)
 
     def _open(self, environment: dict[str, str]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -51,6 +69,75 @@ class Nursery:
         argv = [sys.executable, __file__, str(theirs.fileno()), *self._preload]
         with theirs:
             self._process = subprocess.Popen(argv, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+
+class _Forking(subprocess.Popen):
+    """`python -m MODULE …`, MODULE among FORKED, as a fork; any other command as subprocess.Popen has it."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        if not isinstance(args, list) or args[:2] != [sys.executable, "-m"] or args[2] not in FORKED:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+            return
+        pipes, new_session = rest[3:9], rest[14]
+        streams = [given if given != -1 else usual for usual, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = self._fork(args[2:], dict(os.environ if env is None else env), streams, str(cwd or os.getcwd()), new_session)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (child := os.fork()) == 0:
+            _run_module(argv, environment, streams, cwd, new_session)
+        return child
+
+
+class Run(_Forking):
+    """A command of `python -m megarl …` as subprocess.Popen takes it, forked from a nursery in which all parts of a run are imported. This
+    process, which must adopt orphans (conftest.py), is its parent."""
+
+    def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
+        child = _RUNS.ask([argv, os.getpid(), environment, cwd, new_session], streams)
+        while psutil.Process(child).ppid() != os.getpid():  # its first parent is about to end
+            time.sleep(0.001)
+        return child
+
+
+_RUNS = Nursery("setproctitle:getproctitle", "nursery:import_run")
+
+
+def import_run() -> None:
+    """Imports what trainers, generators and engines of a run on CPU import, in the environment of an engine."""
+    from megarl.trainer import cpu_support as of_trainer
+
+    of_trainer.install()
+    from megarl.generator import cpu_support as of_engine
+    from megarl.generator.server import EngineKeys, EngineSettings, server_command
+
+    settings = EngineSettings("", "float32", 0, context_length=1, max_running_requests=1, tp=1, device="cpu")
+    _, environment = server_command(settings, EngineKeys.generate())
+    os.environ.update({name: value for name, value in environment.items() if name.startswith(("SGLANG_USE", "SGLANG_EXTERNAL", "OMP_"))})
+    of_engine.install()
+    for module in IMPORTED:
+        importlib.import_module(module)
+
+
+IMPORTED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "megarl.executors.trainer",
+    "megarl.executors.generator",
+    "megarl.launch.roles",
+    "megarl.launch.launcher",
+    "transformers.models.auto.modeling_auto",
+    "torch._dynamo",  # which the first optimizer would import
+    "tensorboard",
+    "matplotlib.pyplot",
+    "datasets",
+)
 
 
 def _named(name: str) -> Any:
@@ -64,17 +151,36 @@ def main(connection: socket.socket, preload: list[str]) -> None:
     for name in preload:
         if (function := _named(name)) is not None:
             function()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
     while True:
-        request, descriptors, _, _ = socket.recv_fds(connection, LARGEST, 1)
-        if not request:
-            return
+        data, descriptors, _, _ = socket.recv_fds(connection, LARGEST, 3)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
         parent, child = os.getpid(), os.fork()
-        if child == 0:
+        if child == 0 and isinstance(request[0], list):
+            _orphan(connection, request, descriptors)
+        elif child == 0:
             connection.close()
-            _become(parent, *json.loads(request), *descriptors)
-        os.close(*descriptors)
+            _become(parent, *request, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not isinstance(request[0], list):
+            connection.send(str(child).encode())
+
+
+def _orphan(connection: socket.socket, request: list[Any], descriptors: list[int]) -> None:
+    """Forks once more and ends: who has asked becomes the child's parent."""
+    argv, adopter, environment, cwd, new_session = request
+    if child := os.fork():
         connection.send(str(child).encode())
+        os._exit(0)
+    while os.getppid() != adopter:
+        time.sleep(0.001)
+    subprocess.Popen = _Forking  # type: ignore[misc]
+    _run_module(argv, environment, descriptors, cwd, new_session)
 
 
 def _become(parent: int, function: str, argv: list[str], environment: dict[str, str], output: int) -> None:
@@ -85,18 +191,76 @@ def _become(parent: int, function: str, argv: list[str], environment: dict[str, 
     os.environ.clear()
     os.environ.update({name: str(parent) if value == PARENT else value for name, value in environment.items()})
     sys.argv = [function, *argv]
+    _end(_named(function))
+
+
+def _run_module(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
+    """Runs `python -m argv` here, in a fork, and ends this process with its status."""
+    _look_new(argv, environment, streams, cwd, new_session)
+    _end(lambda: runpy.run_module(argv[0], run_name="__main__", alter_sys=True))
+
+
+def _look_new(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
+    """Gives this fork what a new interpreter would have, but for the modules."""
+    import setproctitle
+
+    if new_session:
+        os.setsid()
+    _take_streams(streams)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(":")), *_SITE]
+    sys.argv = list(argv)
+    if argv[0] != ENGINE:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_CpuFinder"]
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", *argv]))
+    warnings.filterwarnings("ignore", message=".*found in sys.modules after import of package", category=RuntimeWarning)
+    tempfile.tempdir = None
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the parent will remove
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker._fd = tracker._pid = None
+    gc.freeze()
+
+
+_SITE = [each for each in sys.path if each.startswith((sys.prefix, sys.base_prefix))]
+
+
+def _take_streams(streams: list[int]) -> None:
+    """Makes `streams` the descriptors 0 to 2 and the standard files of Python, and closes all others."""
+    copies = [os.dup(each) for each in streams]
+    for number, each in enumerate(copies):
+        os.dup2(each, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # type: ignore[misc]
+
+
+def _end(run: Callable[[], Any]) -> None:
+    """Runs the function and ends this process, with the status that Python would end with."""
     status = 1
     try:
-        run: Callable[[], None] = _named(function)
         run()
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # threads that are no daemons are waited for
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -62,7 +62,7 @@ def resumed(model, tmp_path_factory):
     four optimizer steps."""
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
-    first = start(arguments(model, run_dir, *SEVERAL, TRACKED), folder / "first.log")
+    first = start(arguments(model, run_dir, *SEVERAL, TRACKED), folder / "first.log", imported=False)  # as a user has it, in all parts
     try:
         wait_until(lambda: len(rows(run_dir)) >= 3 and complete_checkpoints(run_dir), first, "third step and a checkpoint")
         children = descendants(first)
