@@ -12,6 +12,7 @@ from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.data.check import remarks_on
+from megarl.data.held_out import held_out
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
 from megarl.launch.first_lines import headline, role_lines, sampling_lines, sizes, weights_lines
@@ -22,7 +23,7 @@ from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_c
 from megarl.launch.room import check_room_for_weights
 from megarl.launch.stopping import Stopped
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import best_checkpoint, note_lost, sets
+from megarl.observe.evaluations import best_checkpoint, note_lost, read_results, sets
 from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Doings, Progress
 from megarl.observe.rollouts import recover_ordinals
@@ -40,8 +41,8 @@ SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
 def train(plan: RunPlan) -> None:
     """Runs or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
-    resume = latest_checkpoint(run_dir)
-    if resume.step < config.max_steps:
+    resume, late = latest_checkpoint(run_dir), unscored(config)
+    if resume.step < config.max_steps or late:
 
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
@@ -50,6 +51,8 @@ def train(plan: RunPlan) -> None:
             note_beginning(plan, resume)
             lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *remarks_on(datasets)
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
+            if late:
+                print(f"The run ended before it had evaluated version {resume.step}, its last: that is done now", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
             write_whole(run_dir / "config.yaml", dump_config(config))
@@ -110,11 +113,18 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
 
 
 def mend_evaluations(config: RunConfig) -> None:
-    """Says which versions a complete run will never evaluate, since it ended before engines of their own had."""
+    """Says which versions a complete run has not evaluated, since it ended before."""
     last = config.max_steps
-    for version in note_lost(config.run_dir, last + 1, due=[last] if config.eval.engines else []):
-        then = "; megarl export and megarl eval score its checkpoint" if version == last else ""
+    for version in note_lost(config.run_dir, last + 1, due=[last] if unscored(config) else []):
+        then = "; the same command makes up for it" if version == last else ""
         print(f"the evaluation of version {version} is lost: the run ended before it{then}", flush=True)
+
+
+def unscored(config: RunConfig) -> bool:
+    """Whether a run has made its last step, but has no scores of its last weights."""
+    step = latest_checkpoint(config.run_dir).step
+    scored = {result["version"] for result in read_results(config.run_dir)}
+    return bool(held_out(config)) and step == config.max_steps and step not in scored
 
 
 def sft(plan: RunPlan) -> None:

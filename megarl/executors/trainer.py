@@ -113,6 +113,8 @@ class TrainerExecutor:
         self._evaluation_sync: dict[str, float] = {}
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
+        if self.curr_step == config.max_steps:  # the run's last weights are still to be evaluated, and no step follows
+            self.saving.after_step(self.curr_step, self._records, last=True)
 
     def _hold_reference(self) -> None:
         """The role's model, or always the weights that the run began with, also after a resume."""

@@ -99,6 +99,35 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
     assert "evaluations by step" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("engines", [0, 1])
+def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(engines: int, tmp_path, monkeypatch):
+    """Its steps are made and saved; the same command evaluates the last weights, and ends."""
+    monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
+    more = [f"eval.engines={engines}", "eval.every=0", *SCORED]
+    process, run_dir = begin(tmp_path, "log", *more)
+    try:
+        wait_until(lambda: 0 in evaluated(run_dir), process, "first scores", DEADLINE_S)
+        gate.touch()
+        wait_until(lambda: complete_checkpoints(run_dir)[-1:] and complete_checkpoints(run_dir)[-1][0] == 6, process, "the end", DEADLINE_S)
+        kill(process)
+        before = rows(run_dir)
+        assert evaluated(run_dir).keys() == {0} and len(before) == 6
+        gate.unlink()
+        process, _ = begin(tmp_path, "again", *more)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        end(process, run_dir, tmp_path / "log", tmp_path / "again")
+    assert "The run ended before it had evaluated version 6, its last: that is done now" in (tmp_path / "again").read_text()
+    assert evaluated(run_dir).keys() == {0, 6} and not missed(run_dir)
+    table = rows(run_dir)
+    assert [row["step"] for row in table] == [*range(6)] and table[-1]["eval/version"] == 6
+    assert [row["loss"] for row in table] == [row["loss"] for row in before]
+    assert run(
+        ["train", "configs/quickstart.yaml", f"model.path={tmp_path / 'model'}", f"run_dir={run_dir}", *OVERRIDES, *SETTINGS, *more]
+    ).stdout.startswith(f"{run_dir} is complete")
+
+
 @pytest.mark.matrix
 def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_path, monkeypatch):
     """First the engine dies in the middle of an evaluation, and is started again; then the whole run dies in the middle of another."""

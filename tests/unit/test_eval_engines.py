@@ -15,6 +15,7 @@ from resolving import CONFIGS, config, problems_of
 from megarl.cli import main
 from megarl.config.load import load_config
 from megarl.generator.client import EngineUnreachable
+from megarl.launch.commands import unscored
 from megarl.launch.dry_run import render_launch
 from megarl.launch.launcher import Job, placement
 from megarl.messaging.messages import WeightsGrant
@@ -152,6 +153,24 @@ def test_a_journal_says_what_became_of_each_version(tmp_path: Path) -> None:
     assert note_lost(tmp_path, 21, due=[8, 20]) == [20], "that of 8 has failed"
     write_result(tmp_path, 8, {"pass@1": 0.5})
     assert 8 not in missed(tmp_path), "a run that went on from there has evaluated it"
+
+
+def test_a_run_that_has_made_its_last_step_may_still_lack_its_last_scores(tmp_path: Path) -> None:
+    settings = config(tmp_path, HELD_OUT, "max_steps=4", f"run_dir={tmp_path / 'run'}")
+    assert not unscored(settings), "it has not begun"
+    checkpoint_path(settings.run_dir, 2).mkdir(parents=True)
+    write_result(settings.run_dir, 2, {"pass@1": 0.5})
+    assert not unscored(settings), "it is not at its end"
+    checkpoint_path(settings.run_dir, 4).mkdir(parents=True)
+    assert unscored(settings)
+    settings.max_steps = 3
+    assert not unscored(settings), "nobody has asked for so many steps"
+    settings.max_steps = 4
+    write_result(settings.run_dir, 4, {"pass@1": 0.5})
+    assert not unscored(settings)
+    (Path(settings.run_dir) / "eval/version_000004.json").unlink()
+    settings.data.eval = None
+    assert not unscored(settings), "there is nothing to evaluate on"
 
 
 def test_what_was_missed_is_counted_in_the_next_row(tmp_path: Path) -> None:
