@@ -98,6 +98,50 @@ def test_engines_join_and_leave_a_run(tmp_path):
     assert {path.name for path in (run_dir / "logs").glob("engine.*")} == {f"engine.{number}.log" for number in range(5)}
 
 
+ADAPTERS = {  # settings, the largest difference of log-probs between trainer and engines
+    "alone": ([], 1e-5),
+    "merged, what has changed": (["weights.delta=auto", "lora.targets=[down_proj]"], 1e-5),
+    "on fp8 weights": (["generator.quantization=fp8_block"], 0.2),
+}
+
+
+@pytest.mark.parametrize(("more", "most"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
+    """It is given everything once, as the first engine was; then both are given what the others of its kind are."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    settings = ["max_steps=100000", "checkpoint.every=0", "observe.probe_every=1", "eval.limit=1", "lora.rank=4"]
+    settings += ["trainer.optimizer.lr=1e-2", "rollout.name=slow_rollouts:after_a_second", "reward.name=reward_functions:by_chance", *more]
+    model = make_model(tmp_path / "model", head_dim=64)  # fp8 blocks need it
+    process = start(["train", "configs/examples/lora.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}",
+                     *OVERRIDES, *settings], log)  # fmt: skip
+    joining = None
+
+    def steps(count: int) -> list[dict]:
+        done = len(rows(run_dir))
+        wait_until(lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S)
+        return rows(run_dir)[done:]
+
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 3, process, "third step", DEADLINE_S)
+        joining = start(["engines", "add", str(run_dir), "1"], tmp_path / "add")
+        wait_until(lambda: "engine 1 serves" in (tmp_path / "add").read_text(), process, "the engine that joins", DEADLINE_S)
+        last = steps(3)
+        process.terminate()
+        assert process.wait(120) == 143 and joining.wait(60) == 0
+    finally:
+        for each in (process, joining):
+            if each is not None and each.poll() is None:
+                kill(each)
+        print((run_dir / "logs/generator.0.log").read_text(), log.read_text())
+    table = rows(run_dir)
+    assert all(row["sync/audit_ok"] for row in table if "sync/audit_ok" in row)
+    assert last[-1]["engines/serving"] == 2
+    everything = table[0]["sync/bytes"]
+    assert 0 < last[-1]["sync/bytes"] < everything, "to two engines"
+    assert 0 < max(row["logprob/abs_diff_mean"] for row in table if "logprob/abs_diff_mean" in row) < most
+    assert exactly_once(run_dir, len(table))
+
+
 def test_where_no_run_is_nothing_joins(tmp_path):
     for what in (["add", str(tmp_path)], ["remove", str(tmp_path), "1"], ["list", str(tmp_path)]):
         done = run(["engines", *what])
