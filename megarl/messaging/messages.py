@@ -85,6 +85,17 @@ class WeightsWanted(_Message, frozen=True):
     version: int
 
 
+class LookAgain(_Message, frozen=True):
+    """Trainer rank 0, when the run stops: compare the engines' memory once more with what the last audit found."""
+
+
+class LookedAgain(_Message, frozen=True):
+    """Generator: that is done. `problem`: what has changed; `obstacle`: why it could not be done."""
+
+    problem: str = ""
+    obstacle: str = ""
+
+
 class GenerateFrom(_Message, frozen=True):
     """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on, dropped or held here, or have
     rested.
@@ -184,7 +195,8 @@ class WorkerReply(_Message, frozen=True):
     payload: bytes
 
 
-Weights = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied | ProbeReady | WorkerReply
+Updates = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied
+Weights = Updates | LookAgain | LookedAgain | ProbeReady | WorkerReply
 Rollouts = GenerateFrom | GroupsStarted | PromptsRested | GroupReady | Regenerate
 Message = Weights | Rollouts | FleetCall | FleetAnswer
 

@@ -8,6 +8,7 @@ either case.
 from __future__ import annotations
 
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self.since = 0.0  # by time.monotonic
 
     def listen(self) -> None:
         """Makes SIGTERM a request instead of the end of the process. Main thread only."""
         signal.signal(signal.SIGTERM, lambda *_: self.ask())
 
     def ask(self) -> None:
-        self.asked = True
+        if not self.asked:
+            self.asked, self.since = True, time.monotonic()
 
     def agree(self, given_up: bool, device: torch.device) -> bool:
         """Whether any rank has given up the wait; then all stop. Collective over the default process group."""
@@ -32,5 +35,6 @@ class StopRequest:
             votes = torch.tensor([given_up], dtype=torch.int32, device=device)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)
             given_up = bool(votes.item())
-        self.asked |= given_up
+        if given_up:
+            self.ask()
         return given_up

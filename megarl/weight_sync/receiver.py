@@ -16,7 +16,7 @@ from megarl.config.schema import STRICT
 from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted
+from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted
 from megarl.messaging.pulse import Pulse
 from megarl.observe.status import StatusBoard
 from megarl.observe.trace import TraceWriter
@@ -24,6 +24,7 @@ from megarl.plan.asynchrony import run_ahead
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.types import Version
+from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import is_probe_version
 from megarl.weight_sync.deltas import changed_fraction, worth_it
 from megarl.weight_sync.offers import Offered, Offers
@@ -107,6 +108,7 @@ class WeightsReceiver:
     async def serve(self, executor: ServingExecutor) -> None:
         """Takes every version up to the run's last, and brings the version being served into engines that come back."""
         executor.start(self._invite(executor), "invitation of engines that came back")
+        executor.start(self._answer(executor), "last look at the engines of a run that stops")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
@@ -161,6 +163,19 @@ class WeightsReceiver:
             told["engines"] = await self._sessions.look_again(executor.fleet, executor.version)
         print(f"engines {told['engines']} hold what the audit of version {executor.version} found in them", flush=True)
         self._over(executor.fleet)
+
+    async def _answer(self, executor: ServedExecutor) -> None:
+        """Looks again when the run stops; trainer rank 0 has a deadline for it."""
+        sender, _ = await self._link.arrival(LookAgain, None, "the run's stop")
+        await executor.fleet.pulse.until(lambda: not self._busy)
+        found = LookedAgain()
+        try:
+            await self.look_again(executor)
+        except AuditError as error:
+            found = LookedAgain(problem=str(error))
+        except (RuntimeError, TimeoutError) as error:
+            found = LookedAgain(obstacle=str(error))
+        self._link.send(sender, found)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
         """Brings `version`, which the other engines go on serving, into engines that have come back."""

@@ -31,8 +31,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megarl.config.errors import RunError
+from megarl.config.schema import STRICT
 from megarl.messaging.link import Peer
-from megarl.messaging.messages import Hello, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.messaging.rendezvous import GENERATOR
 from megarl.messaging.stopping import StopRequest
 from megarl.observe.status import StatusBoard
@@ -111,6 +113,7 @@ class WeightsSender:
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
         self._applied: WeightsApplied | None = None  # the newest confirmation
+        self._offered = self._written = -1  # the newest versions
         self._deltas = Deltas(config.weights)
         self._adapters = AdaptersAlone() if sends_adapters(config, plan.spec) else None
         self._amax: AmaxExchange | None = None  # for the map
@@ -148,10 +151,11 @@ class WeightsSender:
         base, found = -1, None
         if self._deltas.on and not again:
             base, found = self._find_changes(executor)
+        self._offered = version
         self._link.send(self._adapters.offer(version) if self._adapters else offer_of(version, base, found))
         grant = self._send_granted(executor, report, grant_s, found)
         if grant is not None and grant.engines:
-            self._unconfirmed, self._applied = version, None
+            self._unconfirmed, self._applied, self._written = version, None, version
         return grant
 
     def _find_changes(self, executor: WeightsExecutor) -> tuple[Version, Found | None]:
@@ -306,8 +310,28 @@ class WeightsSender:
         """Waits until the last weights are in use: the generator could not tell a rank that left early from a lost one."""
         if self._unconfirmed is not None:  # (a run that stops does not wait)
             self._await_applied(self._unconfirmed)
+        # (An offer that was left keeps the engines paused.) After the last version the generator looks of itself.
+        if self._stop.asked and self._link.name == "trainer.0" and -1 < self._offered == self._written < self._plan.config.max_steps:
+            self._look_again()
         if self._transport is not None:
             self._transport.close()
+
+    def _look_again(self) -> None:
+        """When the run stops: no update will follow whose audit finds what has changed in the engines since the last one. Raises RunError
+        if something has."""
+        config = self._plan.config
+        left_s = config.checkpoint.on_termination_s - (time.monotonic() - self._stop.since)
+        if config.weights.audit != STRICT or left_s <= 0:
+            return
+        self._link.send(LookAgain())
+        try:
+            _, found = self._link.receive(LookedAgain, min(left_s / 2, self._timeout_s), f"{self.receiver} to look at the engines again")
+        except TimeoutError as error:
+            found = LookedAgain(obstacle=str(error))
+        if found.obstacle:
+            print(f"the engines' memory was not compared with the last audit once more: {found.obstacle}", flush=True)
+        if found.problem:
+            raise RunError(found.problem)
 
 
 def check_held(parameters: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:

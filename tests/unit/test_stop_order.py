@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
+from loops import settle
 
+from megarl.config.errors import RunError
+from megarl.config.schema import RunConfig
 from megarl.launch import meeting
 from megarl.launch.meeting import Meeting
 from megarl.launch.node import Node
 from megarl.launch.stopping import StopOrder, Stopped
 from megarl.launch.watch import termination_as_exit
+from megarl.messaging.messages import LookAgain, LookedAgain
+from megarl.messaging.pulse import Pulse
+from megarl.messaging.stopping import StopRequest
+from megarl.weight_sync.audit import AuditError
+from megarl.weight_sync.receiver import WeightsReceiver
+from megarl.weight_sync.sender import WeightsSender
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +107,84 @@ def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
     with pytest.raises(Stopped) as stopped:
         late.poll()
     assert stopped.value.problem.startswith("trainer.0 did not finish and save within checkpoint.on_termination_s=")
+
+
+@dataclass
+class Link:
+    """To the generator, which answers with `answer`, or not at all."""
+
+    name: str
+    answer: LookedAgain | None
+    sent: list = field(default_factory=list)
+    waited_s: float = 0.0
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, kind, timeout_s, awaited):
+        self.waited_s = timeout_s
+        if self.answer is None:
+            raise TimeoutError(f"{self.name} waited for {awaited}")
+        return "generator.0", self.answer
+
+
+def stopped(link: Link, *, offered: int = 3, written: int = 3, asked: bool = True, since_s: float = 20, **settings) -> None:
+    """A trainer rank whose run stops, as it closes the weights channel."""
+    config, stop = RunConfig(max_steps=9), StopRequest()
+    config.weights.audit = settings.get("audit", "strict")
+    sender = WeightsSender(SimpleNamespace(config=config, generator_topology=SimpleNamespace(engines=1), spec=None), link, stop)
+    if asked:
+        stop.ask()
+        stop.since -= since_s
+    sender._offered, sender._written = offered, written
+    sender.close()
+
+
+def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
+    """What has changed since the last audit ends the run with its name; what keeps the generator from looking does not."""
+    stopped(link := Link("trainer.0", LookedAgain()))
+    assert link.sent == [LookAgain()] and 45 < link.waited_s <= 50, "half of the 100 s that are left"
+    with pytest.raises(RunError, match="lm_head.weight on generator rank 0 has changed"):
+        stopped(Link("trainer.0", LookedAgain(problem="lm_head.weight on generator rank 0 has changed")))
+    for answer, why in ((None, "trainer.0 waited for generator.0 to look at the engines again"), (LookedAgain(obstacle="gone"), "gone")):
+        stopped(Link("trainer.0", answer))
+        assert f"not compared with the last audit once more: {why}" in capsys.readouterr().out
+    others: list[dict] = [{"offered": 4}, {"offered": 9, "written": 9}, {"offered": -1, "written": -1}, {"asked": False}]
+    for left_out in (*others, {"since_s": 121}, {"audit": "on"}):
+        stopped(link := Link("trainer.0", None), **left_out)
+        assert not link.sent, left_out
+    stopped(link := Link("trainer.1", None))
+    assert not link.sent, "one rank asks"
+
+
+def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_over():
+    """It answers with what it has found."""
+
+    async def answers(outcome: Exception | None, busy: bool = False) -> list[LookedAgain]:
+        told: list[LookedAgain] = []
+
+        async def arrival(*_):
+            return "trainer.0", LookAgain()
+
+        async def look_again(fleet, version):
+            if outcome is not None:
+                raise outcome
+            return [0]
+
+        receiver, pulse = object.__new__(WeightsReceiver), Pulse()
+        receiver._link = SimpleNamespace(arrival=arrival, send=lambda to, message: told.append(message))
+        receiver._plan = SimpleNamespace(config=RunConfig())
+        receiver._sessions, receiver._busy, receiver._updates = SimpleNamespace(look_again=look_again), busy, 0
+        trace = SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext({}))
+        executor = SimpleNamespace(fleet=SimpleNamespace(pulse=pulse, updating=set()), trace=trace, version=3)
+        answering = asyncio.create_task(receiver._answer(executor))
+        await settle()
+        assert bool(told) != busy
+        receiver._busy = False
+        pulse.beat()
+        await answering
+        return told
+
+    assert asyncio.run(answers(None)) == asyncio.run(answers(None, busy=True)) == [LookedAgain()]
+    assert asyncio.run(answers(AuditError("it has changed"))) == [LookedAgain(problem="it has changed")]
+    assert asyncio.run(answers(RuntimeError("engine 0 is gone"))) == [LookedAgain(obstacle="engine 0 is gone")]
