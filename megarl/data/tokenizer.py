@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ from megarl.config.schema import ModelConfig
 from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
+_SHORT_CHARS = 4096
+MOST_CHARS_PER_TOKEN = 64  # of any text that is not written to be long and few tokens, such as a megabyte of blanks
+
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """Threads may share one. While a long text is encoded, other threads run."""
+
     source: str
     backend: tokenizers.Tokenizer
     bos_token: str | None
@@ -35,14 +41,14 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids with exactly one BOS in front, if the model expects it, and nothing behind."""
         has_bos = self.bos_token is not None and text.startswith(self.bos_token)
-        ids = self.backend.encode(text, add_special_tokens=not has_bos).ids
+        ids = _encode(self.backend, text, add_special_tokens=not has_bos)
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
         return ids
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a whole response: without BOS, with end-of-text."""
-        return [*self.backend.encode(text, add_special_tokens=False).ids, self.eos_id]
+        return [*_encode(self.backend, text), self.eos_id]
 
     def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of text inside a sequence, with nothing added in front or behind.
@@ -50,11 +56,14 @@ class Tokenizer:
         Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters, so text from outside cannot end
         a turn or open another.
         """
-        self.backend.encode_special_tokens = not special_tokens
-        try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        finally:
-            self.backend.encode_special_tokens = False
+        return _encode(self.backend if special_tokens else self._of_text, text)
+
+    @cached_property
+    def _of_text(self) -> tokenizers.Tokenizer:
+        """Reads names of special tokens as text. That is a property of the whole tokenizer, which threads could not change in turns."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -83,6 +92,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    if len(text) <= _SHORT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids  # without Python's lock, which `encode` holds
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:

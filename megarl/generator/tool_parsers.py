@@ -1,17 +1,27 @@
-"""Finds the tool calls in what a policy wrote: those of SGLang, by name, and a small one of our own."""
+"""Finds the tool calls in what a policy wrote: those of SGLang, by name, and a small one of our own.
+
+A policy writes whatever it likes, so ours takes linear time, and SGLang's, some of which do not, run in processes of their own.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from megarl.config.errors import ConfigError
+from megarl.sandbox import process
+from megarl.sandbox.pool import CallFailed, WorkerPool
 
 OWN = "json"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_WORKERS = 2
+_MEMORY_MIB = 1 << 15  # of addresses: what SGLang imports reserves them by the gigabyte
+_CPU_S = 1.0  # for a text
+_ANSWER_S = 60.0  # until a worker is replaced that has not kept to that
+_MOST_CHARS = 1 << 19  # of a text that is read for calls
 
 
 class ToolCall(NamedTuple):
@@ -20,14 +30,24 @@ class ToolCall(NamedTuple):
 
 
 Tools = Sequence[dict[str, Any]]  # in OpenAI's form
-Parser = Callable[[str, Tools], tuple[str, list[ToolCall]]]
-"""(text, tools) -> the text without its calls, and the calls. What cannot be read as a call stays text."""
+Parsed = tuple[str, list[ToolCall]]
+"""The text without its calls, and the calls. What cannot be read as a call stays text."""
+
+
+class Parser(Protocol):
+    """Use it in one event loop, which it does not hold up; close it."""
+
+    async def __call__(self, text: str, tools: Tools) -> Parsed:
+        """Raises ValueError for tools that it cannot read."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 def find_parser(name: str, key: str) -> Parser:
-    """Raises ConfigError that names `key`. For one of SGLang's, its parsers are imported, which takes seconds."""
+    """Raises ConfigError that names `key`. For one of SGLang's, their names are imported, which takes seconds."""
     if name == OWN:
-        return json_calls
+        return OwnParser()
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
 
     if name not in TOOL_CALL_PARSER_NAMES:
@@ -35,26 +55,111 @@ def find_parser(name: str, key: str) -> Parser:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
         raise ConfigError(f"{key}={name}: no such parser of tool calls; {hint}")
-    return _of_sglang(name)
+    return SglangParser(name)
 
 
-def json_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+class OwnParser:
+    async def __call__(self, text: str, tools: Tools) -> Parsed:
+        return json_calls(text, tools) if len(text) <= _MOST_CHARS else (text, [])
+
+    async def close(self) -> None:
+        pass
+
+
+def json_calls(text: str, tools: Tools) -> Parsed:
     """Calls as <tool_call>{"name": …, "arguments": {…}}</tool_call>, of tools that there are."""
     names = {_function(tool)["name"] for tool in tools}
-    calls = []
-    for found in _CALL.findall(text):
-        call = _object(found) or {}
+    calls, rest, end = list[ToolCall](), list[str](), 0
+    for start, stop in _marked(text):
+        call = _object(text[start:stop]) or {}
         if call.get("name") not in names or not isinstance(call.get("arguments"), dict):
             return text, []
         calls.append(ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-    return (_CALL.sub("", text).strip(), calls) if calls else (text, [])
+        rest.append(text[end : start - len(_OPEN)])
+        end = stop + len(_CLOSE)
+    return ("".join([*rest, text[end:]]).strip(), calls) if calls else (text, [])
 
 
-def _of_sglang(name: str) -> Parser:
+def _marked(text: str) -> Iterator[tuple[int, int]]:
+    """Where texts between the marks begin and end. Each place is looked at once: many marks that are never closed cost no more."""
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0 and (stop := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+        yield start + len(_OPEN), stop
+        end = stop + len(_CLOSE)
+
+
+class SglangParser:
+    """Its processes are started with the first text. A text for which one needs more than a second of CPU stays text."""
+
+    def __init__(self, name: str):
+        self._name = name
+        module = "megarl.generator.tool_parsers"
+        self._pool = WorkerPool("tool_parser", module, [name], _WORKERS, _ANSWER_S, _MEMORY_MIB, as_here=True)
+        self._opened = self._told = False
+
+    async def __call__(self, text: str, tools: Tools) -> Parsed:
+        if not tools or len(text) > _MOST_CHARS:
+            return text, []
+        if not self._opened:
+            self._opened = True
+            self._pool.open()
+        try:
+            found = await self._pool.call(text, tools)
+        except CallFailed as error:
+            if error.kind == "error":
+                raise ValueError(str(error)) from error
+            found = None
+        if found is None:
+            self._tell(len(text))
+            return text, []
+        rest, calls = found
+        return rest, [ToolCall(*call) for call in calls]
+
+    def _tell(self, length: int) -> None:
+        if not self._told:
+            print(f"tool_parser={self._name} took more than {_CPU_S:g} s of CPU for {length} characters: such turns stay text", flush=True)
+        self._told = True
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def main(name: str, memory_mib: str, timeout_s: str, parent: str) -> None:
+    """A process of SglangParser: serves until standard input closes."""
+    process.prepare(parent)
+    parse = sglang_calls(name)
+    signal.signal(signal.SIGPROF, _end_parsing)
+    process.limit_resources(memory_mib, files_writable=True)
+    process.serve(lambda text, tools: _in_time(lambda: parse(text, tools)), timeout_s)
+
+
+class _TooLong(BaseException):
+    """No Exception, which parsers catch."""
+
+
+def _end_parsing(number: int, frame: Any) -> None:
+    raise _TooLong
+
+
+def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
+    """None if that takes too long. A regular expression looks for signals as it runs, so the process need not be killed for it."""
+    try:
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # again and again, should one be caught
+        try:
+            return parse()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+    except _TooLong:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return None
+
+
+def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
+    """What one of SGLang's parsers finds, however long that takes. It raises ValueError for tools that it cannot read."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    def parse(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    def parse(text: str, tools: Tools) -> Parsed:
         parser = FunctionCallParser([Tool(type="function", function=_function(tool)) for tool in tools], name)
         try:
             rest, calls = parser.parse_non_stream(text)

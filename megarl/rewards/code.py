@@ -99,7 +99,9 @@ class CodeReward:
             "most_bytes": most_bytes(tests),
         }
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None)
+        # A program may stop the process that tests it, so the time for a test is kept from outside, too.
+        lines, line_s = len(tests.inputs) + 1, self._code.test_timeout_s + _GRACE_S
+        return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None, lines, line_s)
 
 
 def _score(ended: Ended, tests: Cases) -> Score | None:

@@ -76,7 +76,7 @@ class Judge:
 
     async def _ask(self, **values: str) -> float:
         """Raises NoVerdict."""
-        ids = self._template.encode(**values)
+        ids = await asyncio.to_thread(self._template.encode, **values)  # what it quotes may be long
         if len(ids) >= self._room:
             raise NoVerdict("error", f"{self._key}: {len(ids)} tokens to read, where its context has room for {self._room}")
         try:

@@ -34,7 +34,7 @@ class RewardModel:
         self._encode = reading(role, policy)
 
     async def score(self, part: Part, request: ScoreRequest) -> Score:
-        ids = self._encode(request)
+        ids = await asyncio.to_thread(self._encode, request)  # the response may be long
         if not ids:
             raise RunError(
                 f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs token_ids, or set {self._key}.template"

@@ -1,36 +1,169 @@
 """The first process of a sandboxed program: sets limits, leads its calls out of the sandbox, and ends with the program's exit status.
 
 It runs in the sandbox by a Python of its own choice, so it imports the standard library alone, and only this file.
-Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket`, `port` and `network` (leave the host's?), and the command.
+Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket`, `port`, `kind` ("bwrap" | "namespace" | "limits"), `home` (a folder
+that becomes the program's own) and `size_bytes` (of it, and of /dev/shm), and the command.
 """
 
 import asyncio
+import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
+import platform
 import resource
+import signal
 import socket
 import struct
 import sys
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_NEW_NAMESPACES = {"mount": 0x20000, "UTS": 0x4000000, "IPC": 0x8000000, "user": 0x10000000, "PID": 0x20000000, "network": 0x40000000}
+_ANY_NAMESPACE = sum(_NEW_NAMESPACES.values()) | 0x2000000 | 0x80  # cgroups and times, too
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+_MOUNT_SETATTR, _AT_RECURSIVE, _AT_FDCWD = 442, 0x8000, -100
+_MOST_INODES = 1 << 16
+_PDEATHSIG, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 22, 24, 36, 38  # of prctl
+_FILTER = 2  # of PR_SET_SECCOMP
+_JOIN_SESSION_KEYRING = 1
+
+# Numbers of system calls: x86-64, AArch64. No agent needs them, and each is a way past a limit or out of the sandbox: memory that no
+# process has (System V's, files without names, keys), other families of sockets, namespaces with limits of their own, work by the kernel.
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_REFUSED = {
+    errno.ENOSYS: {
+        "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
+        "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+        "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+        "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
+        "perf_event_open": (298, 241), "userfaultfd": (323, 282), "clone3": (435, 435),  # its flags are in memory, where no filter looks
+    },
+    errno.EPERM: {
+        "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
+        "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    },
+}  # fmt: skip
+_UNSHARE, _CLONE, _SOCKET, _SOCKETPAIR, _FALLOCATE, _IOCTL = (272, 97), (56, 220), (41, 198), (53, 199), (285, 47), (16, 29)
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+_KEEP_SIZE = 1  # fallocate then takes no notice of RLIMIT_FSIZE
+_RESERVE, _RESERVE_64 = 0x40305828, 0x4030582A  # FS_IOC_RESVSP…, which do the same
+_TYPE_INTO_TERMINAL = 0x5412  # TIOCSTI
+_LOAD, _EQUAL, _SET, _RETURN = 0x20, 0x15, 0x45, 0x06  # of BPF: load a word, jump if equal, jump if any bit is set
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x50000, 0x80000000
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # places in seccomp_data; the lower halves of the arguments
+_OTHER_NUMBERS = 0x40000000  # of the x32 interface
 
 
-def _leave_network() -> None:
-    """Goes on in a network of its own, in which there is a loopback device and nothing else. Raises OSError where the kernel forbids it."""
+def system_call_filter() -> bytes:
+    """The program for seccomp (struct sock_filter[], linux/seccomp.h). Empty on machines whose system calls it does not know."""
+    if platform.machine() not in _ARCHITECTURES:
+        return b""
+    audited, which = _ARCHITECTURES[platform.machine()]
+    code = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, audited), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
+    code += [(_SET, 0, 1, _OTHER_NUMBERS), _refuse(errno.ENOSYS)]
+    for error, calls in _REFUSED.items():
+        for numbers in calls.values():
+            code += [(_EQUAL, 0, 1, numbers[which]), _refuse(error)]
+    for numbers in (_UNSHARE, _CLONE):
+        code += _looking_at(numbers[which], _FIRST, [(_SET, 0, 1, _ANY_NAMESPACE), _refuse(errno.EPERM)])
+    families = [(_EQUAL, len(_FAMILIES) - place, 0, int(family)) for place, family in enumerate(_FAMILIES)]
+    for numbers in (_SOCKET, _SOCKETPAIR):
+        code += _looking_at(numbers[which], _FIRST, [*families, _refuse(errno.EAFNOSUPPORT)])
+    code += _looking_at(_FALLOCATE[which], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)])
+    for command in (_RESERVE, _RESERVE_64, _TYPE_INTO_TERMINAL):
+        code += _looking_at(_IOCTL[which], _SECOND, [(_EQUAL, 0, 1, command), _refuse(errno.EOPNOTSUPP)])
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("HBBI", *each) for each in code)
+
+
+def _refuse(error: int) -> "tuple[int, int, int, int]":
+    return _RETURN, 0, 0, _ERRNO | error
+
+
+def _looking_at(number: int, place: int, code: list) -> list:
+    """`code` with an argument of the system call `number`, and its number again afterwards."""
+    return [(_EQUAL, 0, len(code) + 2, number), (_LOAD, 0, 0, place), *code, (_LOAD, 0, 0, _NUMBER)]
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Of the C library. Raises OSError."""
+    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    found = getattr(ctypes.CDLL(None, use_errno=True), name)(*wide)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return found
+
+
+def _filter_system_calls() -> None:
+    """Raises OSError where the kernel has no seccomp."""
+    if code := system_call_filter():
+        program = ctypes.create_string_buffer(code)
+        struct_ = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
+        _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+        _call("prctl", _SECCOMP, _FILTER, struct_)
+
+
+def _leave_host(home: str, size_bytes: int) -> None:
+    """Goes on in namespaces of its own: a loopback device and nothing else, no System V IPC, no other processes, and all files but `home`
+    and /dev/shm read-only, which are new and memory. Returns in the first process there. Raises OSError where the kernel forbids it."""
     user, group = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "no namespaces of users and networks")
+    _call("unshare", sum(_NEW_NAMESPACES.values()))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+    if child := os.fork():
+        _end_as(child)
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    read_only = struct.pack("QQQQ", _MS_RDONLY, 0, 0, 0)
+    _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only))
+    plain = _MS_NOSUID | _MS_NODEV
+    _call("mount", b"proc", b"/proc", b"proc", plain | _MS_NOEXEC | _MS_RDONLY, None)
+    for folder, mode in (("/dev/shm", "1777"), *([(home, "0700")] if home else [])):
+        options = f"size={size_bytes},nr_inodes={_MOST_INODES},mode={mode}".encode()
+        if os.path.isdir(folder):
+            _call("mount", b"tmpfs", folder.encode(), b"tmpfs", plain, options)
+    for secret in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
+        _call("mount", b"/dev/null", secret.encode(), None, _MS_BIND, None)
+    os.chdir(os.getcwd())  # it may be what is mounted over
+    number = 0
+    with contextlib.suppress(OSError):  # behind the last of them
+        while number < 64:
+            _call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
+            number += 1
+    _call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
 
 
-def _limit(limits: dict[str, int]) -> None:
+def _end_as(child: int) -> None:
+    """Waits for it, and for whatever orphans there are meanwhile; then ends as it did, after what it has left behind."""
+    status = None
+    while status is None:
+        pid, ended = os.wait()
+        status = os.waitstatus_to_exitcode(ended) if pid == child else None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for orphan in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(orphan, signal.SIGKILL)
+            os.wait()
+    sys.stderr.flush()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _children() -> "list[int]":
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def _limit(limits: "dict[str, int]") -> None:
     for name, value in limits.items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
@@ -49,7 +182,7 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _main(settings: dict, command: list[str]) -> int:
+async def _main(settings: dict, command: "list[str]") -> int:
     async def lead_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         outer_reader, outer_writer = await asyncio.open_unix_connection(settings["socket"])
         await asyncio.gather(_pipe(reader, outer_writer), _pipe(outer_reader, writer))
@@ -65,8 +198,23 @@ async def _main(settings: dict, command: list[str]) -> int:
     return status if status >= 0 else 128 - status  # as shells tell of a signal
 
 
+def _enter(settings: dict) -> None:
+    """Returns in the process that starts the program."""
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if settings["kind"] == "bwrap":  # which has done all this
+        return
+    if settings["kind"] == "namespace":
+        _leave_host(settings["home"], settings["size_bytes"])
+    _call("prctl", _CHILD_SUBREAPER, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):  # a kernel without keyrings
+        _call("syscall", 219 if platform.machine() == "aarch64" else 250, _JOIN_SESSION_KEYRING, None)
+    _filter_system_calls()
+    if child := os.fork():
+        _end_as(child)
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 if __name__ == "__main__":
     own = json.loads(sys.argv[1])
-    if own["network"]:
-        _leave_network()
+    _enter(own)
     sys.exit(asyncio.run(_main(own, sys.argv[2:])))

@@ -5,25 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from megarl.config.errors import ConfigError
+from megarl.sandbox import inside
 
 AUTO, BWRAP, NAMESPACE, LIMITS = "auto", "bwrap", "namespace", "limits"
-_INSIDE = Path(__file__).with_name("inside.py")
+_INSIDE = Path(inside.__file__)
 PYTHON = os.path.abspath(sys.executable)  # started by a relative path, it may lead through folders that a bwrap does not have
 _INNER = (PYTHON, "-I", "-S", str(_INSIDE))
 _SOCKET = "/run/endpoint.sock"
@@ -33,9 +36,15 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
+_MOST_CHANNELS = 2048  # sockets and pipes: the kernel keeps up to 0.4 MiB for each, which no process has
+_INODE_BYTES = 1024  # of a file that is memory, beside what is in it
+_PIECE = 1 << 18
+_MOST_LEFT = 16  # pieces: more than a pipe holds
+_GRACE_S = 0.1
 # In a bwrap. Whoever is root outside could write the kernel's settings in /proc/sys, one of which names a program that the kernel runs on
 # the host; the other two are bwrap's own, of memory without a limit.
 _READ_ONLY = ("/proc", "/dev", "/")
+_HIDDEN = ("/proc/keys", "/proc/key-users")
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
 
 
@@ -48,20 +57,88 @@ class Ended(NamedTuple):
     errors: str  # the end of its standard error
 
 
-@dataclass
+class _Printed:
+    """The end of what a program prints. It comes by a pipe: a file's size is not bounded for a program that has it open."""
+
+    def __init__(self, most_bytes: int, running: _Running):
+        self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self.writing, True)
+        fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIECE) if most_bytes > _PIECE else None
+        self._most_bytes, self._running, self._pieces = most_bytes, running, bytearray()
+        asyncio.get_running_loop().add_reader(self._reading, self._read)
+
+    def _read(self) -> bool:
+        """Whether there may be more."""
+        try:
+            piece = os.read(self._reading, _PIECE)
+        except BlockingIOError:
+            return False
+        if not piece:
+            asyncio.get_running_loop().remove_reader(self._reading)
+            return False
+        self._pieces += piece
+        if len(self._pieces) > 2 * self._most_bytes:
+            del self._pieces[: -self._most_bytes]
+        self._running.note(piece)
+        return True
+
+    def close(self) -> str:
+        """All that was printed, once the program has ended. Others that have left its session may go on."""
+        for _ in range(_MOST_LEFT):
+            if not self._read():
+                break
+        asyncio.get_running_loop().remove_reader(self._reading)
+        os.close(self._reading)
+        return self._pieces[-self._most_bytes :].decode(errors="replace")
+
+
 class _Running:
-    files: Sequence[IO[bytes]]  # what it prints
-    wrong: str = ""
+    """A program that runs. `wrong` says what it must be ended for, of which `ended` tells at once."""
+
+    def __init__(self, most_bytes: int, lines: int | None, line_s: float | None):
+        self.wrong, self.late, self.ended = "", False, asyncio.Event()
+        self._left_bytes, self._most_bytes, self._lines, self.line_s = most_bytes, most_bytes, lines, line_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def end(self, wrong: str) -> None:
+        self.wrong = self.wrong or wrong
+        self.ended.set()
+
+    def note(self, piece: bytes) -> None:
+        """What it has printed, on any of its outputs."""
+        self._left_bytes -= len(piece)
+        if self._left_bytes < 0:
+            self.end(f"it printed more than {self._most_bytes >> 20} MiB")
+        if self.line_s is None or self._lines is None or not (new := piece.count(b"\n")):
+            return
+        self._lines -= new
+        if self._lines <= 0:
+            self.ended.set()
+        self.stop_clock()
+        self._timer = asyncio.get_running_loop().call_later(self.line_s, self._warn)
+
+    def _warn(self) -> None:
+        """If it was the event loop that was held up, what has been printed is read first."""
+        self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self._expire)
+
+    def _expire(self) -> None:
+        self.late = True
+        self.ended.set()
+
+    def stop_clock(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass
 class Jail:
     """`folder` can be read and is where the program starts; in a bwrap nothing else of the host can be, but its programs and libraries.
-    There a program writes to /tmp and /dev/shm, which are its own and memory; otherwise to a new folder, its TMPDIR."""
+    There a program writes to /tmp and /dev/shm, which are its own and memory; in a namespace to /dev/shm and a new folder, its TMPDIR,
+    which are memory too; otherwise to that folder and wherever its user can."""
 
-    kind: str  # BWRAP | NAMESPACE: the host's files, but not its network | LIMITS: both
+    kind: str  # BWRAP | NAMESPACE: the host's files can be read, its network is out of reach | LIMITS: both are as its user has them
     memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
-    file_mib: int  # of each file, and of /tmp and of /dev/shm as a whole in a bwrap
+    file_mib: int  # of each file, and of what is memory of TMPDIR and of /dev/shm as a whole
     deadline_s: float
     folder: Path | None = None
     paths: Sequence[Path] = ()  # more that can be read
@@ -79,57 +156,100 @@ class Jail:
         """Where a program finds what the host has at the socket, or at this port of its own."""
         return f"http://127.0.0.1:{port if self.networked else _PORT}"
 
-    async def run(self, command: Sequence[str], given: str, environment: Mapping[str, str], socket: Path | None) -> Ended:
-        """`given`: on standard input. Ends all processes of the program whatever happens."""
-        with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own, _files(given) as (stdin, stdout, stderr):
-            self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
-            if self._watch.done():
-                self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
-            home = "/tmp" if self.kind == BWRAP else own
-            path = f"{Path(PYTHON).parent}:{os.environ.get('PATH', os.defpath)}"
-            variables = {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
+    async def run(
+        self,
+        command: Sequence[str],
+        given: str,
+        environment: Mapping[str, str],
+        socket: Path | None,
+        lines: int | None = None,
+        line_s: float | None = None,
+    ) -> Ended:
+        """`given`: on standard input. Ends all processes of the program whatever happens; also when it has printed so many `lines`, or
+        once it has printed one, takes longer than `line_s` for the next."""
+        self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
+        if self._watch.done():
+            self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
+        running = _Running(self.printed_bytes, lines, line_s)
+        with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own:
+            outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
+            texts: list[str] = []
+            try:
+                kind, why = await self._run(command, given.encode(), self._variables(own, environment), socket, own, running, outputs)
+            finally:
+                running.stop_clock()
+                texts = [output.close() for output in outputs]
+            return Ended(why, kind, *texts)
+
+    def _variables(self, own: str, environment: Mapping[str, str]) -> dict[str, str]:
+        home = "/tmp" if self.kind == BWRAP else own
+        path = f"{Path(PYTHON).parent}:{os.environ.get('PATH', os.defpath)}"
+        return {"PATH": path, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **environment}
+
+    async def _run(
+        self,
+        command: Sequence[str],
+        given: bytes,
+        variables: dict[str, str],
+        socket: Path | None,
+        own: str,
+        running: _Running,
+        outputs: Sequence[_Printed],
+    ) -> tuple[str, str]:
+        """How it ended (Ended.kind, Ended.why)."""
+        reading, feeding = os.pipe2(os.O_CLOEXEC)
+        with _filter_file() as filter_:
             process = await asyncio.create_subprocess_exec(
-                *self._command(command, socket),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
+                *self._command(command, socket, own, filter_),
+                stdin=reading,
+                stdout=outputs[0].writing,
+                stderr=outputs[1].writing,
                 cwd=self.folder or own,
                 env=variables,
                 start_new_session=True,
+                pass_fds=(filter_,) if self.kind == BWRAP else (),
             )
-            watched = self._watched[process.pid] = _Running((stdout, stderr))
-            kind, why = "", ""
-            try:
-                async with asyncio.timeout(self.deadline_s):
-                    status = await process.wait()
-                if watched.wrong:
-                    kind, why = "limits", watched.wrong
-                elif status:
-                    kind, why = "exit", f"exit status {status}"
-            except TimeoutError:
-                kind, why = "deadline", f"it took longer than {self.deadline_s:g} s"
-            finally:
-                del self._watched[process.pid]
-                _kill(process.pid)
-                await process.wait()
-            return Ended(why, kind, _end(stdout, self.output_bytes), _end(stderr, _TAIL_BYTES))
+        for end in (reading, *(output.writing for output in outputs)):
+            os.close(end)
+        feeds = asyncio.create_task(_feed(feeding, given), name="a program's standard input")
+        waits = asyncio.create_task(process.wait(), name="a program's end")
+        ending = asyncio.create_task(running.ended.wait(), name="what a program is ended for")
+        self._watched[process.pid] = running
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await asyncio.wait({waits, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if running.wrong:
+                return "limits", running.wrong
+            if running.late:
+                return "deadline", f"its next line took longer than {running.line_s:g} s"
+            status = waits.result() if waits.done() else 0
+            return ("exit", f"exit status {status}") if status else ("", "")
+        except TimeoutError:
+            return "deadline", f"it took longer than {self.deadline_s:g} s"
+        finally:
+            del self._watched[process.pid]
+            for task in (ending, feeds):
+                task.cancel()
+            if not waits.done():
+                self._kill(process.pid)
+            await asyncio.wait({waits, feeds})
 
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
-    def _command(self, command: Sequence[str], socket: Path | None) -> list[str]:
+    def _command(self, command: Sequence[str], socket: Path | None, own: str, filter_: int) -> list[str]:
         limits = {
             "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS: some runtimes, Node's among them, reserve addresses by the gigabyte
             "RLIMIT_FSIZE": self.file_mib << 20,
             "RLIMIT_CPU": int(self.deadline_s) + 1,
             "RLIMIT_NOFILE": _MOST_FILES,
             "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
         }
-        inside = _SOCKET if self.kind == BWRAP and socket else str(socket or "")
-        settings = {"limits": limits, "socket": inside, "port": _PORT, "network": self.kind == NAMESPACE}
-        inner = [*_INNER, json.dumps(settings), *command]
+        there = _SOCKET if self.kind == BWRAP and socket else str(socket or "")
+        inner = [*_INNER, _settings(self.kind, limits, there, own, self.file_mib << 20), *command]
         if self.kind != BWRAP:
             return inner
         bind = [*map(Path, _NEEDED), Path(sys.prefix), Path(sys.base_prefix), _INSIDE, *self.paths]
@@ -137,10 +257,12 @@ class Jail:
         size_bytes = str(self.file_mib << 20)
         return [
             *(BWRAP, "--unshare-all", *_no_more_users(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *(("--seccomp", str(filter_)) if inside.system_call_filter() else ()),
             *("--proc", "/proc", "--dev", "/dev", "--size", size_bytes, "--tmpfs", "/dev/shm"),
             *("--size", size_bytes, "--tmpfs", "/tmp", "--dir", _WORK),
             *(word for path in there for word in ("--ro-bind", path, path)),
             *(("--bind", str(socket), _SOCKET) if socket else ()),
+            *(word for path in _HIDDEN if os.path.exists(path) for word in ("--ro-bind", "/dev/null", path)),
             *(word for path in _READ_ONLY for word in ("--remount-ro", path)),
             *("--chdir", str(self.folder or _WORK), "--"),
             *inner,
@@ -152,17 +274,40 @@ class Jail:
             await asyncio.sleep(_LOOK_S)
             if not self._watched:
                 continue
-            for pid, (processes, used_bytes) in (await asyncio.to_thread(_used_by, list(self._watched))).items():
+            for pid, used in (await asyncio.to_thread(_used_by, list(self._watched))).items():
                 if (running := self._watched.get(pid)) is None:
                     continue
-                if used_bytes > self.memory_mib << 20:
-                    running.wrong = f"its processes had more than memory_mib={self.memory_mib} together"
-                elif processes > _MOST_PROCESSES:
-                    running.wrong = f"it had more than {_MOST_PROCESSES} processes"
-                elif sum(os.fstat(file.fileno()).st_size for file in running.files) > self.printed_bytes:
-                    running.wrong = f"it printed more than {self.printed_bytes >> 20} MiB"
-                if running.wrong:
-                    _kill(pid)
+                if used.memory_bytes > self.memory_mib << 20:
+                    running.end(f"its processes had more than memory_mib={self.memory_mib} together")
+                elif used.processes > _MOST_PROCESSES:
+                    running.end(f"it had more than {_MOST_PROCESSES} processes")
+                elif used.channels > _MOST_CHANNELS:
+                    running.end(f"it had more than {_MOST_CHANNELS} sockets and pipes")
+
+    def _kill(self, pid: int) -> None:
+        """All of it. In a sandbox of its own that is what is behind the first process; otherwise its session and whatever of its
+        processes has left that."""
+        for process in _descendants(pid) if self.kind == LIMITS else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def unbounded(kind: str) -> str:
+    """What such a sandbox does not keep a program from on this machine, for whoever starts a run."""
+    kept = "buffers of its sockets and pipes, and shared memory that no process maps any more, are not counted in memory_mib"
+    found = {
+        BWRAP: [kept],
+        NAMESPACE: [kept, "it reads the host's files as your user does"],
+        LIMITS: [kept, "it has the host's network, and files and processes as your user has them; it can fill /dev/shm and disks"],
+    }[kind]
+    if not inside.system_call_filter():
+        machine = platform.machine()
+        found.append(
+            f"its system calls are not filtered on {machine}: System V IPC, io_uring, keyrings and files without names are open to it"
+        )
+    return "; ".join(found)
 
 
 def kind_for(asked: str) -> str:
@@ -173,23 +318,55 @@ def kind_for(asked: str) -> str:
         raise ConfigError("sandbox=bwrap: bubblewrap is not installed: bwrap is not in PATH")
     if asked == LIMITS:
         return LIMITS
-    nothing = json.dumps({"limits": {}, "socket": "", "port": 0, "network": True})
-    tried = subprocess.run([*_INNER, nothing, "true"], capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as own:
+        tried = subprocess.run([*_INNER, _settings(NAMESPACE, {}, "", own, 1 << 20), "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         without = "and bubblewrap is not installed: install it, or" if asked == AUTO else "so"
         raise ConfigError(
-            f"sandbox={asked}: the kernel allows no network of a program's own ({tried.stderr.strip().splitlines()[-1]}), {without} set "
+            f"sandbox={asked}: the kernel allows no namespaces of a program's own ({tried.stderr.strip().splitlines()[-1]}), {without} set "
             "sandbox=limits, which bounds time, memory and file sizes, but leaves programs the host's network and files"
         )
     return NAMESPACE
 
 
+def _settings(kind: str, limits: Mapping[str, int], socket: str, home: str, size_bytes: int) -> str:
+    given = {"kind": kind, "limits": limits, "socket": socket, "port": _PORT}
+    return json.dumps({**given, "home": "" if kind == LIMITS else home, "size_bytes": size_bytes})
+
+
 @contextlib.contextmanager
-def _files(given: str):
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        stdin.write(given.encode())
-        stdin.seek(0)
-        yield stdin, stdout, stderr
+def _filter_file() -> Iterator[int]:
+    """A file from which bubblewrap reads the filter of system calls."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, inside.system_call_filter())
+        os.close(writing)
+        yield reading
+    finally:
+        os.close(reading)
+
+
+async def _feed(writing: int, given: bytes) -> None:
+    """Writes to a program's standard input what it reads of it, and closes it."""
+    loop, left = asyncio.get_running_loop(), memoryview(given)
+    os.set_blocking(writing, False)
+    try:
+        while left:
+            try:
+                left = left[os.write(writing, left[:_PIECE]) :]
+            except BlockingIOError:
+                ready = loop.create_future()
+                loop.add_writer(writing, lambda ready=ready: ready.done() or ready.set_result(None))
+                try:
+                    await ready
+                finally:
+                    loop.remove_writer(writing)
+            except BrokenPipeError:
+                return
+            else:
+                await asyncio.sleep(0)
+    finally:
+        os.close(writing)
 
 
 @cache
@@ -199,20 +376,22 @@ def _no_more_users() -> tuple[str, ...]:
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
 
-def _kill(pid: int) -> None:
-    """Its whole session. In a bwrap, whose first process ends with it, that is everything; what else had left the session stays."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
-def _end(file: IO[bytes], most_bytes: int) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-    return file.read(most_bytes).decode(errors="replace")
+class _Used(NamedTuple):
+    processes: int
+    memory_bytes: int
+    channels: int  # sockets and pipes
 
 
-def _used_by(pids: list[int]) -> dict[int, tuple[int, int]]:
-    """(processes, bytes) of each of these processes together with all its descendants. Memory that they share counts for each, files that
-    are memory for one."""
+def _used_by(pids: list[int]) -> dict[int, _Used]:
+    """What each of these processes has together with all its descendants. Memory that they share counts for each, files that are memory
+    for one."""
     children: dict[int, list[tuple[int, int]]] = {}
     for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
         memory = process.info["memory_info"]
@@ -220,23 +399,37 @@ def _used_by(pids: list[int]) -> dict[int, tuple[int, int]]:
     found = {}
     for pid in pids:
         processes, total, waiting = 0, 0, [pid]
-        files: dict[int, int] = {}
+        files, channels = dict[object, int](), set[str]()
         while waiting:
             for child, used_bytes in children.get(waiting.pop(), ()):
                 processes, total = processes + 1, total + used_bytes
-                files |= _memory_files(child)
+                files |= _memory_files(child, channels)
                 waiting.append(child)
-        found[pid] = processes, total + sum(files.values())
+        found[pid] = _Used(processes, total + sum(files.values()), len(channels))
     return found
 
 
-def _memory_files(pid: int) -> dict[int, int]:
-    """The bytes of the files made by memfd_create that it has open, by inode."""
-    found = {}
+def _memory_files(pid: int, channels: set[str]) -> dict[object, int]:
+    """The bytes of what of its files is memory and counted nowhere else, each once: files made by memfd_create, shared mappings of no file,
+    and what a file system of memory keeps for each file. Adds its sockets and pipes to `channels`."""
+    found: dict[object, int] = {}
     with contextlib.suppress(OSError):  # it ended meanwhile
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith("/memfd:"):
+                target = os.readlink(entry.path)
+                if target.startswith("/memfd:"):
                     there = os.stat(entry.path)
                     found[there.st_ino] = there.st_blocks * 512
+                elif target.startswith(("socket:", "pipe:")):
+                    channels.add(target)
+        with open(f"/proc/{pid}/maps") as maps:
+            shared = [line.split() for line in maps if line.endswith("/dev/zero (deleted)\n")]
+        for ends, _, _, _, inode, *_ in shared:
+            start, end = (int(number, 16) for number in ends.split("-"))
+            found["shared", inode] = end - start
+        for folder in ("/tmp", "/dev/shm"):
+            there = os.stat(f"/proc/{pid}/root{folder}")
+            if there.st_dev not in found and there.st_dev != os.stat(folder).st_dev:
+                system = os.statvfs(f"/proc/{pid}/root{folder}")
+                found["files", there.st_dev] = (system.f_files - system.f_ffree) * _INODE_BYTES
     return found

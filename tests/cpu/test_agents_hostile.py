@@ -7,7 +7,11 @@ import contextlib
 import gzip
 import json
 import random
+import re
+import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,10 +22,12 @@ import pytest
 from test_agents_endpoint import EOS, SAMPLING, TOKENIZER, Calculating, can, roll_out, script
 
 from megarl.data.chat import load_chat_template
+from megarl.generator import tool_parsers
 from megarl.generator.completions import Completion, Sampling
-from megarl.generator.tool_parsers import find_parser, json_calls
+from megarl.generator.tool_parsers import OwnParser, ToolCall, find_parser, json_calls, sglang_calls
+from megarl.rollouts.agents import endpoint
 from megarl.rollouts.agents.endpoint import Endpoint, Served
-from megarl.rollouts.agents.episode import Episode
+from megarl.rollouts.agents.episode import Episode, Refused
 from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
@@ -33,15 +39,15 @@ pytestmark = pytest.mark.timeout(500)
 @contextlib.asynccontextmanager
 async def served(generate: Any, count: int = 1, **more: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
     """An endpoint with so many episodes."""
-    endpoint = Endpoint()
-    await endpoint.open()
-    episodes = [Episode(generate, TOKENIZER, TEMPLATE, json_calls, SAMPLING, **more) for _ in range(count)]
+    opened = Endpoint()
+    await opened.open()
+    episodes = [Episode(generate, TOKENIZER, TEMPLATE, OwnParser(), SAMPLING, **more) for _ in range(count)]
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(endpoint.close)
+        stack.push_async_callback(opened.close)
         yield (
             await stack.enter_async_context(aiohttp.ClientSession()),
             episodes,
-            [await stack.enter_async_context(endpoint.serving(each, None)) for each in episodes],
+            [await stack.enter_async_context(opened.serving(each, None)) for each in episodes],
         )
 
 
@@ -215,29 +221,202 @@ def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> N
             assert (await post(client, one._replace(key="sk-wrong"), OPENAI, TOO_LONG))[0] == 401
             assert (await post(client, one._replace(key=other.key), OPENAI, {"messages": [USER]}))[0] == 200
             assert not first.tree.turns and len(second.tree.turns) == 1
-        endpoint = Endpoint()
-        await endpoint.open()
-        async with endpoint.serving(first, None) as ended:
+        again = Endpoint()
+        await again.open()
+        async with again.serving(first, None) as ended:
             pass
-        async with aiohttp.ClientSession() as client, endpoint.serving(second, None) as to:
+        async with aiohttp.ClientSession() as client, again.serving(second, None) as to:
             assert (await post(client, to._replace(key=ended.key), OPENAI, {"messages": [USER]}))[0] == 401
-        await endpoint.close()
+        await again.close()
 
     asyncio.run(agent())
+
+
+async def open_call(to: Served) -> asyncio.StreamWriter:
+    """A connection with the head of a call with the key, whose body is still to come."""
+    _, writer = await asyncio.open_connection("127.0.0.1", to.port)
+    writer.write(f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: 2\r\n\r\n".encode())
+    return writer
 
 
 def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
     async def agent() -> None:
         async with served(Calculating(), 2) as (client, _, [one, other]):
-            opened = [await asyncio.open_connection("127.0.0.1", one.port) for _ in range(200)]
+            opened = [await open_call(one) for _ in range(200)]
+            await asyncio.sleep(0.2)
             waiting = asyncio.create_task(post(client, one, OPENAI, {"messages": [USER]}))
             assert (await post(client, other, OPENAI, {"messages": [USER]}))[0] == 200
             assert not waiting.done()
-            for _, writer in opened:
+            for writer in opened:
                 writer.close()
             assert (await waiting)[0] == 200
 
     asyncio.run(agent())
+
+
+def test_connections_without_the_key_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some say nothing, some ask without the key; the oldest give their places to whoever comes."""
+
+    async def agent() -> None:
+        async with served(Calculating()) as (client, _, [to]):
+            opened = [await asyncio.open_connection("127.0.0.1", to.port) for _ in range(200)]
+            for _, writer in opened[::2]:
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
+            monkeypatch.setattr(endpoint, "_KEY_S", 0.05)
+            reader, _ = await asyncio.open_connection("127.0.0.1", to.port)
+            assert await reader.read() == b"", "it has said nothing, and is gone"
+            for _, writer in opened:
+                writer.close()
+
+    asyncio.run(agent())
+
+
+@pytest.mark.parametrize("body", [b"{", {"messages": [{"role": "user", "content": "a" * 300}]}, {"messages": [USER], "n": 500}])
+def test_an_episode_whose_calls_are_refused_without_end_is_ended(body: Any) -> None:
+    async def agent() -> None:
+        policy = Calculating()
+        async with served(policy, max_calls=5) as (client, [episode], [to]):
+            assert (await post(client, to, OPENAI, {"messages": [USER]}))[0] == 200
+            for _ in range(6):
+                assert not to.ended.done()
+                assert (await post(client, to, OPENAI, body))[0] == 400
+            assert "more than rollout.args.max_calls=5 of its calls were refused" in await to.ended
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await post(client, to, OPENAI, body)
+            assert episode.refused == 6 and len(policy.asked) == 1 and not to.failed.done()
+
+    asyncio.run(agent())
+
+
+def test_a_program_whose_calls_are_refused_without_end_is_ended() -> None:
+    code = "call()\nwhile True: call(messages=[])"
+    [sample] = roll_out(Calculating(), command=script(code), reward="program", on_crash=-1.0, max_calls=9).samples
+    assert sample.reward == -1.0 and sample.metrics["failed_limits"] == 1.0
+
+
+def test_calls_that_are_given_up_count_as_refused() -> None:
+    async def never(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def agent() -> None:
+        async with served(never, max_calls=2) as (_, [episode], [to]):
+            for count in range(3):
+                writer = await open_call(to)
+                writer.write(b"{}")
+                writer.transport.abort()
+                while episode.refused == count:
+                    await asyncio.sleep(0.01)
+            assert "its calls were refused or given up" in await to.ended
+
+    asyncio.run(agent())
+
+
+class Watched:
+    """A chat template or tokenizer that remembers which threads have used it, and for what."""
+
+    def __init__(self, real: Any):
+        self._real, self.seen = real, list[tuple[int, Any]]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if not callable(found):
+            return found
+
+        def called(*arguments: Any, **more: Any) -> Any:
+            self.seen.append((threading.get_ident(), arguments[0]))
+            return found(*arguments, **more)
+
+        return called
+
+
+def test_what_has_no_room_is_not_tokenised_and_all_else_in_a_thread() -> None:
+    async def agent() -> None:
+        template, tokenizer = Watched(TEMPLATE), Watched(TOKENIZER)
+        episode = Episode(Calculating(), tokenizer, template, OwnParser(), SAMPLING)  # type: ignore[arg-type]
+        await episode.complete([USER])
+        encoded = len(tokenizer.seen)
+        for messages, told in (([{**USER, "content": "a" * 250_000}], r"2500\d\d characters"), ([USER] * 5000, "5000 messages")):
+            with pytest.raises(Refused, match=f"the maximum context length is exceeded: {told}"):
+                await episode.complete(messages)
+        assert len(tokenizer.seen) == encoded
+        used = {thread for thread, _ in template.seen} | {thread for thread, what in tokenizer.seen if isinstance(what, str)}
+        assert used and threading.get_ident() not in used
+
+    asyncio.run(agent())
+
+
+def test_calls_of_an_episode_are_read_one_after_the_other_also_those_that_are_given_up() -> None:
+    async def agent() -> None:
+        episode, go, running = Episode(Calculating(), TOKENIZER, TEMPLATE, OwnParser(), SAMPLING), threading.Event(), list[int]()
+
+        def read() -> None:
+            running.append(1)
+            go.wait(60)
+
+        calls = [asyncio.create_task(episode.aside(read)) for _ in range(3)]
+        while not running:
+            await asyncio.sleep(0.01)
+        calls[0].cancel()
+        await asyncio.sleep(0.05)
+        assert len(running) == 1, "the next one waits for the thread, not for who has asked"
+        go.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert len(running) == 3
+
+    asyncio.run(agent())
+
+
+TOOLS = [{"type": "function", "function": {"name": "x", "parameters": {}}}]
+
+
+def cpu_s(function: Any) -> float:
+    begin = time.process_time()
+    function()
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", '<tool_call>{"name":', "<tool_call>{}</tool_call>", "<tool_call></tool_call"])
+def test_looking_for_calls_takes_linear_time(text: str) -> None:
+    """Of 16,000 marks that are never closed it took 18 s of CPU."""
+    assert cpu_s(lambda: json_calls(text * 16_000, TOOLS)) < 1.0
+
+
+def test_a_text_that_a_parser_reads_for_too_long_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regular expression that would take years, in a parser that catches every exception."""
+
+    def parse() -> Any:
+        for _ in range(3):
+            with contextlib.suppress(Exception):
+                re.fullmatch("(a+)+b", "a" * 60)
+        return "", []
+
+    monkeypatch.setattr(tool_parsers, "_CPU_S", 0.05)
+    before = signal.signal(signal.SIGPROF, tool_parsers._end_parsing)
+    try:
+        assert tool_parsers._in_time(parse) is None
+        assert tool_parsers._in_time(lambda: ("x", [])) == ("x", [])
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.long
+def test_parsers_of_sglang_find_calls_and_give_up_beside_the_event_loop() -> None:
+    async def run() -> None:
+        parser = find_parser("qwen25", "key")
+        said = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
+        try:
+            assert await parser(said, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+            with pytest.raises(ValueError, match="name"):
+                await parser(said, [{"type": "function", "function": {"name": ["x"]}}])
+            text = "<tool_call>\n" * 40_000
+            assert await parser(text, TOOLS) == (text, [])
+            assert await parser(said, TOOLS) == ("", [ToolCall("x", '{"a": 1}')])
+        finally:
+            await parser.close()
+
+    asyncio.run(run())
 
 
 def test_the_calls_of_an_episode_are_bounded_those_in_flight_among_them() -> None:
@@ -271,7 +450,8 @@ def test_an_agent_that_hangs_up_while_it_is_answered_ends_nothing() -> None:
 def test_what_is_nearly_a_call_stays_text(parser: str, arguments: str) -> None:
     text = '<tool_call>\n{"name": "x", "arguments": ' + arguments + "}\n</tool_call>"
     tools = [{"type": "function", "function": {"name": "x", "parameters": {}}}]
-    assert find_parser(parser, "key")(text, tools) == (text, [])
+    calls = json_calls if parser == "json" else sglang_calls(parser)
+    assert calls(text, tools) == (text, [])
 
 
 @pytest.mark.parametrize(

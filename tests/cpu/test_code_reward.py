@@ -130,9 +130,10 @@ HOSTILE = {
     "a = 'x' * (1 << 34)": "crashed",
     "raise ValueError": "crashed",
     "import os\nprint(3)\nos.kill(os.getppid(), 9)": "crashed",
-    "import os\nos.write(os.open(f'/proc/{os.getppid()}/fd/1', 1), b'[\"done\", \"3\"]\\n' * 3)\nprint(0)": "crashed",
+    "import os\nos.write(os.open(f'/proc/{os.getppid()}/fd/1', 1), b'[\"done\", \"3\"]\\n' * 3)\nprint(0)": "",
     "import os\nos.truncate(f'/proc/{os.getppid()}/fd/1', 0)\nos.kill(os.getppid(), 9)": "crashed",
     "import os\nos.kill(-1, 9)": "crashed",
+    "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1e6)": "slow",
     "import socket\nprint(3 if socket.create_connection(('1.1.1.1', 53), 1) else 0)": "crashed",
     "import os\nif os.fork(): print('NaN')\nelse:\n import time; time.sleep(1e6)": "",
     "print('\\ud800')": "",
@@ -151,6 +152,17 @@ def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
     assert not any(score.failures for score in found)
     assert good.reward == 1.0 and good.parts["tests"] == 1.0
     assert bare.parts["no_program"] == empty.parts["no_program"] == 1.0 and bare.reward == 0.0
+
+
+STOPS = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\nfile = os.open(f'/proc/{os.getppid()}/fd/1', 1)\nwhile True:\n"
+
+
+@pytest.mark.parametrize(("said", "why"), [("' '", "slow"), (r"'\n'", "crashed")])
+def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(said: str, why: str) -> None:
+    """Not for that of all tests, an hour here, whatever it writes in the place of the process."""
+    hostile = f"{STOPS} os.write(file, {said}.encode())\n time.sleep(0.5)"
+    [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
+    assert score.reward == 0.0 and score.parts[why] == 1.0
 
 
 def test_a_sandbox_that_runs_nothing_is_a_failed_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

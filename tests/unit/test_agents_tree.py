@@ -23,7 +23,7 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.tool_parsers import ToolCall, json_calls
+from megarl.generator.tool_parsers import OwnParser, ToolCall
 from megarl.rewards.score import Score
 from megarl.rollouts.agents import openai_responses
 from megarl.rollouts.agents.episode import Answer, Episode, Refused, openai_call
@@ -81,7 +81,7 @@ class RandomEngine:
         pass
 
 
-def letter_calls(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
+async def letter_calls(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
     """A named fake of a parser, so that random ids have calls: each of the letters a to m begins one."""
     content, *parts = re.split("(?=[a-m])", text)
     return content, [ToolCall("calculate", json.dumps({"expression": part})) for part in parts]
@@ -269,7 +269,7 @@ def user(text: str) -> dict[str, Any]:
 
 def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, Scripted]:
     policy = Scripted(*texts)
-    return Episode(policy, TOKENIZER, TEMPLATE, json_calls, sampling), policy
+    return Episode(policy, TOKENIZER, TEMPLATE, OwnParser(), sampling), policy
 
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'

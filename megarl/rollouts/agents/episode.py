@@ -3,24 +3,28 @@
 A call brings the whole conversation as text. Its longest beginning that ends with a message as this episode has returned it stands for the
 ids that were sampled; only what follows is rendered by the chat template and tokenised. So an agent that sends its conversation back, with
 more behind it, continues it token by token.
+
+Calls are read, rendered and tokenised in threads, one call of an episode after the other: an agent that sends much holds up itself alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import re
 import secrets
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from megarl.data.chat import ChatTemplate, Message
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.stops import MOST_STRINGS, cut
 from megarl.generator.tool_parsers import Parser, ToolCall, Tools
@@ -32,8 +36,9 @@ _ID_LENGTH = 9  # Mistral's templates refuse ids of any other
 # Code points that stand for special tokens in messages while the template renders them. They are for private use, and no fonts have signs
 # there, as they have at those from U+E000 on, which terminals show.
 _HIDDEN = 0x10F000
-TOO_LARGE = "request_too_large"
-
+_COUNTED_A_CALL = 4
+TOO_LARGE, TOO_LONG = "request_too_large", "context_length_exceeded"
+_Found = TypeVar("_Found")
 
 MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a call raises that is not as it must be
 
@@ -76,6 +81,14 @@ class _Asked(NamedTuple):
         return [*(self.parent.token_ids if self.parent else ()), *self.context]
 
 
+class _Heard(NamedTuple):
+    """What the text of a completion says."""
+
+    content: str
+    calls: list[ToolCall]
+    stop: str | None  # the stop string that has ended it
+
+
 @dataclass
 class Episode:
     """`sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the policy that is
@@ -86,15 +99,18 @@ class Episode:
     template: ChatTemplate
     parser: Parser
     sampling: Sampling
-    max_calls: int = 256  # completions, those that were given up among them
+    max_calls: int = 256  # completions, those that were given up among them; and calls that are refused or given up
     tree: Tree = field(default_factory=Tree)
     counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
     last_content: str = ""  # of the turn that was finished last
     last_refusal: str = ""
     kept: dict[str, Kept] = field(default_factory=dict)  # by the answer's name, the oldest first
     called: dict[str, str] = field(default_factory=dict)  # the id of a call that was sampled -> that of the first one of its turn
+    refused: int = 0  # calls, those that were given up among them
     _begun: int = 0  # completions
+    _counted: int = 0  # calls for a number of tokens
     _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def complete(
         self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
@@ -104,28 +120,41 @@ class Episode:
 
         A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
         """
-        try:
-            asked = self._ready(messages, tools, n, stop)
-        except Refused as refusal:
-            self.last_refusal = str(refusal)
-            raise
+        asked = await self._ready(messages, tools, n, stop)
         ids = asked.prompt_ids
         room = self.sampling.max_tokens - len(ids)
         if room < 1:
-            self.counts["out_of_room"] += 1
-            limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
-            self.last_refusal = f"the maximum context length is exceeded: {len(ids)} tokens, and {limit}"
-            raise Refused(self.last_refusal, "context_length_exceeded")
+            raise self._too_long(f"{len(ids)} tokens")
         self._begun += n
         sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room), stop=(*self.sampling.stop, *stop))
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
-        return [self._answer(asked, completion, tools, stop) for completion in completions]
+        heard = [await self._heard(completion, tools, stop) for completion in completions]
+        return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
+
+    async def aside(self, function: Callable[[], _Found]) -> _Found:
+        """What it returns, from a thread. The next one waits for its end, even if whoever has asked for it has given up."""
+        async with self._reading:
+            running = asyncio.ensure_future(asyncio.to_thread(function))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.gather(running, return_exceptions=True)
+                raise
 
     def refuse(self, refusal: Refused) -> None:
-        """Counts a call that was refused before it was read."""
+        """Counts a call that was not answered."""
+        self.refused += 1
         self.last_refusal = str(refusal)
-        self.counts["out_of_room"] += refusal.kind == TOO_LARGE
+        self.counts["out_of_room"] += refusal.kind in (TOO_LARGE, TOO_LONG)
+
+    @property
+    def exhausted(self) -> str:
+        """Why no more of its calls are taken; empty as long as they are."""
+        if self.refused <= self.max_calls:
+            return ""
+        limit = f"more than rollout.args.max_calls={self.max_calls} of its calls were refused or given up"
+        return f"{limit}; the last one: {self.last_refusal}"
 
     def metrics(self) -> dict[str, float]:
         calls = {name: float(self.counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
@@ -136,12 +165,13 @@ class Episode:
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
         return f"no call of it was answered: {refused}{why or 'it ended well'}"
 
-    def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+    async def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
         """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
-        stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])
+        self._counted += 1
+        if self._counted > _COUNTED_A_CALL * self.max_calls:
+            raise Refused(f"tokens are counted {_COUNTED_A_CALL} times for each of rollout.args.max_calls={self.max_calls}", "max_calls")
         try:
-            whole = self.template.render([stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None)
-            return len(self._encode(whole, stand_ins, first=True))
+            return len(await self.aside(lambda: self._place(messages, tools, None)[1]))
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
@@ -150,26 +180,40 @@ class Episode:
         ids, values = answer.completion.token_ids, answer.completion.logprobs
         return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
 
-    def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str]) -> _Asked:
+    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str]) -> _Asked:
         """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
             raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
         if self._begun + n > self.max_calls:
-            raise Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+            raise self._no_more_calls()
         if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
             raise Refused(f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}")
-        try:
-            self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
+
+        def place() -> _Asked:
             conversations = _conversations(messages, tools)
             return _Asked(*self._place(messages, tools, conversations), conversations[-1])
+
+        try:
+            await self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
+            asked = await self.aside(place)
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+        if self._begun + n > self.max_calls:  # others may have begun meanwhile
+            raise self._no_more_calls()
+        return asked
 
-    def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes]) -> tuple[Turn | None, list[int]]:
-        """The turn to go on from, and the ids between it and what is to be sampled. Raises ValueError if the template refuses."""
+    def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes] | None) -> tuple[Turn | None, list[int]]:
+        """The turn to go on from, none if the conversations up to each message have no names, and the ids between it and what is to be
+        sampled. Raises ValueError if the template refuses, and Refused."""
+        if len(messages) > self.sampling.max_tokens:
+            raise self._too_long(f"{len(messages)} messages")
         template, stand_ins = self.template, _StandIns([*self.template.special_tokens, *self.template.ends])
         shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
         whole = template.render(shown, listed)
+        if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
+            raise self._too_long(f"{len(whole)} characters")
+        if conversations is None:
+            return None, self._encode(whole, stand_ins, first=True)
         said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
         for place in reversed(said):
@@ -184,6 +228,13 @@ class Episode:
             self.counts["unstable"] += 1
         return None, self._encode(whole, stand_ins, first=True)
 
+    def _no_more_calls(self) -> Refused:
+        return Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+
+    def _too_long(self, length: str) -> Refused:
+        limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
+        return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
+
     def _encode(self, text: str, stand_ins: _StandIns, first: bool = False) -> list[int]:
         """What the template wrote may be special tokens; what messages say is text, whatever it looks like."""
         ids: list[int] = []
@@ -194,13 +245,20 @@ class Episode:
                 ids += self.tokenizer.encode_text(part, special_tokens=special)
         return ids
 
-    def _answer(self, asked: _Asked, completion: Completion, tools: Tools, stops: Sequence[str]) -> Answer:
-        turn = self.tree.add(asked.parent, asked.context, completion)
+    async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
         ids = completion.token_ids.tolist()
         text, stop = cut(self.tokenizer.decode_all(ids), stops)
         if stop is None and ids[-1] in self.tokenizer.eos_ids:
             text = self.tokenizer.decode_all(ids[:-1])
-        content, calls = self.parser(text, tools) if tools else (text, [])
+        try:
+            content, calls = await self.parser(text, tools) if tools else (text, [])
+        except MISFORMED:  # the tools can be read, so it is the text that cannot
+            content, calls = text, []
+        return _Heard(content, calls, stop)
+
+    def _answer(self, asked: _Asked, completion: Completion, heard: _Heard) -> Answer:
+        turn = self.tree.add(asked.parent, asked.context, completion)
+        content, calls, stop = heard
         named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
         finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
         self.called.update((number, named[0][0]) for number, _ in named)
@@ -251,6 +309,7 @@ class _StandIns:
     def __init__(self, names: Sequence[str]):
         self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
         self._names = {mark: name for name, mark in self._of.items()}
+        self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
 
     def hide(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -264,8 +323,7 @@ class _StandIns:
     def parts(self, text: str) -> list[tuple[str, bool]]:
         """(text, whether special tokens in it are meant), in order."""
         found, start = [], 0
-        for place, letter in enumerate(text):
-            if letter in self._names:
-                found += [(text[start:place], True), (self._names[letter], False)]
-                start = place + 1
+        for mark in self._marks.finditer(text):
+            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
+            start = mark.end()
         return [part for part in [*found, (text[start:], True)] if part[0]]

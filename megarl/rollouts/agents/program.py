@@ -155,16 +155,16 @@ class Program:
         async with self._places, contextlib.AsyncExitStack() as context:
             own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
             path = None if cell.networked else Path(own) / "socket"
-            key, port, failed = await context.enter_async_context(self._endpoint.serving(episode, path))
+            key, port, failed, over = await context.enter_async_context(self._endpoint.serving(episode, path))
             url = cell.base_url(port)
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
             given, environment = self._given(prompt), {"MODEL": MODEL, **variables, **self._environment}
             running = asyncio.ensure_future(cell.run(self._words(prompt), given, environment, path))
             try:
-                await asyncio.wait({running, failed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({running, failed, over}, return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
                     failed.result()
-                return await running
+                return Ended(over.result(), "limits", "", "") if over.done() else await running
             finally:
                 running.cancel()
                 await asyncio.wait({running})
@@ -207,9 +207,11 @@ class Program:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
                 await self._endpoint.open()
                 self._jail = Jail(**self._limits)
+                print(f"sandbox={self._jail.kind}, of each program: {jail.unbounded(self._jail.kind)}", flush=True)
             return self._jail
 
     async def close(self) -> None:
         await self._endpoint.close()
+        await self._parser.close()
         if self._jail is not None:
             await self._jail.close()

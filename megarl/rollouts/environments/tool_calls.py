@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError
 from megarl.config.named import find_callable, is_async
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.transcript import Transcript
@@ -74,7 +74,8 @@ class ToolCalls:
                 break
             text, failed = await self._answer(context, completion.token_ids[:-1])
             errors += failed
-            if not transcript.add_environment(self._before + self._tokenizer.encode_text(text)[: self._max_result_tokens] + self._after):
+            result = self._tokenizer.encode_text(text[: self._max_result_tokens * MOST_CHARS_PER_TOKEN])[: self._max_result_tokens]
+            if not transcript.add_environment(self._before + result + self._after):
                 break
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
 

@@ -88,6 +88,7 @@ class Player:
     async def close(self) -> None:
         await self.worker.close()
         await self._endpoint.close()
+        await self.parser.close()
 
     async def _open(self) -> None:
         async with self._opening:
@@ -106,10 +107,10 @@ class Player:
                 "row": prompt.row,
                 "model": MODEL,
                 "deadline_s": self.deadline_s,
-                "episodes": [{"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, _ in served],
+                "episodes": [{"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in served],
             }
             asking = asyncio.ensure_future(self.worker.ask(request, self.deadline_s + self.grace_s))
-            failures = [failed for _, _, failed in served]
+            failures = [each.failed for each in served]
             try:
                 await asyncio.wait({asking, *failures}, return_when=asyncio.FIRST_COMPLETED)
                 for failed in failures:

@@ -88,8 +88,8 @@ class Worker:
             env=self.variables,
             start_new_session=True,
             limit=_MOST_LINE_BYTES,
-            preexec_fn=self._limit,
         )
+        self._limit(running.pid)
         process = _Process(running)
         process.tasks = [
             asyncio.create_task(self._keep_errors(process), name="what a worker prints"),
@@ -107,10 +107,12 @@ class Worker:
             raise NotStarted(process.gone)
         return process
 
-    def _limit(self) -> None:
+    def _limit(self, pid: int) -> None:
+        """From outside, since code between fork and exec would fork a process in which threads encode texts."""
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
     async def _read(self, process: _Process) -> None:
         """Until it ends, or writes what it must not."""
