@@ -11,7 +11,6 @@ from typing import Any
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
-from megarl.data.check import remarks_on
 from megarl.data.held_out import held_out
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
@@ -46,10 +45,10 @@ def train(plan: RunPlan) -> None:
 
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
-            datasets = check_inputs(config, "train", plan)
+            inputs = check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *remarks_on(datasets)
+            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *inputs.remarks
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
                 print(f"The run ended before it had evaluated version {resume.step}, its last: that is done now", flush=True)
@@ -137,14 +136,14 @@ def sft(plan: RunPlan) -> None:
     resume = latest_checkpoint(run_dir)
 
     def prepare(_: Path) -> None:
-        datasets = check_inputs(config, "sft", plan)
+        inputs = check_inputs(config, "sft", plan)
         remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights
         print(f"Supervised warm start: {steps}, trainer {sizes(plan)}, in {run_dir}")
         print(
             f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}",
-            *remarks_on(datasets),
+            *inputs.remarks,
             sep="\n",
             flush=True,
         )
@@ -161,11 +160,11 @@ def reward_model(plan: RunPlan) -> None:
     steps = settings.steps or training_steps(config, len(load_pairs(config, settings.data, "reward_model.data", plan.spec)))
 
     def prepare(_: Path) -> None:
-        datasets = check_inputs(config, "reward-model", plan)
+        inputs = check_inputs(config, "reward-model", plan)
         print(f"Reward model: {steps} steps of {settings.batch_size} pairs, trainer {sizes(plan)}, in {run_dir}")
         print(
             f"Weights: {plan.weights if plan.weights.are_there else f'random, by seed {config.seed}'}",
-            *remarks_on(datasets),
+            *inputs.remarks,
             sep="\n",
             flush=True,
         )
@@ -192,9 +191,9 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     node = this_node()
 
     def prepare(_: Path) -> None:
-        datasets = check_inputs(plan.config, "eval", plan)
+        inputs = check_inputs(plan.config, "eval", plan)
         if not json_output:
-            print(f"Weights: {plan.weights}", *role_lines(plan), *remarks_on(datasets), sep="\n", flush=True)
+            print(f"Weights: {plan.weights}", *role_lines(plan), *inputs.remarks, sep="\n", flush=True)
 
     eval_dir = Path(plan.config.run_dir) / "eval"
     job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")

@@ -3,6 +3,7 @@ classes, and room on the disk."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.check import Checked, check_data
 from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.room import check_room
+from megarl.launch.trial import Tried, try_rewards
 from megarl.models import ModelSpec
 from megarl.observe.trackers import check_trackers
 from megarl.plan.critic import critic_path
@@ -34,8 +36,23 @@ TRACKED = ("train", "sft", "reward-model")
 _MAY_BEGIN_RANDOM = ("sft", "reward-model")
 
 
-def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> list[Checked]:
-    """Checks all inputs, and returns what was checked of the datasets. `plan` is None if the settings do not give a valid one.
+@dataclass(frozen=True)
+class Inputs:
+    """What was checked of the datasets, and what the rewards gave to their first rows."""
+
+    datasets: list[Checked]
+    rewards: list[Tried]
+
+    @property
+    def remarks(self) -> list[str]:
+        """A line for each dataset and reward of which there is something that their owner may not know."""
+        data = {f"Data: {each.key}": [*each.remarks] for each in self.datasets}
+        rewards = {f"Reward: {each.part.setting} on {each.key}": [*each.remarks] for each in self.rewards}
+        return [f"{of_what}: {'; '.join(remarks)}" for of_what, remarks in (data | rewards).items() if remarks]
+
+
+def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> Inputs:
+    """Checks all inputs. `plan` is None if the settings do not give a valid one.
 
     With `at_hand` only files on this machine are checked, and only the first prompts of long datasets: that takes seconds, and works
     where a run could not. Raises ConfigError with all problems.
@@ -60,13 +77,13 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
         checks.append(lambda: check_weights_transport(config.weights.transport, at_hand))
     if reads == "train" and config.algorithm.name not in RECIPES:
         checks.append(lambda: check_rule(config.algorithm.name))
-    if reads in TRACKED and not at_hand:
+    if reads in TRACKED:
         checks.append(lambda: check_trackers(config.observe.trackers))
     if plan is not None and not at_hand:
         checks.append(lambda: check_room(plan, reads))
     if problems := problems_of(*checks):
         raise ConfigError(problems)
-    return datasets
+    return Inputs(datasets, try_rewards(config, datasets, at_hand) if plan is not None and reads in ("train", "eval") else [])
 
 
 def check_weights(plan: RunPlan) -> None:

@@ -234,14 +234,15 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import latest_checkpoint
 
-        datasets = check_inputs(plan.config, "dry-run", plan, at_hand=True)
-        plan = with_lengths_of(plan, datasets)
+        inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
+        plan = with_lengths_of(plan, inputs.datasets)
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
         weights = weights_lines(plan, latest_checkpoint(plan.config.run_dir))
         print(*weights, *role_lines(plan), *sampling_lines(plan), sep="\n")
-        print(*(f"{'' if number else 'data':<10} {dataset}" for number, dataset in enumerate(datasets)), sep="\n")
+        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
+            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return

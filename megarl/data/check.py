@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -64,11 +64,6 @@ class Checked:
             yield f"rows with the prompt of an earlier one: {self.reading.repeated:,}{otherwise}"
         if self.shared:
             yield f"prompts that data.train has too: {self.shared:,} of {len(self.reading.prompts):,}"
-
-
-def remarks_on(datasets: Iterable[Checked]) -> list[str]:
-    """A line for each that has any, for the first lines of a run."""
-    return [f"Data: {each.key}: {'; '.join(found)}" for each in datasets if (found := [*each.remarks])]
 
 
 def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
-from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards.parts import Part, single
-from megarl.rewards.pool import mistake
+from megarl.rewards.pool import RewardMistake
 from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
 from megarl.sandbox.mistakes import own_line
 
@@ -38,7 +37,7 @@ class RewardInLoop:
         self._blocked_s = BLOCKED_S  # from here on it is told
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises RunError if the function makes a mistake."""
+        """Raises RewardMistake."""
         arguments = dict(zip(self._parameters, arguments_of(request, self._parameters)))
         deadline = asyncio.timeout(self._timeout_s)
         try:
@@ -49,13 +48,13 @@ class RewardInLoop:
         except TimeoutError as error:
             if deadline.expired():
                 return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s", request)
-            raise RunError(mistake(self._part, own_line(error), request)) from error
+            raise RewardMistake(self._part, own_line(error), request) from error
         except Exception as error:
-            raise RunError(mistake(self._part, own_line(error), request)) from error
+            raise RewardMistake(self._part, own_line(error), request) from error
         try:
             return score_of(found)
         except TypeError as error:
-            raise RunError(mistake(self._part, str(error), request)) from error
+            raise RewardMistake(self._part, str(error), request) from error
 
     def _note(self, turn_s: float) -> None:
         if turn_s >= self._blocked_s:

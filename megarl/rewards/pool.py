@@ -72,7 +72,7 @@ class RewardPool(WorkerPool):
         await self.close()
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Raises RunError if no worker can be started or the user's function makes a mistake."""
+        """Raises RunError if no worker can be started, RewardMistake if the user's function makes a mistake."""
         if len(request.response) > self._most_chars:
             return Score(0.0)
         try:
@@ -80,11 +80,14 @@ class RewardPool(WorkerPool):
         except CallFailed as error:
             return self._part.failed(error.kind, str(error), request)
         if isinstance(reply, str):
-            raise RunError(mistake(self._part, reply, request))
+            raise RewardMistake(self._part, reply, request)
         return msgspec.convert(reply, Score)
 
 
-def mistake(part: Part, told: str, request: ScoreRequest) -> str:
-    """The error that ends the run after the user's function made a mistake over a response."""
-    text = excerpt(request.response)
-    return f"{part.setting}: {told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log"
+class RewardMistake(RunError):
+    """Ends the run after the user's function made a mistake over a response, which `told` says."""
+
+    def __init__(self, part: Part, told: str, request: ScoreRequest):
+        self.told = f"{part.setting}: {told}"
+        text = excerpt(request.response)
+        super().__init__(f"{self.told}\nIt was given the response {text!a}; its output is in the run's logs/reward.*.log")

@@ -126,7 +126,7 @@ async def open_scoring(
     logs.mkdir(parents=True, exist_ok=True)
     comparing = [(part, scorer) for part in parts if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)]
     alone = [part for part in parts if not pairwise(config, part)]
-    opened = [(part, await _open(config, part, scorers, resources, logs, warn)) for part in alone]
+    opened = [(part, await open_part(config, part, scorers, resources, logs, warn)) for part in alone]
     whole = next((score for part, score in opened if not part.part), None)  # without reward.parts there is nothing to add up
     return Scoring(whole or WeightedSum(opened).score, comparing)
 
@@ -135,9 +135,15 @@ async def _unscored(request: ScoreRequest) -> Score:
     return Score(0.0)
 
 
-async def _open(
-    config: RunConfig, part: Part, scorers: Mapping[str, Scorer], resources: AsyncExitStack, logs: Path, warn: Callable[[str], None]
+async def open_part(
+    config: RunConfig,
+    part: Part,
+    scorers: Mapping[str, Scorer],
+    resources: AsyncExitStack,
+    logs: Path,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> ScoreOne:
+    """What one part of the reward scores a response by."""
     if part.name == UNSCORED:
         return _unscored
     if part.role is not None:

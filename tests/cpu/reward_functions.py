@@ -16,6 +16,9 @@ def by_level(response: str, row: dict[str, Any], version: int, sample_index: int
 
 
 def broken(text: str, answer: str) -> float:
+    """By responses of the policy alone, of at most 16 characters: what is tried before a run is something else."""
+    if text in (answer, "") or len(text) > 100:
+        return 0.0
     grades: dict[str, float] = {}
     return grades[answer]
 

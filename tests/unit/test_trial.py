@@ -1,0 +1,86 @@
+"""What a user wrote is tried before anything starts: rewards on a few rows, an agent's program and script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
+from megarl.data.check import check_data
+from megarl.launch.trial import Tried, try_rewards
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs/models/tiny-llama"
+GRADERS = """
+def equal(text, answer, row, token_ids, prompt_token_ids):
+    assert row["level"] == 3 and len(prompt_token_ids) == 5
+    return {"score": text == answer, "tokens": len(token_ids)}
+
+async def nothing(text):
+    return None
+
+def first_word(text):
+    return text.split()[0]
+
+def bounds(text):
+    return float("nan") if len(text) > 500 else 1
+
+def careful(text):
+    if not text:
+        raise ValueError("no text")
+    return len(text) / 1000
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("trial")
+    (made / "trial_graders.py").write_text(GRADERS)
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": 3} for n in range(5)]
+    (made / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    train = "train: {source: ./rows.jsonl}"
+    (made / "run.yaml").write_text(
+        f"model: {{path: {TINY}, dtype: float32, random_init: true}}\ndata: {{{train}}}\nrun_dir: ./run\ncluster: {{gpu: cpu}}\n"
+        "rollout: {max_tokens: 400, prompts_per_step: 4}\nsft: {steps: 1}\n"
+    )
+    return made
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(folder / "run.yaml", overrides)
+
+
+def tried(folder: Path, *names: str, thorough: bool = True) -> list[Tried]:
+    parts = [f"reward.parts.{name}.name={folder}/trial_graders.py:{name}" for name in names]
+    config = config_of(folder, *parts)
+    from megarl.models import load_spec
+
+    return try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough)
+
+
+def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows(folder: Path) -> None:
+    equal, careful = tried(folder, "equal", "careful")
+    shown = str(equal)
+    assert shown.endswith("equal, 3 rows of data.train: the reference answer 1, 1, 1; an empty text 0, 0, 0; an absurd text 0, 0, 0")
+    assert [score.parts for score in equal.scores["the reference answer"]] == [{"tokens": 1.0}] * 3
+    assert "an empty text failed, failed, failed" in str(careful) and [*careful.remarks] == ["scoring an empty text failed: no text"]
+
+
+def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tried(folder, "nothing", "first_word", "bounds", thorough=False)
+    key, where = f"{folder}/trial_graders.py", f"to {folder}/rows.jsonl, line 1"
+    assert refused.value.problems == [
+        f"reward.parts.nothing.name={key}:nothing: it must give a number, or a dict with a score and its parts, not None; it was given the "
+        f"reference answer {where}",
+        f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a score and its parts, not '1'; it was given "
+        f"the reference answer {where}",
+        f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score and its parts, finite and at most 1e+06 in "
+        f"size, not nan; it was given an absurd text {where}",
+    ]
