@@ -198,6 +198,12 @@ def check_run_dir(config: RunConfig) -> Iterable[str]:
     return folder_problems("run_dir=", config.run_dir)
 
 
+def check_run_dir_here(config: RunConfig) -> Iterable[str]:
+    """As `check_run_dir`, unless run_dir is on a disk that this machine does not have: a dry run is for other machines too."""
+    top = Path(config.run_dir).absolute().parents[-2:-1]
+    return check_run_dir(config) if not top or top[0].exists() else ()
+
+
 def check_eval_command(config: RunConfig) -> Iterable[str]:
     if not held_out(config):
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
@@ -235,7 +241,7 @@ COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
-    "dry-run": _TRAIN_CHECKS,  # the machine need not have the run's folder
+    "dry-run": (check_run_dir_here, *_TRAIN_CHECKS),
     "eval": (check_run_dir, check_evaluated_format, check_eval_command),
     "export": (check_run_dir, check_exported),
 }

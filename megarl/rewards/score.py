@@ -40,6 +40,19 @@ class ScoreRequest(msgspec.Struct, frozen=True):
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}
+# What verl's functions are given, of rows in verl's format.
+_OF_VERL: dict[str, Callable[[ScoreRequest], Any]] = {
+    "solution_str": lambda request: request.response,
+    "ground_truth": lambda request: _inner(request.row, "reward_model", "ground_truth", request.answer),
+    "data_source": lambda request: request.row.get("data_source", request.source),
+    "extra_info": lambda request: request.row.get("extra_info"),
+}
+_OF_TRL = {"prompts", "completions"}
+_FROM_TRL = (
+    "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. prompts[i] "
+    "is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: def reward(prompt, "
+    "response, row): return {name}([prompt], [response], **{{key: [value] for key, value in row.items()}})[0]"
+)
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -57,7 +70,10 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in names if name not in _FIELDS]
+    if _OF_TRL & {*names}:
+        raise ConfigError(f"{setting}: {_FROM_TRL.format(name=getattr(function, '__name__', 'it'))}")
+    unknown = [name for name in names if name not in _FIELDS and name not in _OF_VERL]
+    problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
     unnamed = ["*" * (p.kind is p.VAR_POSITIONAL) + p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
     problems += [f"{setting}: its parameter {shown} must be one that can be passed by name" for shown in unnamed]
     if problems:
@@ -68,7 +84,7 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
     """The values of `parameters`; arrays as lists."""
-    values = [getattr(request, _FIELDS[name]) for name in parameters]
+    values = [_OF_VERL[name](request) if name in _OF_VERL else getattr(request, _FIELDS[name]) for name in parameters]
     return [value.tolist() if isinstance(value, array) else value for value in values]
 
 
@@ -104,6 +120,11 @@ def _shown(value: Any) -> str:
         return _SHOWN.repr(value)
     except ValueError:  # Python does not write integers of so many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"one of {type(value).__name__}"
+
+
+def _inner(row: dict[str, Any], column: str, field: str, otherwise: Any) -> Any:
+    inner = row.get(column)
+    return inner.get(field, otherwise) if isinstance(inner, dict) else otherwise
 
 
 def _near(name: str) -> str:

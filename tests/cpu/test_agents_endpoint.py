@@ -13,7 +13,7 @@ from batches import batch_of
 from msgspec.structs import replace
 
 from megarl.algorithms.sequences import dropped_metrics
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import Completion, EngineError, Sampling
@@ -173,6 +173,13 @@ def test_a_program_that_never_calls_ends_the_run_with_its_errors():
     )
     with pytest.raises(RuntimeError, match=told):
         roll_out(Calculating(), command=script("1 / 0"), retries=1, max_unanswered=0.0)
+
+
+def test_a_program_that_is_not_there_ends_the_run_at_once():
+    with pytest.raises(RunError, match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127, .*: ./nowhere: .*No such file'):
+        roll_out(Calculating(), command=["./nowhere"], max_unanswered=1.0)
+    code = "call(); sys.exit(127)"  # what the policy has caused, perhaps
+    assert roll_out(Calculating(), command=script(code)).samples[0].metrics["failed_exit"] == 1.0
 
 
 TOO_LONG = "print(call(messages=[{'role': 'user', 'content': 'a' * 300}]))"

@@ -166,6 +166,17 @@ def test_environment_text_is_never_the_policys_even_at_the_ends():
     assert summary.policy_versions == [(3, 1), (4, 1)] and summary.turns == 1 and summary.policy_tokens == 2
 
 
+def test_a_turn_may_have_a_limit_of_its_own():
+    """Cut there, the response goes on; it counts as cut only where it has no room left."""
+    transcript = Transcript(prompt(), TOKENIZER, 10)
+    assert [transcript.turn(SAMPLING, max_tokens=limit).max_tokens for limit in (None, 3, 11)] == [10, 3, 10]
+    transcript.add_policy(Completion([4, 5, 6], [-1.0] * 3, [3] * 3, "length"))
+    assert transcript.finish_reason == "stop" and not transcript.to_score.truncated and transcript.add_environment([6])
+    assert transcript.turn(SAMPLING, max_tokens=7).max_tokens == 6
+    transcript.add_policy(Completion([4] * 6, [-1.0] * 6, [3] * 6, "length"))
+    assert transcript.finish_reason == "length" and transcript.to_score.truncated
+
+
 def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
     lists = Sample([4, 5], [-0.5, -1], [3, 3], "", 1.0, "stop", [True, False])
     arrays = Sample(np.array([4, 5]), np.float64([-0.5, -1.0]), np.int16([3, 3]), "", 1.0, "stop", np.array([True, False]))

@@ -84,6 +84,12 @@ def misspelt(text: str, anwser: str) -> float: ...
 def nameless(text: str, *rest: str) -> float: ...
 
 
+def of_trl(prompts, completions, **kwargs) -> list[float]: ...
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float: ...
+
+
 async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any) -> float: ...
 
 
@@ -99,6 +105,13 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
             "sample_index, truncated, source; did you mean answer?",
         ),
         (f"{__name__}:nameless", "its parameter *rest must be one that can be passed by name"),
+        (
+            f"{__name__}:of_trl",
+            "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. "
+            "prompts[i] is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: "
+            "def reward(prompt, response, row): return of_trl([prompt], [response], **{key: [value] for key, value in row.items()})[0]",
+        ),
+        (f"{__name__}:compute_score", ""),
         (f"{__name__}:same_length", ""),
         (f"{__name__}:judge", ""),
     ],

@@ -23,7 +23,7 @@ from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.rewards.parts import single
-from megarl.rewards.score import Score, ScoreRequest, parameters_of, score_of
+from megarl.rewards.score import Score, ScoreRequest, arguments_of, parameters_of, score_of
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.loading import find_rollout, load_reward
 from megarl.topology import GeneratorTopology, TrainerTopology
@@ -163,3 +163,16 @@ def test_the_family():
 def test_a_family_that_does_not_fit(config, module, problem):
     with pytest.raises(ConfigError, match=problem):
         load_spec(config, own_family=module)
+
+
+def test_verls_reward_functions_are_called_as_verl_does() -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth), "index": extra_info["index"]} if data_source == "mine" else 0.0
+
+    parameters = parameters_of(compute_score, "reward.name")
+    assert parameters == ["data_source", "solution_str", "ground_truth", "extra_info"]
+    row = {"data_source": "mine", "reward_model": {"ground_truth": ["7"]}, "extra_info": {"index": 3}}
+    request = ScoreRequest("7", '["7"]', row=row, source="maths")
+    assert arguments_of(request, parameters) == ["mine", "7", ["7"], {"index": 3}], "the answer as it is in the row, not as JSON"
+    assert arguments_of(ScoreRequest("7", "7", source="maths"), parameters) == ["maths", "7", "7", None]
+    assert score_of(compute_score(*arguments_of(request, parameters))) == Score(0.0, {"index": 3.0})

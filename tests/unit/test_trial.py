@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,10 @@ from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.data.check import check_data
 from megarl.launch.trial import Tried, try_rewards
+from megarl.models import load_spec
+from megarl.plan.checks import check_run_dir_here
+from megarl.rollouts.agents.program import script_of
+from megarl.rollouts.environments.loading import check_rollout
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"
@@ -59,8 +63,6 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 def tried(folder: Path, *names: str, thorough: bool = True) -> list[Tried]:
     parts = [f"reward.parts.{name}.name={folder}/trial_graders.py:{name}" for name in names]
     config = config_of(folder, *parts)
-    from megarl.models import load_spec
-
     return try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough)
 
 
@@ -79,8 +81,49 @@ def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
     assert refused.value.problems == [
         f"reward.parts.nothing.name={key}:nothing: it must give a number, or a dict with a score and its parts, not None; it was given the "
         f"reference answer {where}",
-        f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a score and its parts, not '1'; it was given "
-        f"the reference answer {where}",
-        f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score and its parts, finite and at most 1e+06 in "
-        f"size, not nan; it was given an absurd text {where}",
+        f"reward.parts.first_word.name={key}:first_word: it must give a number, or a dict with a score and its parts, not '1'; it was "
+        f"given the reference answer {where}",
+        f"reward.parts.bounds.name={key}:bounds: it must give a number, or a dict with a score and its parts, finite and at most "
+        f"1e+06 in size, not nan; it was given an absurd text {where}",
     ]
+
+
+AGENT = ["rollout.name=program", f"model.path={ROOT}/configs/models/tiny-agent", f"rollout.args.folder={ROOT}/configs/agents"]
+
+
+def test_an_agents_program_and_script_are_there_or_told(folder: Path) -> None:
+    """As the sandbox sees them."""
+    check_rollout(config_of(folder, *AGENT, 'rollout.args.command=[python, with_openai.py, "{prompt}"]'))
+    for command, missing in (
+        ("[pythn, with_openai.py]", "no program pythn"),
+        ("[python, with_opnai.py]", "no file with_opnai.py"),
+        ("[./agent.sh]", "no program ./agent.sh"),
+    ):
+        with pytest.raises(ConfigError, match=rf"rollout.args.command=\[.*\]: there is {missing}; it starts in rollout.args.folder="):
+            check_rollout(config_of(folder, *AGENT, f"rollout.args.command={command}"))
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("python a.py", "a.py"), ("/usr/bin/python3.11 a.py x", "a.py"), ("node a.js", "a.js"), ("python -m agent", ""),
+        ("python -c pass", ""), ("bash {prompt}", ""), ("deno run a.ts", ""), ("agent a.py", ""), ("python", ""),
+    ],
+)  # fmt: skip
+def test_which_word_is_the_script(command: str, script: str) -> None:
+    assert script_of(command.split()) == script
+
+
+def test_a_dry_run_says_what_a_run_would_be_refused_for(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """The folder of the run, unless its disk is another machine's; trackers; the reward."""
+    (folder / "file").touch()
+    missing = importlib.util.find_spec("mlflow") is None
+    grader = f"reward.name={folder}/trial_graders.py:nothing"
+    for override, said in (
+        (f"run_dir={folder}/file/run", f"run_dir={folder}/file/run: {folder}/file is a file, must be a folder"),
+        *([("observe.trackers=[mlflow]", "observe.trackers=[mlflow]: mlflow cannot be imported here; install with: ")] * missing),
+        (grader, f"{grader}: it must give a number"),
+    ):
+        assert cli.main(["train", str(folder / "run.yaml"), "--dry-run", override]) == 2
+        assert said in capsys.readouterr().err
+    assert list(check_run_dir_here(config_of(folder, "run_dir=/no-such-disk/runs/a"))) == []

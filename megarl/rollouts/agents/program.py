@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import MAX_REWARD
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
@@ -31,6 +32,10 @@ from megarl.sandbox.jail import Ended, Jail
 from megarl.types import EPISODE, UNANSWERED, Failure, Group, Prompt
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
+_NOT_FOUND = "exit status 127"  # as Jail and shells tell of a command that is not there
+_INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")
+_LOOK = 'command -v "$1" >/dev/null || exit 3; test -z "$2" || test -e "$2" || exit 4'
+_LOOK_S = 60.0
 _MOST_TOLD = 20  # failures that are written to the log
 _MOST_WORD_BYTES = 128 << 10  # of a command, its end included: MAX_ARG_STRLEN of Linux
 _Positive = Annotated[int, Meta(ge=1)]
@@ -98,6 +103,22 @@ class Program:
         self._told = 0
         self._unanswered = Unanswered(command[0], max_unanswered)
 
+    async def check(self) -> None:
+        """Raises ConfigError if the sandbox does not have the program, or the script that an interpreter is to run."""
+        program, script = self._command[0], script_of(self._command)
+        cell = Jail(**self._limits)
+        cell.deadline_s = _LOOK_S
+        try:
+            ended = await cell.run(["/bin/sh", "-c", _LOOK, "sh", program, script], "", self._environment, None)
+        finally:
+            await cell.close()
+        missing = {"exit status 3": f"no program {program}", "exit status 4": f"no file {script}"}.get(ended.why)
+        if missing:
+            folder = self._limits["folder"]
+            where = f"rollout.args.folder={folder}" if folder else "an empty folder, as rollout.args.folder is not set"
+            seen = "" if cell.kind != jail.BWRAP else ", and sees no others of the host's files but those in rollout.args.readable"
+            raise ConfigError(f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts in {where}{seen}")
+
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         played = await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
         self._unanswered.count(played)
@@ -132,6 +153,9 @@ class Program:
                 self._unanswered.why = f"prompt {prompt.ordinal}: {why}; the end of its errors:\n{ended.errors}"
             if why:
                 self._tell(prompt, ended._replace(why=why))
+            if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may have been the cause
+                told = f"ended with {_NOT_FOUND}, as a command that is not there: {ended.errors.strip()}"
+                raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
                 return episode, ended
             left -= 1
@@ -215,3 +239,10 @@ class Program:
         await self._parser.close()
         if self._jail is not None:
             await self._jail.close()
+
+
+def script_of(command: list[str]) -> str:
+    """The file that the command's interpreter is to run; empty if there is none, or the prompt is in its name."""
+    if not _INTERPRETER.fullmatch(Path(command[0]).name) or len(command) < 2:
+        return ""
+    return "" if command[1].startswith("-") or "{prompt}" in command[1] or command[1] == "run" else command[1]

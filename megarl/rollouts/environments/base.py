@@ -49,8 +49,8 @@ class Rollout(Protocol):
     """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class constructed with the tokenizer.
 
     `rollout.args` are its keyword-only arguments (of a class: those of its constructor), checked against their annotations. It runs
-    in the generator's event loop, many times at once, so it must await whatever takes time. An object's `close`, if it has one, is awaited
-    at the end of the run.
+    in the generator's event loop, many times at once, so it must await whatever takes time. An object's `check`, if it has one, is
+    awaited before anything starts, and raises ConfigError; its `close` at the end of the run.
 
     An episode that is more than one sequence (`Sample.branch`) has several samples in a row. Where samples do not begin with the prompt's
     token ids, a Group with the prompt that they do begin with is returned.

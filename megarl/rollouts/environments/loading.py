@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -75,7 +76,14 @@ def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
     With `at_hand` the tokenizer may be missing on this machine; a rollout that is a class is then found, but not constructed.
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
-    rollout = functools.partial(find_rollout, config) if without else lambda: load_rollout(config, load_tokenizer(config.model))
+    rollout = functools.partial(find_rollout, config) if without else functools.partial(_tried, config)
     rewards = [functools.partial(load_reward, part) for part in all_parts(config)]
     if problems := problems_of(rollout, *rewards):
         raise ConfigError(problems)
+
+
+def _tried(config: RunConfig) -> None:
+    """Constructs the rollout, and awaits its `check`, if it has one."""
+    rollout = load_rollout(config, load_tokenizer(config.model))
+    if check := getattr(rollout, "check", None):
+        asyncio.run(check())

@@ -44,9 +44,9 @@ class Transcript:
     def tokens_left(self) -> int:
         return self.max_tokens - len(self._ids)
 
-    def turn(self, sampling: Sampling) -> Sampling:
-        """`sampling` for the next turn, with as many tokens as are left."""
-        return replace(sampling, max_tokens=self.tokens_left)
+    def turn(self, sampling: Sampling, max_tokens: int | None = None) -> Sampling:
+        """`sampling` for the next turn, with as many tokens as are left, but at most `max_tokens`."""
+        return replace(sampling, max_tokens=self.tokens_left if max_tokens is None else min(max_tokens, self.tokens_left))
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, completion.kept, mine=True)
@@ -54,7 +54,8 @@ class Transcript:
         self._routing += completion.routing[len(self._routing) :]
         self.last_text = self.tokenizer.decode(completion.token_ids)
         self._text += self.last_text
-        self.finish_reason = completion.finish_reason
+        # A turn that was cut at a limit of its own leaves the response room to go on.
+        self.finish_reason = "stop" if self.tokens_left > 0 else completion.finish_reason
 
     def add_environment(self, token_ids: Sequence[int]) -> bool:
         """Appends the environment's answer. Returns False, and appends nothing, if that would leave the policy no tokens."""
