@@ -96,7 +96,7 @@ def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
         return ""
     kinds = dict.fromkeys(key for row in rows for key in row if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES)
     shares = {key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds}
-    told = ", ".join(f"{share:.3g} {kind}" for kind, share in ((kind, 100 * share) for kind, share in shares.items()) if share)
+    told = ", ".join(f"{share:.3g}% {kind}" for kind, share in ((kind, 100 * share) for kind, share in shares.items()) if share)
     share = 100 * fmean(row.get(FAILED_EPISODES, 0.0) for row in rows)
     return f"{share:.3g}% of the episodes failed{f' ({told})' if told else ''}"
 

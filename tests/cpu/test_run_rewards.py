@@ -44,7 +44,10 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: 
     assert table[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and table[0]["pairs/margin"] == pytest.approx(0, abs=1e-5)
     assert table[2]["pairs/margin"] != 0 and all(row["sync/audit_ok"] for row in table)
     assert all(row["reward/level/mean"] in (0, 0.25, 0.5, 0.75, 1) and 1 <= row["reward/tokens/mean"] <= 16 for row in table)
-    assert "step 1: 4 scores failed: 4 errors" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert shown.count(": scoring failed (error): no number at level") == 1, "at once, and the first alone"
+    assert "step 1: 4 scores failed: 4 errors; the last: no number at level" in shown
+    assert all(row["time/reward_s"] > 0 and row["rollout/failed_fraction"] == 0 for row in table)
     assert f"The step's samples are in {run_dir}/rollouts/step_000003.txt" in told
     text = (run_dir / "rollouts/step_000000.txt").read_text()
     assert text.count("reward -0.5 (failed: error), versions 0 to 0") == PROMPTS and "\n  ! no\n  ! number at level" in text
