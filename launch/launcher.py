@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.files import make_private_folder, write_problem
 from megarl.generator.server import EngineKeys
@@ -90,6 +90,10 @@ def launch(
                 failure.begin(f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}")
             for line in taken(report.ports, report.address, processes.process_ids()):
                 failure.add(line)
+            raise
+        except OSError as error:  # of this launcher's own
+            if problem := write_problem(Path(plan.config.run_dir)):
+                raise RunError(f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}") from error
             raise
         if order.given:
             raise Stopped(number=order.signal)

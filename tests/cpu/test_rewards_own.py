@@ -78,10 +78,10 @@ def test_failures_say_what_they_are(graders: Path):
     """Each scores what the settings say, in the second case with a worker of its own lost each time."""
 
     async def test() -> None:
-        async with RewardPool("graders:letters", timeout_s=1.0, failed_score=-1.0, log_folder=graders) as pool:
+        async with RewardPool("graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders) as pool:
             for text, kind, reason in [
                 ("bad", "error", "invalid literal for int() with base 10: 'x'"),
-                ("slow", "timeout", "it took longer than 1 s"),
+                ("slow", "timeout", "it took longer than 5 s"),
                 ("memory", "memory", "it ran out of memory"),
                 ("exit", "exit", "it brought its process down (exit status 3)"),
                 ("quit", "exit", "it brought its process down (exit status 1)"),

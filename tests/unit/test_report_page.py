@@ -156,6 +156,37 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
     assert tab.messages == []
 
 
+def test_the_first_hour_of_a_run_is_shown_as_what_it_is(tab: browser.Browser, tmp_path: Path) -> None:
+    """Its critic is warmed up first, its engines compile, its user stops it, and nothing has been evaluated since the start."""
+    folder, rng = write_run(tmp_path / "young-run", 30), np.random.default_rng(0)
+    writer = MetricsWriter(folder)
+    for step in range(30):
+        row = {"value/loss": 0.5 / (step + 1), "value/mean": 0.1, "returns": 0.2, **metrics(step, rng)}
+        row |= {"time/step_s": 60.0 if step == 0 else 2.0 + step / 100, "rollout/failed_fraction": 0.25, "rollout/failed_exit": 0.25}
+        writer.write(step, {key: value for key, value in row.items() if step >= 3 or key not in ("loss", "grad_norm", "entropy/mean")})
+    writer.close()
+    trace = folder / "trace/launcher.0.jsonl"
+    trace.write_text(trace.read_text().replace('"finished"', '"stopped by Ctrl-C"'))
+    tab.open(url(folder))
+    place_of(tab, "value/loss")
+    facts = dict(tab.js("[...document.querySelectorAll('.fact')].map((f) => [f.querySelector('span').innerText, f.className])"))
+    assert facts["faults and restarts"] == "fact" and "held-out pass@1, before training" in facts
+    assert "25% of the episodes failed (25% exit) in the last 5 steps" in shows(tab, "#top")
+    assert "not finite" not in tab.js("document.body.innerText")
+    last = read_metrics(folder / METRICS_FILE)[-1]["reward/mean"]
+    assert shows(tab, '[data-key="reward/mean"] .readout') == f"{last:.5g}"
+    tab.js("choose('time')")
+    place_of(tab, "time/step_s")
+    assert tab.js("[...view.charts].find((c) => c.title === 'Step time').u.scales.y.max") < 3
+    assert "the first step, 60 s, is above the chart" in shows(tab, '[data-key="time/step_s"]')
+    assert tab.js("[...document.querySelectorAll('.faults td.soft')].map((c) => c.innerText)") == ["ended: stopped by Ctrl-C"]
+    tab.js("choose('samples')")
+    text = json.loads((folder / "rollouts/samples.jsonl").read_text().splitlines()[-1])["samples"][0]["text"]
+    tab.until("document.querySelector('.line .begins')")
+    assert " ".join(text[:60].split()) in tab.js("[...document.querySelectorAll('.line .begins')].map((c) => c.textContent)")
+    assert tab.messages == []
+
+
 def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser.Browser, tmp_path: Path) -> None:
     """And a clock that is far off hides nothing, and holds nothing up."""
     folder = write_run(tmp_path / "resumed", 6)

@@ -190,17 +190,19 @@ class Chart {
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4, 3]);
     for (const run of view.runs)
-      if (run.visible)
-        for (const mark of faults(run)) {
+      if (run.visible) {
+        const bad = new Set(faults(run));
+        for (const mark of events(run)) {
           const x = u.valToPos(view.axis === "step" ? run.stepAt(mark.at) : mark.at / 3600, "x", true);
           if (x < bbox.left || x > bbox.left + bbox.width) continue;
-          ctx.strokeStyle = css("--k-away");
+          ctx.strokeStyle = css(bad.has(mark) ? "--k-away" : "--soft");
           ctx.globalAlpha = 0.55;
           ctx.beginPath();
           ctx.moveTo(x, bbox.top);
           ctx.lineTo(x, bbox.top + bbox.height);
           ctx.stroke();
         }
+      }
     ctx.restore();
   }
   tell(index) {

@@ -215,9 +215,10 @@ class Timeline {
       ctx.fillRect(0, (row + 1) * ROW, width, 1);
       this.totals.push([lane.name, totals]);
     });
-    for (const mark of faults(this.run))
+    const bad = new Set(faults(this.run));
+    for (const mark of events(this.run))
       if (mark.at >= a && mark.at <= b) {
-        ctx.fillStyle = css("--k-away");
+        ctx.fillStyle = css(bad.has(mark) ? "--k-away" : "--soft");
         ctx.fillRect(g + (mark.at - a) * scale - 0.75, 0, 1.5, this.lanes.length * ROW);
       }
     ctx.fillStyle = soft;
@@ -267,7 +268,7 @@ class Timeline {
       return;
     }
     const here = lane.spans.filter((s) => s[1] - slack <= t && t <= s[1] + s[2] + slack),
-      mark = faults(this.run).find((m) => Math.abs(m.at - t) < 2 * slack);
+      mark = events(this.run).find((m) => Math.abs(m.at - t) < 2 * slack);
     const told = here
       .slice(0, 3)
       .map((s) =>
@@ -281,7 +282,7 @@ class Timeline {
         ),
       );
     if (here.length > 3) told.push(el("span", { class: "soft" }, `and ${here.length - 3} more at this pixel`));
-    if (mark) told.unshift(el("span", { class: "missing" }, ...markText(mark)));
+    if (mark) told.unshift(el("span", { class: faults(this.run).includes(mark) ? "missing" : "soft" }, ...markText(mark)));
     this.readout.replaceChildren(el("span", { class: "soft" }, `${lane.name} at ${clock(t, slack)}`), ...told);
   }
 }
