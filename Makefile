@@ -34,20 +34,21 @@ check: setup .venv/.megarl-check
 	@$(PIP) --only-binary :all: -r requirements/check.txt
 	touch $@
 
-test: setup libraries interpreters
-	@.venv/bin/pytest $(ARGS)
-
-# Two halves at once, since most tests wait more than they compute. What the second one prints comes when both are done.
-test-all: setup libraries interpreters
-	@all() { .venv/bin/pytest -m "not matrix or sample" "$$@"; }
-	$(if $(ARGS),all $(ARGS); exit)
-	second=$$(mktemp)
-	all tests/cpu/test_[rsw]*.py tests/slurm tests/gpu >"$$second" 2>&1 &
+# Two processes at once, one from the first file on and one from the last, until they meet (tests/conftest.py). What the second one prints
+# comes when both are done.
+test: MARKS = (not matrix or sample) and not long
+test-all: MARKS = not matrix or sample
+test test-all: setup libraries interpreters
+	@tests() { .venv/bin/pytest -m "$(MARKS)" "$$@"; }
+	$(if $(ARGS),tests $(ARGS); exit)
+	folder=$$(mktemp -d)
+	trap 'rm -rf "$$folder"' EXIT
+	mkdir "$$folder/begun"
+	tests --meet "$$folder/begun" --backwards >"$$folder/second" 2>&1 &
 	failed=0
-	all tests/unit tests/cpu/test_[!rsw]*.py || failed=$$?
+	tests --meet "$$folder/begun" || failed=$$?
 	wait $$! || failed=$$?
-	cat "$$second"
-	rm "$$second"
+	cat "$$folder/second"
 	exit $$failed
 
 matrix: setup libraries

@@ -1,4 +1,8 @@
-"""What every test gets: one thread per process, an end to a test that hangs, and no process left behind."""
+"""What every test gets: one thread per process, a working directory without leftovers, an end to a test that hangs, and no process left
+behind.
+
+    pytest --meet FOLDER & pytest --meet FOLDER --backwards      each file by the one that comes to it first
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,24 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ROOT = Path(__file__).parents[1]
+LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # of a checkout that has been used
 LINGER_S = 2.0  # for children that were told to end and are on their way out
+BEGUN = pytest.StashKey[dict[Path, bool]]()
 # They serve for as long as this process lives, and end with it.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "nursery.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--meet", type=Path, metavar="FOLDER", help="leave out files that another pytest with this empty folder has begun")
+    parser.addoption("--backwards", action="store_true", help="the last file first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +38,39 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Orphans of our children become our children, so that none escapes the check at the end.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--backwards"):
+        files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: -files[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Runs nothing of a file that another process has begun."""
+    if folder := item.config.getoption("--meet"):
+        ours = item.config.stash.setdefault(BEGUN, {})
+        if item.path not in ours:
+            try:
+                (folder / str(item.path).replace(os.sep, "_")).touch(exist_ok=False)
+                ours[item.path] = True
+            except FileExistsError:
+                ours[item.path] = False
+        return None if ours[item.path] else True
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of all tests: this checkout as it is after a clone, without the runs that somebody has made here."""
+    folder, before = tmp_path_factory.mktemp("checkout"), Path.cwd()
+    for entry in ROOT.iterdir():
+        if entry.name not in LEFTOVERS:
+            (folder / entry.name).symlink_to(entry)
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
 
 
 def surviving_children() -> list[psutil.Process]:

@@ -79,7 +79,7 @@ def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess
     from nursery import Run  # here: tests that start nothing can do without psutil and the rest
 
     kind = Run if imported else subprocess.Popen
-    return kind(command(*arguments), cwd=ROOT, env=environment(), **streams)
+    return kind(command(*arguments), env=environment(), **streams)  # in the working directory of tests (conftest.py)
 
 
 def environment() -> dict[str, str]:

@@ -30,6 +30,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker, util
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
@@ -39,7 +40,8 @@ from megarl.launch.worker import die_with_parent
 PARENT = "(the nursery)"
 STARTED_S = 240  # until the first process is there
 LARGEST = 1 << 17  # bytes of a request: mostly the environment
-FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server")  # the modules that `Run` and its launcher run in forks
+SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # trainer ranks of tests, beside this file
+FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)  # the modules that `Run` runs in forks
 ENGINE = "megarl.generator.server"
 
 
@@ -95,14 +97,23 @@ class _Forking(subprocess.Popen):
 
 
 class Run(_Forking):
-    """A command of `python -m megarl …` as subprocess.Popen takes it, forked from a nursery in which all parts of a run are imported. This
-    process, which must adopt orphans (conftest.py), is its parent."""
+    """A command of `python -m MODULE …` as subprocess.Popen takes it, MODULE among FORKED, forked from a nursery in which all
+    parts of a run are imported. This process, which must adopt orphans (conftest.py), is its parent."""
 
     def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
         child = _RUNS.ask([argv, os.getpid(), environment, cwd, new_session], streams)
         while psutil.Process(child).ppid() != os.getpid():  # its first parent is about to end
             time.sleep(0.001)
         return child
+
+
+def script(name: str, *arguments: str) -> dict[str, Any]:
+    """The command and environment of one of SCRIPTS, for `Run`."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "args": [sys.executable, "-m", name, *arguments],
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    }
 
 
 _RUNS = Nursery("setproctitle:getproctitle", "nursery:import_run")
@@ -129,6 +140,7 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
     "megarl.executors.trainer",
+    "megarl.trainer.step",
     "megarl.executors.generator",
     "megarl.launch.roles",
     "megarl.launch.launcher",

@@ -10,12 +10,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_cases import KNOWN, Chain, known_chains, random_chains
+from nursery import Run, script
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
 
@@ -27,9 +27,7 @@ def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str
     """What failed under each (chain, layout); a chain ends at its first failure."""
     plan = out / "chains.json"
     plan.write_text(json.dumps(chains))
-    command = [sys.executable, str(Path(__file__).with_name("checkpoint_worker.py")), str(plan), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    ranks = Run(**script("checkpoint_worker", str(plan), str(out)), start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
         said, _ = ranks.communicate(timeout=CHAIN_DEADLINE_S * len(chains))
     finally:

@@ -70,7 +70,7 @@ def test_the_kit_is_small_and_has_what_it_needs(kit):
     assert {path.name for path in kit.iterdir()} == {"wheels", "run.py", "commit"}
 
 
-PARTS = ["trainer-1B", "writes-fp8", *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes"))]
+PARTS = ["writes-fp8", *(pytest.param(part, marks=pytest.mark.long) for part in ("trainer-1B", "kernels", "writes"))]
 
 
 @pytest.mark.parametrize("part", PARTS)

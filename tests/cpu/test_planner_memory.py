@@ -21,6 +21,8 @@ from megarl.estimate.trainer_memory import stage_memory
 from megarl.models import load_spec
 from megarl.reshard.layout import parameter_count
 
+pytestmark = pytest.mark.long
+
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 DEADLINE_S = 150
 TOKENS = 128

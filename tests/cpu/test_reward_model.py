@@ -78,7 +78,9 @@ def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
     assert served_scores(folder, sequences, log) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("head", "sizes"), [("own", "reward_model.dp=2"), ("zeros", "reward_model.tp=2")])
+@pytest.mark.parametrize(
+    ("head", "sizes"), [pytest.param("own", "reward_model.dp=2", marks=pytest.mark.long), ("zeros", "reward_model.tp=2")]
+)
 def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path: Path) -> None:
     """Losses, accuracies and weights; the export loads in transformers as what it is."""
     from transformers import AutoModelForSequenceClassification

@@ -42,7 +42,9 @@ def requests() -> list[ScoreRequest]:
     ]
 
 
-@pytest.mark.parametrize(("architecture", "tp"), [*((architecture, 1) for architecture in SERVED), (SERVED[1], 2)])
+@pytest.mark.parametrize(
+    ("architecture", "tp"), [*((architecture, 1) for architecture in SERVED), pytest.param(SERVED[1], 2, marks=pytest.mark.long)]
+)
 def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) -> None:
     folder = make_scores(tmp_path / "scores", architecture)
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 STEPS, EVERY = 40, 10
 
 
+@pytest.mark.long
 def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_path: Path) -> None:
     """The warm start in two parts makes the same weights, to the last bit, as one that was left alone."""
     folder, log = tmp_path / "first", tmp_path / "log"

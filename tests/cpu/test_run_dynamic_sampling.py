@@ -45,6 +45,7 @@ def shown_rewards(run_dir: Path, step: int) -> tuple[dict[int, list[float]], dic
     return found
 
 
+@pytest.mark.long
 def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random; the reward is of the text (reward_functions.by_chance), and the same for all samples of a third of
     the prompts. Every start goes on from the last checkpoint of the one before with other settings."""

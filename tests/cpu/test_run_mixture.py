@@ -42,6 +42,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(model: Path, tmp_path: Path) -> None:
     """Random weights answer at random; the reward is of the text, and the same for all samples of a third of the prompts, which so are too
     easy or too hard (reward_functions.by_chance)."""

@@ -9,6 +9,8 @@ import pytest
 from trainer_cases import LAYOUTS, save_model
 from trainer_processes import saved, spawn
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = {1: 25, 2: 8, 4: 8}  # batches, by world size
 CASES = [
     *(("untied", layout) for layout in ("single", "tp2_sp_recompute", "cp2", "pp2_vpp2", "tp2_cp2")),

@@ -23,6 +23,8 @@ from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.topology import TrainerTopology
 from megarl.trainer.checkpoint_index import Index
 
+pytestmark = pytest.mark.long
+
 ALL: dict[str, Any] = {"rank": 3, "alpha": 5.0}
 # name -> (model, settings, layouts)
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {

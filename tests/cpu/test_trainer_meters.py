@@ -25,6 +25,8 @@ from megarl.observe.agreement import describe_agreement
 from megarl.observe.probe import BY_DTYPE, LIMIT
 from megarl.types import Batch, Group, Prompt, Sample
 
+pytestmark = pytest.mark.long
+
 GROUPS, SAMPLES, STEP, SEED, TEMPERATURE = 4, 3, 20, 5, 0.7
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "single": (1, {}, {}),

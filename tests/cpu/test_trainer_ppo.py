@@ -20,6 +20,8 @@ from megarl.algorithms.minibatches import cut
 from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
 from megarl.types import Batch
 
+pytestmark = pytest.mark.long
+
 ADAM: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip

@@ -20,6 +20,8 @@ from value_scenarios import targets_of
 from megarl.models.registry import load_spec
 from megarl.topology import TrainerTopology
 
+pytestmark = pytest.mark.long
+
 TESTED = {
     "tied": "single tp2 tp2_sp_recompute pp2 pp2_vpp2 dp2_zero0 dp2_zero1 cp2 tp2_cp2",
     "qwen2": "single tp2_sp_recompute pp2",

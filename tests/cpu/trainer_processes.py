@@ -7,21 +7,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from nursery import Run, script
 
 DEADLINE_S = 150
 
 
 def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:
-    plan, worker = out / f"scenarios.{world_size}.json", Path(__file__).with_name("trainer_worker.py")
+    plan = out / f"scenarios.{world_size}.json"
     plan.write_text(json.dumps(scenarios))
-    command = [sys.executable, str(worker), str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ranks = Run(
+        **script("trainer_worker", str(world_size), str(out / f"rendezvous.{world_size}"), str(plan), str(out)),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         said, _ = ranks.communicate(timeout=DEADLINE_S)
     finally:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
+from nursery import Run, script
 from sglang_engine import Engine, start_engine
 from weights_worker import DEADLINE_S, Job
 
@@ -33,7 +32,6 @@ from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.workers import Workers, connect
 
-WORKER = Path(__file__).with_name("weights_worker.py")
 RANKS = 4  # of the largest trainer
 SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]  # to score
 
@@ -54,13 +52,7 @@ class Trainers:
 
     def _start(self, rank: int, log: Path) -> subprocess.Popen:
         with open(log, "wb") as output:
-            return subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            return Run(**script("weights_worker", str(rank)), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
 
     def begin(self, job: Job) -> None:
         for process in self.processes[: job.plan().trainer_topology.world_size]:

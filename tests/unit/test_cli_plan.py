@@ -27,8 +27,7 @@ def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])
-def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(MODELS.parents[1])
+def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", f"configs/{name}.yaml", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (planned,) = [line.split()[2] for line in lines if line.startswith("           weight update")]
@@ -137,10 +136,7 @@ def test_reshard_lists_dumps_and_draws(run_yaml: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("70b_aipo", (136, 120)), ("405b_aipo", (512, 512))])
-def test_the_papers_large_runs_can_be_planned(
-    config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(MODELS.parents[1])
+def test_the_papers_large_runs_can_be_planned(config: str, ranks: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
     path = f"configs/{config}.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

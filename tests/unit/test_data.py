@@ -290,8 +290,7 @@ def test_product_rows_are_right_and_the_held_out_ones_apart():
 
 
 @pytest.mark.parametrize("name", ["quickstart", "calculator"])
-def test_the_checks_find_nothing_in_shipped_configs(name: str, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
+def test_the_checks_find_nothing_in_shipped_configs(name: str, spec: ModelSpec):
     config = load_config(f"configs/{name}.yaml")
     check_rollout(config)
     for command in ("sft", "train", "eval"):

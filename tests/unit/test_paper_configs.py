@@ -77,10 +77,7 @@ ROWS = re.findall(r"^\| `([\w.]+)` \| .* \| `(.+)` \|$", (ROOT / "docs/papers.md
 
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in PAPERS), *ROWS])
-def test_a_papers_run_loads_fits_and_can_be_started(
-    name: str, overrides: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_papers_run_loads_fits_and_can_be_started(name: str, overrides: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(ROWS) == 11 and {path.stem for path in Path("configs/papers").glob("*.yaml")} == set(PAPERS)
     path, (trainer, generator, settings) = f"configs/papers/{name}.yaml", PAPERS[name]
     config = load_config(path, overrides.split())

@@ -37,11 +37,6 @@ PAPER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     assert cli.main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -166,7 +161,7 @@ def test_planning_imports_no_torch() -> None:
         "import sys; from megarl import cli; cli.main(['plan', 'configs/8b_aipo.yaml', '--search', '--json']); "
         "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ["405b_aipo", "qwen3_30b_a3b_aipo", "quickstart"])

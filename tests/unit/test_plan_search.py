@@ -23,11 +23,6 @@ from megarl.models import load_spec
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CONFIGS.parent)
-
-
 @functools.cache
 def found_for(name: str, gpus: int) -> tuple[Found, RunConfig]:
     """What a search for the config that ships finds, which several tests look at."""

@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 OVERRIDES = ["generator.engines=2", "generator.tp=16", "launch.ranks_per_node=8"]  # 512 trainer ranks, 2 engines of 2 nodes
 
 
-def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_on_a_port_of_their_own(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_on_a_port_of_their_own():
     plan = resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan")
     placed = placement(plan, Job("train", Path("logs"), "trainer", "generator"), 68, 8)
     rendezvous = Rendezvous(
@@ -60,7 +59,6 @@ def test_no_two_engines_draw_alike() -> None:
 
 @pytest.mark.parametrize(("transport", "given", "wanted"), [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)])
 def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(monkeypatch, transport, given, wanted):
-    monkeypatch.chdir(ROOT)
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if given is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
@@ -73,8 +71,7 @@ def test_trainer_and_engines_in_one_group_of_nccl_have_the_same_kind_of_memory(m
     assert len(specs) == 8 and {spec.env.get("NCCL_CUMEM_ENABLE") for spec in specs} == {wanted}
 
 
-def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it():
     shown = render_launch(resolve(load_config("configs/405b_aipo.yaml", OVERRIDES), "plan"))
     assert shown.startswith("launch     68 nodes")
     engine = json.loads(shlex.split(shown.splitlines()[-1])[-1])
@@ -82,7 +79,6 @@ def test_a_dry_run_shows_the_first_of_each_role_as_the_nodes_would_start_it(monk
 
 
 def test_engines_on_the_cores_of_one_node_do_not_share_them(monkeypatch):
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     plan = resolve(load_config("configs/quickstart.yaml", ["generator.engines=3", "generator.tp=1"]), "plan")
     job = Job("train", Path("logs"), "trainer", "generator")
