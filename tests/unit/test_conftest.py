@@ -11,7 +11,10 @@ import psutil
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 SLEEP = "import time; time.sleep(60)"
-START_SLEEPER = f"p = subprocess.Popen([sys.executable, '-c', '{SLEEP}']); open('pid', 'w').write(str(p.pid))"
+
+
+def start_sleeper(folder: Path) -> str:
+    return f"p = subprocess.Popen([sys.executable, '-c', '{SLEEP}']); open('{folder}/pid', 'w').write(str(p.pid))"
 
 
 def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -24,15 +27,32 @@ def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
     # The test's own child ends at once; its child, an orphan then, is what stays.
-    result = run_session(tmp_path, f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + START_SLEEPER!r}])")
+    result = run_session(tmp_path, f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + start_sleeper(tmp_path)!r}])")
     assert result.returncode == 1, result.stdout
     assert "1 passed" in result.stdout and "left behind" in result.stdout
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> None:
-    result = run_session(tmp_path, f"{START_SLEEPER}; time.sleep(60)")
+    result = run_session(tmp_path, f"{start_sleeper(tmp_path)}; time.sleep(60)")
     assert result.returncode == 1
     assert "test_it ran for more than 1 s" in result.stderr
     assert "test_it.py" in result.stderr and 'File "<string>", line 1' in result.stderr  # the test's stack, and its child's
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_tests_see_nothing_of_what_was_made_in_the_checkout(checkout: Path) -> None:
+    assert Path.cwd() == checkout and (checkout / "configs/quickstart.yaml").exists()
+    assert not (checkout / "runs").exists()
+
+
+def test_two_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    for name in ("a", "b", "c"):
+        (tmp_path / f"test_{name}.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
+    (tmp_path / "begun" / str(tmp_path / "test_c.py").replace("/", "_")).touch()  # as the other one has it
+    command = [sys.executable, "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--backwards", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    ran = [line.split()[0] for line in done.stdout.splitlines() if " PASSED " in line]
+    assert ran == ["test_b.py::test_1", "test_b.py::test_2", "test_a.py::test_1", "test_a.py::test_2"]
