@@ -25,6 +25,13 @@ def normalized(rewards: Tensor) -> Tensor:
     return mean_baseline(rewards) / (rewards.std(dim=1, keepdim=True) + _SMALLEST_STD)
 
 
+def batch_normalized(rewards: Tensor) -> Tensor:
+    """Reward minus the mean of the prompt's samples, divided by the standard deviation of these differences over the whole batch, not over
+    the prompt (REINFORCE++-baseline, arXiv:2501.03262, section 3.2)."""
+    differences = mean_baseline(rewards)
+    return differences / (differences.std() + _SMALLEST_STD)
+
+
 def leave_one_out(rewards: Tensor) -> Tensor:
     """Reward minus the mean reward of the prompt's other samples (RLOO, arXiv:2402.14740)."""
     n = rewards.shape[1]
@@ -42,7 +49,12 @@ def best_and_worst(rewards: Tensor) -> Tensor:
     return best(rewards) - best(-rewards)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean_baseline, "normalized": normalized, "leave_one_out": leave_one_out}
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": mean_baseline,
+    "normalized": normalized,
+    "batch_normalized": batch_normalized,
+    "leave_one_out": leave_one_out,
+}
 
 
 def undivided(rewards: Tensor) -> Tensor:

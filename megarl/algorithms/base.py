@@ -40,6 +40,9 @@ class Microbatch(Protocol):
     def reference_logprobs(self) -> Tensor | None: ...  # [t] frozen reference, if the algorithm needs one
 
     @property
+    def entropy(self) -> Tensor | None: ...  # [t] of the distributions that the tokens were chosen from, in nats, with its gradient
+
+    @property
     def old_values(self) -> Tensor | None: ...  # [t] of a critic: the values that the batch began with
 
     @property

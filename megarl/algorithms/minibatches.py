@@ -21,19 +21,22 @@ class MiniBatch:
     denominator: float  # the divisor of its summed loss, as if it were a batch: counts also samples that are left out of training
 
 
-def minibatches(batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int) -> list[MiniBatch]:
-    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on.
+def minibatches(
+    batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int, masked: Collection[int] = ()
+) -> list[MiniBatch]:
+    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on;
+    `masked`: of those that count in no mean either.
 
     A prompt's samples stay together.
     """
     samples, found = batch.samples, []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
     for groups in cut(len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step):
-        places = [place for group in groups for place in range(starts[group], starts[group + 1])]
+        places = [place for group in groups for place in range(starts[group], starts[group + 1]) if place not in masked]
         chosen = [place for place in places if place in trained]
         tokens, used = (sum(samples[place].policy_tokens for place in some) for some in (places, chosen))
         whole = sum(not samples[place].branch for place in places)
-        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole)))
+        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole) or 1.0))
     return found
 
 

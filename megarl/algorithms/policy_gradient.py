@@ -44,8 +44,10 @@ class PolicyGradient:
 
         behavior    r = pi/mu
         proximal    r = pi/prox            prox counts as what has sampled the tokens (PPO): the lag of prox behind mu is ignored
-        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298);
-                    `behavior_level` and `behavior_above` change this (weights.py)
+        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or
+                    below `behavior_floor` (IcePop); `behavior_level` and `behavior_above` change this (weights.py)
+
+    `entropy_coefficient` times the entropy of each token's distribution is taken off the loss, with the same mean.
     """
 
     weigh: Rule
@@ -57,6 +59,7 @@ class PolicyGradient:
     kl: str = "loss"
     kl_estimator: str = "k2"
     ratio: str = "behavior"
+    behavior_floor: float = 0.0
     behavior_cap: float = math.inf
     behavior_level: str = "token"
     behavior_above: str = "drop"
@@ -64,6 +67,7 @@ class PolicyGradient:
     group_loss: GroupLoss | None = None
     gae: Gae | None = None
     distillation: Distillation | None = None  # adds a divergence from teachers (distill.py)
+    entropy_coefficient: float = 0.0
 
     @property
     def needs_reference(self) -> bool:
@@ -75,8 +79,8 @@ class PolicyGradient:
 
     @property
     def skip_zero(self) -> bool:
-        # A penalty and a teacher act at zero advantage too; a loss of pairs does not.
-        penalty = self.kl_coef != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
+        # A penalty, entropy and a teacher act at zero advantage too; a loss of pairs does not.
+        penalty = self.kl_coef != 0.0 or self.entropy_coefficient != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
         return self.skip_zero_advantage and not penalty and self.gae is None and self.distillation is None
 
     def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
@@ -105,8 +109,11 @@ class PolicyGradient:
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
         Teachers change the advantages, or add their own terms (distill.py).
 
+        The value is that of the objective as published: -w A log pi where w is a constant of it (AIPO, CISPO, REINFORCE), and
+        -min(r A, clip(r) A) where that is differentiated through r, which has the same gradient.
+
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
-        policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens above the cap).
+        policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens outside floor and cap).
         Raises ValueError if kl_coef is not 0 and no reference is given.
         """
         mask, advantages, reference = microbatch.loss_mask, microbatch.advantages, microbatch.reference_logprobs
@@ -124,17 +131,23 @@ class PolicyGradient:
             log_ratio, lag = _log_ratio(pi, proximal), _log_ratio(proximal, microbatch.mu_logprobs)
             sums |= {"proximal_ratio": _reported(log_ratio), "behavior_ratio": _reported(lag)}
             if self.ratio == "decoupled":
-                lag_weight = (self.behavior_cap, self.behavior_level, self.behavior_above)
-                factor, capped = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
+                lag_weight = (self.behavior_floor, self.behavior_cap, self.behavior_level, self.behavior_above)
+                factor, capped, _ = lag_weights(lag, mask, microbatch.boundaries, *lag_weight)
                 sums["behavior_ratio_capped"] = (capped & mask).sum()
         correction = factor * log_ratio.clamp(max=math.log(self.rho)).exp()
         penalties: Tensor | float = 0.0
         if self.distillation is not None:
             more, penalties, told = self.distillation(log_pi.detach(), correction, possible, microbatch.teachers)
             advantages, sums = advantages + more, sums | told
-        weight, clipped = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
+        weight, clipped, surrogate = self.weigh(log_ratio, advantages, mask, microbatch.boundaries, self.rho_min, self.rho)
         sums["is_ratio_clipped"] = (clipped & mask).sum()
-        terms = penalties - factor * weight * torch.where(mask, advantages, 0.0) * log_pi
+        advantages = torch.where(mask, advantages, 0.0)
+        terms = -factor * weight * advantages * log_pi
+        if surrogate is not None:
+            terms = terms + (-factor * surrogate * advantages - terms).detach()  # its value, with the same gradient
+        terms = penalties + terms
+        if self.entropy_coefficient:
+            terms = terms - self.entropy_coefficient * torch.where(mask, _entropy(microbatch), 0.0)
         if reference is not None:
             difference = log_pi - torch.where(possible, reference, 0.0)
             if self.kl_coef and self.kl == "loss":
@@ -168,6 +181,12 @@ class PolicyGradient:
 def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
     """log(of / to), -inf where `of` is impossible (log-prob -inf), as it is outside the mask."""
     return torch.where(of == -math.inf, -math.inf, of - to)
+
+
+def _entropy(microbatch: Microbatch) -> Tensor:
+    if microbatch.entropy is None:
+        raise ValueError("entropy_coefficient is not 0, but the microbatch has no entropy")
+    return microbatch.entropy
 
 
 def _reported(log_ratio: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ _OF_GROUPS = Recipe(None, None, loss_mean="sequence_sum", ratios=("behavior",), 
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
-    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
+    "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf),
     # It is about the difference between trainer and generator, which pi/prox leaves out.
     "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
     # Its good responses are not corrected at all, and of the others the whole response is: a factor a token contradicts both.
@@ -114,13 +114,27 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.beta={recipe.beta}: must be above 0 with {config.name}"
     if config.ratio not in recipe.ratios:
         yield f"algorithm.ratio={config.ratio}: {config.name} goes with {' and '.join(recipe.ratios)} only (docs/algorithms.md)"
-    for key in ("behavior_cap", "behavior_level", "behavior_above"):
+    for key in ("behavior_floor", "behavior_cap", "behavior_level", "behavior_above"):
         if (value := getattr(config, key)) is not None and config.ratio != "decoupled":
             yield f"algorithm.{key}={value}: must be null: only algorithm.ratio=decoupled has it"
+    if (config.behavior_floor or 0.0) >= (config.behavior_cap or BEHAVIOR_CAP):
+        cap = f"algorithm.behavior_cap={config.behavior_cap or BEHAVIOR_CAP}"
+        yield f"algorithm.behavior_floor={config.behavior_floor}: must be below {cap}"
+    yield from _tokens_problems(config, recipe)
     if recipe.rho_min is not None and recipe.rho is not None and recipe.rho_min >= recipe.rho:
         yield f"algorithm.rho_min={recipe.rho_min}: must be below algorithm.rho={recipe.rho}"
     if config.dual_clip is not None and recipe.rho is not None and config.dual_clip < recipe.rho:
         yield f"algorithm.dual_clip={config.dual_clip}: must be at least algorithm.rho={recipe.rho}"
+
+
+def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
+    """Of settings that tell tokens or samples apart, with losses that compare whole responses."""
+    if recipe.beta is not None and config.entropy_coefficient:
+        yield f"algorithm.entropy_coefficient={config.entropy_coefficient}: must be 0: {config.name} is a loss of whole responses"
+    if config.mask_truncated and (recipe.beta is not None or recipe.advantage == "best"):
+        yield f"algorithm.mask_truncated=true: must be false: {config.name} compares the responses to a prompt, all of them"
+    if config.mask_truncated and config.kl_coef and config.kl == "reward" and recipe.gamma is None:
+        yield "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes a penalty off every sample's reward"
 
 
 def _kl_problems(config: AlgorithmConfig) -> Iterator[str]:

@@ -64,11 +64,13 @@ def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) 
         kl=config.kl,
         kl_estimator=config.kl_estimator or ("k1" if config.kl == "reward" else "k2"),
         ratio=config.ratio,
+        behavior_floor=config.behavior_floor or 0.0,
         behavior_cap=config.behavior_cap or BEHAVIOR_CAP,
         behavior_level=config.behavior_level or "token",
         behavior_above=config.behavior_above or "drop",
         skip_zero_advantage=config.skip_zero_advantage,
         group_loss=GroupLoss(GROUP_LOSSES[config.name], recipe.beta, pairs) if recipe.beta else None,
         distillation=Distillation(config.distill.coef, config.distill.over == SAMPLED, teachers) if teachers else None,
+        entropy_coefficient=config.entropy_coefficient,
         gae=None if recipe.gamma is None else Gae(recipe.gamma, recipe.gae_lambda or 0.0, bool(recipe.whiten)),
     )

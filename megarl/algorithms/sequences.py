@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 
@@ -32,13 +32,20 @@ def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
     return torch.tensor([[reward(branches) for branches in group] for group in groups], dtype=torch.float64)
 
 
-def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dict[int, TrainSequence | Elsewhere]:
+def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
+    """The places in the batch of the samples that algorithm.mask_truncated leaves out of the loss."""
+    return {place for place, sample in enumerate(batch.samples) if mask_truncated and sample.finish_reason == "length"}
+
+
+def to_train_sequences(
+    batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
+) -> dict[int, TrainSequence | Elsewhere]:
     """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
     denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
-    advantage.
+    advantage. `masked`: the places of samples that are left out in any case.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
     of_episodes = zip(
@@ -48,7 +55,7 @@ def to_train_sequences(batch: Batch, advantages: Tensor, skip_zero: bool) -> dic
     return {
         place: _train_sequence(batch.numbers[place], advantage) if place in batch.numbers else Elsewhere(lengths[place])
         for place, advantage in enumerate(of_samples)
-        if advantage != 0.0 or not skip_zero
+        if place not in masked and (advantage != 0.0 or not skip_zero)
     }
 
 

@@ -23,6 +23,9 @@ _MOST = 20.0  # bound of a log-ratio in means, sums and weights without another 
 class Weights(NamedTuple):
     weight: Tensor  # [t]
     clipped: Tensor  # [t] bool: where the weight is not the ratio
+    surrogate: Tensor | None = (
+        None  # [t] what times A is the objective whose gradient w A grad log pi is; None: the objective is w A log pi
+    )
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
@@ -47,9 +50,10 @@ def clipped(
     It is 0 for tokens beyond the bound that their advantage pushes them towards, and for negative advantages at ratios above `dual_clip`
     (Ye et al., arXiv:1912.09729) and `rho`.
     """
-    most = _log(max(dual_clip, rho))
-    beyond = torch.where(advantages > 0, log_ratio > _log(rho), (log_ratio < _log(rho_min)) | (log_ratio > most))
-    return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp()), beyond)
+    low, high, most = _log(rho_min), _log(rho), _log(max(dual_clip, rho))
+    beyond = torch.where(advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > most))
+    surrogate = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(low, min(most, _MOST))).exp()
+    return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp()), beyond, surrogate)
 
 
 def sequence_clipped(
@@ -71,7 +75,10 @@ def response_clipped(
     With loss_mean=sequence_sum the gradient is Proximal RLOO's.
     """
     whole = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask))
-    return clipped(whole, advantages, mask, boundaries, rho_min, rho, dual_clip)
+    weight, beyond, surrogate = clipped(whole, advantages, mask, boundaries, rho_min, rho, dual_clip)
+    assert surrogate is not None
+    tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
+    return Weights(weight, beyond, surrogate / tokens)  # once a response
 
 
 def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
@@ -93,13 +100,14 @@ def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries:
     return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
 
 
-def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, cap: float, level: str, above: str) -> Weights:
+def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float, cap: float, level: str, above: str) -> Weights:
     """What tokens are weighted by besides, from log(prox/mu) [t]: their own prox/mu, or with `level` "sequence" the product of the
-    response's. Above `cap`, 0, or with `above` "truncate" the cap (truncated importance sampling)."""
+    response's. Above `cap` and below `floor`, 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
     if level == "sequence":
         log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
-    beyond, high = log_lag > _log(cap), min(_log(cap), _MOST)
-    weight = log_lag.clamp(max=high).exp()
+    low, high = _log(floor), _log(cap)
+    beyond = (log_lag < low) | (log_lag > high)
+    weight = log_lag.clamp(low, min(high, _MOST)).exp()
     return Weights(weight if above == "truncate" else torch.where(beyond, 0.0, weight), beyond)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megarl.config.limits import IMPORT_PATH, MODULE, above, at_least, between, one_of, setting
 
@@ -10,6 +11,43 @@ NAMES = (
     *("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo"),
     "distill",
 )
+NO_DUAL_CLIP = 1e9
+_CLIPPED = {"name": "grpo", "rho_min": 0.8, "rho": 1.2, "dual_clip": NO_DUAL_CLIP}
+# What papers print, by the names that people know it by: settings of the section, or with a dot of others. Sources: docs/algorithms.md.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "aipo": {"name": "aipo", "rho": 4.0, "advantage": "mean", "loss_mean": "token"},
+    "grpo": {**_CLIPPED, "advantage": "normalized", "loss_mean": "sequence", "kl_coef": 0.04, "kl_estimator": "k3"},
+    "dr_grpo": {**_CLIPPED, "advantage": "mean", "loss_mean": "sequence_sum"},
+    "dapo": {
+        **_CLIPPED,
+        "rho": 1.28,
+        "advantage": "normalized",
+        "loss_mean": "token",
+        "mask_truncated": True,
+        "rollout.dynamic_sampling": True,
+    },
+    "gspo": {"name": "gspo", "rho_min": 0.9997, "rho": 1.0004, "advantage": "normalized", "loss_mean": "sequence"},
+    "cispo": {"name": "aipo", "rho_min": 0.0, "rho": 5.0, "advantage": "normalized", "loss_mean": "token"},
+    "icepop": {
+        **_CLIPPED,
+        "advantage": "normalized",
+        "loss_mean": "sequence",
+        "ratio": "decoupled",
+        "behavior_floor": 0.5,
+        "behavior_cap": 5.0,
+        "behavior_above": "drop",
+    },
+    "tis": {
+        **_CLIPPED,
+        "advantage": "normalized",
+        "loss_mean": "token",
+        "ratio": "decoupled",
+        "behavior_cap": 2.0,
+        "behavior_above": "truncate",
+    },
+    "rloo": {"name": "rloo", "advantage": "leave_one_out", "loss_mean": "sequence_sum"},
+    "reinforce_pp_baseline": {**_CLIPPED, "advantage": "batch_normalized", "loss_mean": "token"},
+}
 SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
 
 
@@ -38,8 +76,19 @@ class AlgorithmConfig:
     name: str = setting(
         "aipo",
         "the algorithm; see docs/algorithms.md",
-        one_of(*NAMES, or_like=IMPORT_PATH, written="package.module:rule, ./file.py:rule"),
+        one_of(
+            *NAMES,
+            or_like=IMPORT_PATH,
+            written="package.module:rule, ./file.py:rule",
+            elsewhere={name: f"algorithm.recipe={name}" for name in PUBLISHED if name not in NAMES},
+        ),
         MODULE,
+    )
+    recipe: str | None = setting(
+        None,
+        "settings that a paper prints: it sets this section, apart from skip_zero_advantage and distill, to what docs/algorithms.md lists. "
+        "Settings beside it in the file, or on the command line, win; one on the command line replaces the section of the file",
+        one_of(*PUBLISHED),
     )
     rho: float | None = setting(
         None,
@@ -49,7 +98,7 @@ class AlgorithmConfig:
     rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
     dual_clip: float | None = setting(
         None,
-        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no gradient; null: 3, and for proximal_rloo none",
+        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no gradient; null: none, and for grpo 3",
         at_least(1),
     )
     ratio: str = setting(
@@ -62,6 +111,9 @@ class AlgorithmConfig:
     behavior_cap: float | None = setting(
         None, "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5", at_least(1)
     )
+    behavior_floor: float | None = setting(
+        None, "with ratio=decoupled, tokens whose prox/mu is below this do not count; null: 0", at_least(0)
+    )
     behavior_level: str | None = setting(
         None,
         "with ratio=decoupled, whether prox/mu is a token's own, or sequence: the product of its response's; null: token",
@@ -69,15 +121,16 @@ class AlgorithmConfig:
     )
     behavior_above: str | None = setting(
         None,
-        "with ratio=decoupled, what happens above behavior_cap. drop: tokens do not count; truncate: behavior_cap is their weight, as in "
-        "truncated importance sampling; null: drop",
+        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: tokens do not count; truncate: that bound "
+        "is their weight, as in truncated importance sampling; null: drop",
         one_of("drop", "truncate"),
     )
     advantage: str | None = setting(
         None,
-        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; leave_one_out: the "
-        "reward minus the mean of the prompt's other samples; null: the algorithm's own",
-        one_of("mean", "normalized", "leave_one_out"),
+        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; batch_normalized: "
+        "divided by its own over the whole batch; leave_one_out: the reward minus the mean of the prompt's other samples; null: the "
+        "algorithm's own",
+        one_of("mean", "normalized", "batch_normalized", "leave_one_out"),
     )
     loss_mean: str | None = setting(
         None,
@@ -116,5 +169,19 @@ class AlgorithmConfig:
         "0.05; 0, with copg alone: none, and no reference model is kept",
         at_least(0),
     )
+    entropy_coefficient: float = setting(
+        0.0, "weight of a bonus for the entropy of the policy's distribution at each of its tokens, over the whole vocabulary", at_least(0)
+    )
+    mask_truncated: bool = setting(
+        False,
+        "leave samples that were cut at their token limit out of the loss and of its means; their rewards still count in the "
+        "advantages of the prompt's others (DAPO's overlong filtering)",
+    )
     skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
     distill: DistillConfig = field(default_factory=DistillConfig)
+
+
+def published(recipe: str) -> dict[str, Any]:
+    """Dotted keys of all that `recipe`, one of PUBLISHED, sets, with its values; the section's others are at their defaults."""
+    whole = {each.name: each.default for each in fields(AlgorithmConfig) if each.name not in ("recipe", "skip_zero_advantage", "distill")}
+    return {key if "." in key else f"algorithm.{key}": value for key, value in (whole | PUBLISHED[recipe]).items()}

@@ -20,11 +20,13 @@ class Limit:
     accepts: Callable[[Any], bool]
     spelled: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case
     names: tuple[str, ...] = ()  # the values, if they are few texts
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # what is no value here, and the key=value that it is the value of
 
     def meant(self, value: Any) -> str:
         """A question that completes the message about a wrong value; empty if no name, or no name of a list's, is like it."""
         wrong = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text not in self.names]
-        return did_you_mean([near for text in wrong for near in alike(text, self.names)])
+        known = dict.fromkeys([*self.names, *self.elsewhere])
+        return did_you_mean([self.elsewhere.get(near, near) for text in wrong for near in alike(text, known)])
 
 
 def alike(text: str, names: Collection[str]) -> list[str]:
@@ -71,7 +73,9 @@ def each(limit: Limit) -> Limit:
     return Limit(f"{limit.text}, each", lambda values: all(limit.accepts(value) for value in values))
 
 
-def one_of(*values: Any, or_like: str | None = None, written: str = "", spelled: Mapping[str, str] = {}) -> Limit:
+def one_of(
+    *values: Any, or_like: str | None = None, written: str = "", spelled: Mapping[str, str] = {}, elsewhere: Mapping[str, str] = {}
+) -> Limit:
     """One of `values`, or a string that fully matches the regular expression `or_like`, which `written` shows to people."""
     names = [*map(str, values), *([written] if or_like else [])]
     text = names[0] if len(names) == 1 else "one of " + ", ".join(names)
@@ -79,7 +83,7 @@ def one_of(*values: Any, or_like: str | None = None, written: str = "", spelled:
     def accepts(value: Any) -> bool:
         return value in values or (or_like is not None and re.fullmatch(or_like, value) is not None)
 
-    return Limit(text, accepts, spelled, tuple(value for value in values if isinstance(value, str)))
+    return Limit(text, accepts, spelled, tuple(value for value in values if isinstance(value, str)), elsewhere)
 
 
 def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = "") -> Any:

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from megarl.config.algorithm import PUBLISHED, published
 from megarl.config.errors import ConfigError
 from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
 from megarl.config.paths import located
@@ -26,6 +27,7 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
               list[str]: "a list of texts"}  # fmt: skip
 
 
+_RECIPE = "algorithm.recipe"
 _LARGEST = 10**15  # the largest integer that makes sense for any setting
 
 
@@ -57,8 +59,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load_config`, but leaves out settings with problems and goes on. Raises ConfigError for a file that cannot be read."""
     problems: list[str] = []
-    assignments = [(key, located(key, value, Path(path), problems)) for key, value in _read_file(Path(path), problems)]
-    assignments += [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
+    of_file = [(key, located(key, value, Path(path), problems)) for key, value in _read_file(Path(path), problems)]
+    of_command = [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
+    replaced = any(key == _RECIPE for key, _ in of_command)
+    assignments = (of_file if replaced else _with_recipe(of_file)) + _with_recipe(of_command)
     tree: DictConfig = pickle.loads(_defaults())
     blamed, meant = set(), set()
     for key, value in assignments:
@@ -76,6 +80,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         config = None
     assert config is None or isinstance(config, RunConfig)
     return Loaded(config, problems, frozenset(blamed | meant))
+
+
+def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """What an algorithm.recipe among them sets, and then they, so that they win."""
+    recipe = dict(assignments).get(_RECIPE)
+    return [*(published(recipe).items() if recipe in PUBLISHED else ()), *assignments]
 
 
 @cache

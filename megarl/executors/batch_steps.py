@@ -17,7 +17,7 @@ from megarl.algorithms.base import Algorithm
 from megarl.algorithms.groups import GroupLoss, GroupWeights
 from megarl.algorithms.minibatches import MiniBatch, minibatches
 from megarl.algorithms.recipes import needs_one_sequence
-from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.algorithms.sequences import batch_rewards, masked_places, to_train_sequences
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.executors.teachers import OfBatch, Sequences, Teachers
@@ -159,8 +159,9 @@ class BatchSteps:
         return loss.weigh(used, log_ratio)
 
     def _cut(self, batch: Batch) -> tuple[Sequences, list[MiniBatch]]:
-        sequences = to_train_sequences(batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero)
-        return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed)
+        masked = masked_places(batch, self.config.algorithm.mask_truncated)
+        sequences = to_train_sequences(batch, self.algorithm.advantages(self.rewards(batch)), self.algorithm.skip_zero, masked)
+        return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed, masked)
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> Scores:
         """Log-probs of all sequences, by their places."""

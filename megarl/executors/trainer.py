@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, source_metrics, too_many_dropped
+from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, masked_places, source_metrics, too_many_dropped
 from megarl.config.errors import RunError
 from megarl.config.roles import TEACHER
 from megarl.data.mixture import train_mixture
@@ -223,6 +223,7 @@ class TrainerExecutor:
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,
                 "samples/trained": sum(result.sequences for result in results) // self.plan.config.trainer.epochs,
+                **({"samples/masked": len(masked_places(batch, True))} if self.plan.config.algorithm.mask_truncated else {}),
                 **_applied_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,

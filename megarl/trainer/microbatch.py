@@ -88,6 +88,7 @@ class MicroBatch:
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
+    entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once the outputs are there
     teachers: tuple[Taught, ...] = ()  # what each teacher has to say, if train_step was given some
 
 

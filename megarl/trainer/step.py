@@ -197,7 +197,7 @@ class MegatronTrainer(MegatronModel):
         watch(microbatch, outputs)
         if teachers:
             microbatch = self._taught(hidden, microbatch, temperature, teachers)
-        out = loss(outputs, microbatch)
+        out = loss(outputs, dataclasses.replace(microbatch, entropy=entropy))
         computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
         counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.tensor(computed, device=self.device)}
         sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}

@@ -14,16 +14,16 @@ from megarl.config.schema import AlgorithmConfig
 F64 = torch.float64
 
 
-def loss_of(logprobs, mu, advantages, mask, reference=None, proximal=None, **settings) -> LossOutput:
+def loss_of(logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
     """That of the algorithm with these settings (AIPO by default), all tensors [b, s]: b sequences of s tokens, laid end to end."""
-    rows = [None if each is None else each.flatten() for each in (logprobs, mu, advantages, mask, reference, proximal)]
+    rows = [None if each is None else each.flatten() for each in (logprobs, mu, advantages, mask, reference, proximal, entropy)]
     return packed_loss_of([logprobs.size(1)] * len(logprobs), *rows, **settings)
 
 
-def packed_loss_of(lengths, logprobs, mu, advantages, mask, reference=None, proximal=None, **settings) -> LossOutput:
+def packed_loss_of(lengths, logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
     """The same of sequences of these lengths, all tensors [sum of them]."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    scored = dict(mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal)
+    scored = dict(mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal, entropy=entropy)
     tensors = dict(boundaries=boundaries, advantages=advantages, loss_mask=mask, **scored)
     return make_algorithm(AlgorithmConfig(**settings)).loss(logprobs, SimpleNamespace(**tensors))
 

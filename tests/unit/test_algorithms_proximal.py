@@ -41,6 +41,7 @@ def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread:
     objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2), mask).sum()
     cap = {"behavior_cap": CAP} if ratio == "decoupled" else {}
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", ratio=ratio, **cap)
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
 
 
@@ -50,7 +51,7 @@ def test_gspo_bounds_the_responses_ratio_and_weighs_each_token_by_its_own_lag(se
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - prox, mask).exp().detach()
-    clipped = ((advantages[:, 0] > 0) & (ratio > 1.2)) | ((advantages[:, 0] < 0) & ((ratio < 0.8) | (ratio > 3.0)))
+    clipped = ((advantages[:, 0] > 0) & (ratio > 1.2)) | ((advantages[:, 0] < 0) & (ratio < 0.8))
     weight = (ratio * ~clipped)[:, None] * lag_weight(prox, mu, CAP)
     objective = rows_mean(weight * advantages * logprobs, mask).sum()
     chosen = {"name": "gspo", "rho_min": 0.8, "rho": 1.2, "ratio": "decoupled", "behavior_cap": CAP}
@@ -72,6 +73,22 @@ def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(abo
     out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
     assert out.sums["behavior_ratio_capped"] == ((lag > CAP) & mask).sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.5))
+@pytest.mark.parametrize("above", ["drop", "truncate"])
+def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int, spread: float):
+    """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, M(k) being k inside the bounds and 0 outside."""
+    logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
+    logprobs, lag = logprobs_of(logits, tokens), (prox - mu).exp()
+    factor = lag.clamp(0.5, 5.0) if above == "truncate" else lag * ((lag >= 0.5) & (lag <= 5.0))
+    objective = rows_mean(factor * ppo_objective((logprobs - prox).exp(), advantages, 0.8, 1.2, math.inf), mask).sum()
+    chosen = {"ratio": "decoupled", "behavior_floor": 0.5, "behavior_above": above, "dual_clip": 1e9}
+    out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name="grpo", **chosen)
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
+    assert out.sums["behavior_ratio_capped"] == (((lag > 5.0) | (lag < 0.5)) & mask).sum()
 
 
 def test_aipo_decoupled_by_hand():

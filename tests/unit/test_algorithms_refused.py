@@ -31,6 +31,26 @@ REFUSED = [
         AlgorithmConfig(ratio="proximal", behavior_cap=2.0),
         "algorithm.behavior_cap=2.0: must be null: only algorithm.ratio=decoupled has it",
     ),
+    (
+        AlgorithmConfig(behavior_floor=0.5),
+        "algorithm.behavior_floor=0.5: must be null: only algorithm.ratio=decoupled has it",
+    ),
+    (
+        AlgorithmConfig(ratio="decoupled", behavior_floor=6.0),
+        "algorithm.behavior_floor=6.0: must be below algorithm.behavior_cap=5.0",
+    ),
+    (
+        AlgorithmConfig(name="online_dpo", entropy_coefficient=0.1),
+        "algorithm.entropy_coefficient=0.1: must be 0: online_dpo is a loss of whole responses",
+    ),
+    (
+        AlgorithmConfig(name="best_of_n", mask_truncated=True),
+        "algorithm.mask_truncated=true: must be false: best_of_n compares the responses to a prompt, all of them",
+    ),
+    (
+        AlgorithmConfig(kl="reward", kl_coef=0.1, mask_truncated=True),
+        "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes a penalty off every sample's reward",
+    ),
     (AlgorithmConfig(dual_clip=3.0), "algorithm.dual_clip=3.0: must be null: aipo has no such setting"),
     (AlgorithmConfig(name="grpo", dual_clip=1.1), "algorithm.dual_clip=1.1: must be at least algorithm.rho=1.2"),
     (AlgorithmConfig(name="rloo", rho=2.0), "algorithm.rho=2.0: must be null: rloo has no such setting"),

@@ -44,10 +44,10 @@ def rows_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def ppo_objective(ratio, advantages, low: float, high: float):
-    """min(r A, clip(r) A), and no less than 3 A where A is negative: as published, to be differentiated through the ratio."""
+def ppo_objective(ratio, advantages, low: float, high: float, dual_clip: float = 3.0):
+    """min(r A, clip(r) A), and no less than dual_clip A where A is negative: as published, to be differentiated through the ratio."""
     least = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    return torch.where(advantages < 0, torch.maximum(least, 3.0 * advantages), least)
+    return torch.where(advantages < 0, torch.maximum(least, dual_clip * advantages), least)
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,18 +57,20 @@ def test_grpo_has_the_gradient_of_the_clipped_objective(seed: int, spread: float
     logprobs = logprobs_of(logits, tokens)
     objective = rows_mean(ppo_objective((logprobs - mu).exp(), advantages, low, high), mask).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="grpo", rho_min=low, rho=high)
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)  # `loss` is the objective, as TRL and verl report it
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
 def test_gspo_has_the_gradient_of_its_sequences_objective(seed: int, spread: float, low: float, high: float):
-    """GSPO, equation 5: one ratio a response, the geometric mean of its tokens'."""
+    """GSPO, equation 5: one ratio a response, the geometric mean of its tokens'. It has no dual clip."""
     logits, tokens, mu, advantages, mask = random_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - mu, mask).exp()
-    objective = ppo_objective(ratio, advantages[:, 0], low, high).sum()
+    objective = ppo_objective(ratio, advantages[:, 0], low, high, math.inf)[mask.any(1)].sum()
     out = loss_of(logprobs, mu, advantages, mask, name="gspo", rho_min=low, rho=high)
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
 
 
