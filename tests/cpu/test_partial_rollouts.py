@@ -93,7 +93,9 @@ def rig(request, tmp_path_factory):
     with asyncio.Runner() as runner:
         try:
             engine = next(engines)
-            yield runner, runner.run(open_rig(engine, hub, str(folder / "key"), checkpoints))
+            rig = runner.run(open_rig(engine, hub, str(folder / "key"), checkpoints))
+            yield runner, rig
+            runner.run(rig.client.close())
         finally:
             hub.close()
             engines.close()
