@@ -13,16 +13,18 @@ import pytest
 from batches import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megarl.algorithms.minibatches import MiniBatch, cut, minibatches
 from megarl.algorithms.registry import make_algorithm
+from megarl.algorithms.sequences import batch_rewards, masked_places, to_train_sequences
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import AlgorithmConfig, TrainerConfig
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.plan.checks import check_batch
 from megarl.trainer.microbatch import plan_microbatches
-from megarl.types import Group, Prompt, Sample
+from megarl.types import Group, Prompt, Sample, TrainSequence
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 AIPO = make_algorithm(AlgorithmConfig())
@@ -62,6 +64,27 @@ def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
         for each, groups in zip(found, cut(4, 2, 3, 7, 3), strict=True):
             places = [place for i in groups if i in (0, 2) for place in (2 * i, 2 * i + 1)]
             assert each == MiniBatch(places, sum(3 + 2 * i for i in groups if i in (0, 2)), sum(map(of, groups)))
+
+
+@pytest.mark.parametrize(("loss_mean", "denominators"), [("token", [5.0, 10.0]), ("sequence", [2.0, 2.0]), ("sequence_sum", [2.0, 2.0])])
+def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_count(loss_mean: str, denominators: list[float]):
+    groups = [group(0, [2, 3, 4], [1.0, 0.0, 0.0]), group(1, [5, 6, 5], [1.0, 1.0, 0.0])]
+    batch = batch_of([cut_at(groups[0], 2), cut_at(groups[1], 1)], step=0)
+    algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))  # with which nothing else is left out
+    masked = masked_places(batch, mask_truncated=True)
+    assert masked == {2, 4} and masked_places(batch, mask_truncated=False) == set()
+    sequences = to_train_sequences(batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked)
+    largest = {place: abs(each.advantages).max() for place, each in sequences.items() if isinstance(each, TrainSequence)}
+    assert largest == pytest.approx({0: 2 / 3, 1: 1 / 3, 3: 1 / 3, 5: 2 / 3})
+    found = minibatches(batch, sequences, algorithm, TrainerConfig(minibatches=2), 0, masked)
+    assert sorted((each.places, each.denominator) for each in found) == [([0, 1], denominators[0]), ([3, 5], denominators[1])]
+    everything = minibatches(batch, [], algorithm, TrainerConfig(), 0, range(6))
+    assert everything == [MiniBatch([], 0, 1.0)], "a batch of which all is masked still makes its step"
+
+
+def cut_at(group: Group, number: int) -> Group:
+    """With the sample of that number cut at its limit."""
+    return Group(group.prompt, [replace(each, finish_reason="length") if i == number else each for i, each in enumerate(group.samples)])
 
 
 class Shares:
