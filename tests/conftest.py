@@ -29,6 +29,7 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--meet", type=Path, metavar="FOLDER", help="leave out files that another pytest with this empty folder has begun")
+    parser.addoption("--linger", type=float, default=20.0, help="seconds for processes to end after the last test")
     parser.addoption("--backwards", action="store_true", help="the last file first")
 
 
@@ -129,7 +130,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that outlives the tests fails the session: fixtures have all been torn down by now."""
-    psutil.wait_procs(surviving_children(), timeout=LINGER_S)
+    psutil.wait_procs(surviving_children(), timeout=session.config.getoption("--linger"))
     left = surviving_children()
     if left:
         report = session.config.pluginmanager.getplugin("terminalreporter")

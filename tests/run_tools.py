@@ -57,7 +57,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "megarl", *arguments]
 
 
-def run(arguments: list[str], timeout_s: float = 240, imported: bool = True) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], timeout_s: float = 480, imported: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs to the end, or kills the launcher at the deadline (its processes die with it). See `start`."""
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with _started(arguments, imported, **piped) as process:
@@ -91,7 +91,7 @@ def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def wait_until(condition, process: subprocess.Popen, what: str, timeout_s: float = 120) -> None:
+def wait_until(condition, process: subprocess.Popen, what: str, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, f"the run ended before {what}"

@@ -38,7 +38,7 @@ import psutil
 from megarl.launch.worker import die_with_parent
 
 PARENT = "(the nursery)"
-STARTED_S = 240  # until the first process is there
+STARTED_S = 400  # until the first process is there
 LARGEST = 1 << 17  # bytes of a request: mostly the environment
 SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # trainer ranks of tests, beside this file
 FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)  # the modules that `Run` runs in forks

@@ -41,7 +41,7 @@ def can(kind: str) -> bool:
 
 
 KINDS = [pytest.param(kind, marks=pytest.mark.skipif(not can(kind), reason=f"no {kind} here")) for kind in ("bwrap", "namespace", "limits")]
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Calculating:

@@ -15,7 +15,7 @@ from megarl.rollouts.agents.episode import Episode
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}, "strict": True}}
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 

@@ -33,7 +33,7 @@ from megarl.sandbox import jail
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
 OPENAI, RESPONSES, ANTHROPIC = "chat/completions", "responses", "messages"
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 @contextlib.asynccontextmanager

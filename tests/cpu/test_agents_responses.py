@@ -18,7 +18,7 @@ from megarl.rollouts.agents.tree import Tree
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 TOOL = {"type": "function", "name": "calculate", "description": "integer arithmetic", "parameters": {"type": "object"}, "strict": True}
 ASKED = {"model": "x", "tools": [TOOL]}
 BEGIN = "<bos><tools>calculate<user>6*7=<assistant>"

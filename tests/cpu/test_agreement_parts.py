@@ -27,7 +27,7 @@ from megarl.generator.fleet import Fleet
 from megarl.models.registry import load_spec
 from megarl.types import TrainSequence
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

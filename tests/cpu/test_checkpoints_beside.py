@@ -51,7 +51,7 @@ def test_what_a_resumed_run_would_not_make_again_is_complete_first(model: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(model: Path, tmp_path: Path) -> None:
     """Each life checks that the checkpoint it loads holds what the trainer held at that step, and repeats later steps exactly."""
     command = [sys.executable, str(Path(__file__).with_name("saving_worker.py")), str(model), str(tmp_path), "20", "0"]

@@ -21,7 +21,7 @@ from megarl.rewards.code import CodeReward
 from megarl.rewards.parts import single
 from megarl.rewards.score import Score, ScoreRequest
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
 SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
 GOOD = "print(sum(map(int, input().split())))"
 

@@ -22,7 +22,7 @@ from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
 from megarl.messaging.rendezvous import free_ports
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 STARTED_S, ENDED_S = 120, 20
 
 

@@ -105,7 +105,7 @@ async def roll_out(engine: Any, model: Path) -> tuple[Watch, list[list[Sample]]]
     return watch, [(group.prompt, group.samples) for group in groups]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_256_samples_run_at_once_each_at_its_own_pace(engine: Any, model: Path) -> None:
     watch, groups = asyncio.run(roll_out(engine, model))
     samples = [(prompt, sample) for prompt, group in groups for sample in group]

@@ -40,7 +40,7 @@ with _ending_at_the_end(children):
 """
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("between, then", [("scheduler", "waits"), ("scheduler", "raises"), ("controller", "waits")])
 def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, between, then], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

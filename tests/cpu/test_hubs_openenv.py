@@ -25,7 +25,7 @@ from megarl.types import UNANSWERED
 THERE = os.environ.get("MEGARL_OPENENV_PYTHON", str(ROOT / "envs/openenv/bin/python"))
 TEXT = {"text_field": "text"}
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with openenv (docs/agents.md)"),
 ]
 

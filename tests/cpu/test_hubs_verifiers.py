@@ -21,7 +21,7 @@ from megarl.types import UNANSWERED, Group
 
 HERE = {"python": sys.executable, "folder": FOLDER}
 THERE = os.environ.get("MEGARL_VERIFIERS_PYTHON", str(ROOT / "envs/verifiers/bin/python"))
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def roll_out(generate: Any, row: dict[str, Any], n: int = 1, grace_s: float = 15.0, **arguments: Any) -> Group:

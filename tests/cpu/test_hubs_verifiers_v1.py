@@ -19,7 +19,7 @@ THERE = os.environ.get("MEGARL_VERIFIERS_V1_PYTHON", str(ROOT / "envs/verifiers-
 HERE: dict[str, Any] = {"python": THERE, "folder": str(Path(__file__).with_name("hub_v1")), "environment": "sums"}
 ROWS: dict[str, Any] = {"train": {"exclude": {"idx": [0]}}, "eval": {"taskset": {"first": 40}, "limit": 1}}
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with verifiers 0.4 (docs/agents.md)"),
 ]
 

@@ -28,7 +28,7 @@ from megarl.rollouts.environments.transcript import Transcript
 from megarl.topology import TrainerTopology
 from megarl.types import Group, Prompt, Sample, TrainSequence
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 CASES = [("untied", layout) for layout in ("single", "tp2_sp_recompute", "pp2", "dp2_zero1", "cp2")] + [("tied", "tp2")]
 TEMPERATURE, VOCABULARY = 0.8, 6000

@@ -26,7 +26,7 @@ from megarl.weight_sync.transports.base import SHARED_MEMORY
 from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.workers import Workers, connect
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(9 + i)] for i in range(4)]
 LONG = Sampling(max_tokens=72, ignore_eos=True)

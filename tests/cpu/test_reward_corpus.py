@@ -30,7 +30,7 @@ def pairs(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.long)])
 def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int):
     """The second process also meets the pairs in the opposite order: nothing that was asked before decides."""

@@ -25,7 +25,7 @@ from megarl.report.reading import RunReader
 from megarl.rollouts.ledger import Ledger
 from megarl.rollouts.packing import summary_of, texts_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def resumed(model, tmp_path_factory):
         children = descendants(first)
     finally:
         kill(first)
-    _gone, alive = psutil.wait_procs(children, timeout=10)
+    _gone, alive = psutil.wait_procs(children, timeout=30)
     before = rows(run_dir)
     ledger = Ledger.load(complete_checkpoints(run_dir)[-1][1])
     return Resumed(run_dir, alive, before, ledger, run(arguments(model, run_dir, *SEVERAL, *STREAMING, TRACKED, "checkpoint.hf_every=4")))
@@ -278,11 +278,11 @@ def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
         engine = next(child for child in descendants(process) if "megarl.generator.server" in " ".join(child.cmdline()))
         engine.kill()
         killed = time.monotonic()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         ended_s = time.monotonic() - killed
     finally:
         kill(process)
     output = (tmp_path / "log").read_text()
     assert process.returncode == 1
     assert "engine.0 was killed by SIGKILL" in output and "engine.0.log" in output
-    assert ended_s < 30
+    assert ended_s < 60, "not by a deadline of a minute or more"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from run_tools import make_model, run
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

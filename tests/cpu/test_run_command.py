@@ -9,7 +9,7 @@ from run_tools import kill, rows, run, start, wait_until
 
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 STEPS, EVERY = 40, 10
 
 

@@ -12,7 +12,7 @@ from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start
 
 from megarl.plan.checkpoints import complete_checkpoints
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 STEPS = 6
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 import pytest
 from run_tools import OVERRIDES, PROMPTS, SAMPLES, kill, make_model, rows, run, start, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 40
 STARTS = (  # the settings of each start, and the largest staleness that they allow, also of what an earlier start has generated

@@ -10,7 +10,7 @@ from run_tools import OVERRIDES, kill, make_model, rows, run, start, wait_until
 
 from megarl.plan.checkpoints import complete_checkpoints
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from run_tools import OVERRIDES, PROMPTS, kill, make_model, rows, run, start, wa
 
 from megarl.plan.checkpoints import complete_checkpoints
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.long

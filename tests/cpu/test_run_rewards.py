@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_tools import OVERRIDES, PROMPTS, SAMPLES, make_model, rows, run
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from megarl.rewards.parts import Part
 from megarl.rewards.score import ScoreRequest
 from megarl.roles.judge import Judge
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 6
 SAMPLE = re.compile(r"^response (\d+): reward (\S+)( \(failed: .*?\))?, versions .* finish reason \w+(.*)$", re.MULTILINE)
 WEIGHTS = {"rule": 1.0, "liked": 0.5, "verdict": 2.0, "best": -1.0}

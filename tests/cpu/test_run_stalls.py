@@ -8,7 +8,7 @@ import psutil
 import pytest
 from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 WAIT_S = 20
 WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "  # whose deadline comes first depends on the moment
 STOPPED = r"; it is stopped \(SIGSTOP, or a debugger\)   <- not waiting"

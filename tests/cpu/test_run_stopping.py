@@ -13,7 +13,7 @@ from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.plan.checkpoints import complete_checkpoints
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

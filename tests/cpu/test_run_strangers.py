@@ -20,7 +20,7 @@ GROWTH_BYTES = 64 << 20
 
 pytestmark = [
     pytest.mark.matrix,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user"),
 ]
 

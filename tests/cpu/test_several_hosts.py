@@ -15,7 +15,7 @@ import pytest
 from namespaces import INTERFACE, Hosts, missing
 from run_tools import OVERRIDES, ROOT, command, make_model, rows
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(420), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 NOTICED_S = 15
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nursery import Run, script
 
-DEADLINE_S = 280  # generous, but less than that of a test
+DEADLINE_S = 400  # generous, but less than that of a test
 
 
 def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:

@@ -18,7 +18,7 @@ from megarl.plan.checkpoints import complete_checkpoints
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(clusters.missing()), reason=f"no Slurm cluster can be started here: {clusters.missing()}"),
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")

@@ -20,7 +20,7 @@ def start_sleeper(folder: Path) -> str:
 def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text())
     (folder / "test_it.py").write_text(f"import subprocess, sys, time\ndef test_it():\n    {body}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "timeout=1", "-o", "timeout_method=thread", str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "--linger=0.5", "-o", "timeout=1", "-o", "timeout_method=thread", str(folder)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, env=environment)
 
