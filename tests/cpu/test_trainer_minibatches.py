@@ -51,7 +51,8 @@ def entropies_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tens
 
 
 def random_batches(model: PreTrainedModel) -> list[Batch]:
-    """Sampled by something near the model; some were cut at their limit. In the second all groups but one have equal rewards, so nothing of a mini-batch is trained."""
+    """Sampled by something near the model; some were cut at their limit. In the second all groups but one have equal
+    rewards, so nothing of a mini-batch is trained."""
     generator, batches = torch.Generator().manual_seed(1), []
     for step in range(3):
         groups = []
