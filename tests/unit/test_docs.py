@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documented import DOCUMENTS, LISTED, QUICK, checkout, commands, commands_of, run
+from documented import DOCUMENTS, LISTED, QUICK, ROOT, checkout, commands, commands_of, run, snippets
 
 from megarl.cli import EXAMPLES, main
 
@@ -72,6 +72,17 @@ megarl sft z.yaml
         ("make quickstart", "a.md:7"),
         ("megarl plan y.yaml", "a.md:7"),
     ]
+
+
+def test_the_readmes_ten_lines_pass_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine without GPUs and without the model, whose shape is in configs/models."""
+    [settings] = snippets("../README.md", "yaml")
+    assert len([line for line in settings.splitlines() if not line.startswith("#")]) == 10
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(settings)
+    assert main(["train", "run.yaml", "--dry-run", f"model.spec={ROOT}/configs/models/qwen2.5-1.5b"]) == 0
+    printed = capsys.readouterr().out
+    assert "fits       yes" in printed and "trainer on one rank" in printed and "data.train: openai/gsm8k, on the hub" in printed
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
