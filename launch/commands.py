@@ -14,7 +14,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
-from megarl.launch.first_lines import headline, role_lines, sampling_lines, sizes, weights_lines
+from megarl.launch.first_lines import headline, role_lines, sampling_lines, sandbox_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
@@ -48,7 +48,7 @@ def train(plan: RunPlan) -> None:
             inputs = check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *inputs.remarks
+            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
                 print(f"The run ended before it had evaluated version {resume.step}, its last: that is done now", flush=True)

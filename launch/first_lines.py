@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.errors import ConfigError
 from megarl.kept_sets import MOST_KEPT
 from megarl.launch.resuming import Resume
 from megarl.models.spec import SCALAR
@@ -10,6 +11,9 @@ from megarl.plan.lora import sends_adapters, why_merged
 from megarl.plan.resolve import RunPlan
 from megarl.plan.resume import changes
 from megarl.plan.weights import needs_reference
+from megarl.rewards import code
+from megarl.rewards.parts import all_parts
+from megarl.sandbox import jail
 
 
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
@@ -93,6 +97,20 @@ def sampling_lines(plan: RunPlan) -> list[str]:
             "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all: ratios "
             "are too low by the share of the probability that is cut off"
         )
+    return lines
+
+
+def sandbox_lines(plan: RunPlan) -> list[str]:
+    """Says what the sandboxes of programs do not bound. Those of agents run on the generator's host, which is taken to be like this one."""
+    config, lines = plan.config, list[str]()
+    if config.rollout.name == "program":
+        try:
+            kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
+            lines.append(f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}")
+        except ConfigError:
+            pass  # a dry run, on a machine that is another one
+    if any(part.name == code.NAME for part in all_parts(config)):
+        lines.append(f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}")
     return lines
 
 

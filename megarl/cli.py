@@ -230,7 +230,7 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from megarl.launch.dry_run import render_launch, with_lengths_of
-        from megarl.launch.first_lines import role_lines, sampling_lines, weights_lines
+        from megarl.launch.first_lines import role_lines, sampling_lines, sandbox_lines, weights_lines
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import latest_checkpoint
 
@@ -240,7 +240,7 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _reshard(plan, arguments)
         print(render_launch(plan))
         weights = weights_lines(plan, latest_checkpoint(plan.config.run_dir))
-        print(*weights, *role_lines(plan), *sampling_lines(plan), sep="\n")
+        print(*weights, *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
         for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
             print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
         if not (plan.weights.are_there or plan.weights.are_gone):

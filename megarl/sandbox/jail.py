@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -63,7 +62,6 @@ class _Printed:
     def __init__(self, most_bytes: int, running: _Running):
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self.writing, True)
-        fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIECE) if most_bytes > _PIECE else None
         self._most_bytes, self._running, self._pieces = most_bytes, running, bytearray()
         asyncio.get_running_loop().add_reader(self._reading, self._read)
 

@@ -231,7 +231,6 @@ class Program:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
                 await self._endpoint.open()
                 self._jail = Jail(**self._limits)
-                print(f"sandbox={self._jail.kind}, of each program: {jail.unbounded(self._jail.kind)}", flush=True)
             return self._jail
 
     async def close(self) -> None:

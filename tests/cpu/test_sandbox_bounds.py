@@ -1,0 +1,233 @@
+"""Hostile programs, each of which tries one way past a sandbox's bounds, in each kind of sandbox, as root and as another user.
+
+This file is also the program that runs them, as that user: it prints what became of each as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.sandbox import inside
+from megarl.sandbox.jail import BWRAP, LIMITS, NAMESPACE, PYTHON, Jail, kind_for, unbounded
+
+KINDS = (BWRAP, NAMESPACE, LIMITS)
+MEMORY_MIB, FILE_MIB = 160, 8
+NOBODY, USERS = 65534, ("root", "nobody")
+SOON = ((BWRAP, "root"), (NAMESPACE, "nobody"))
+KEY = "megarl-test-secret"
+WHICH = 1 if os.uname().machine == "aarch64" else 0
+C = """
+import ctypes, errno, fcntl, mmap, os, resource, signal, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    found = getattr(libc, name)(*(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments))
+    return found if found >= 0 else None
+def tried(function, *arguments):
+    try: return function(*arguments) is not None
+    except OSError: return False
+def escaped(*found): print("escaped" if any(found) else "held")
+temporary = os.environ["TMPDIR"]
+"""
+GROW = """
+for _ in range(8):
+    memory = mmap.mmap(-1, 64 << 20)
+    for place in range(0, 64 << 20, 4096): memory[place] = 1
+    memory.madvise(mmap.MADV_DONTNEED)
+    kept.append(memory)
+time.sleep(60)
+"""
+DAEMON = """
+if not os.fork():
+    os.setsid()
+    if not os.fork(): os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", os.environ["MARK"]])
+    os._exit(0)
+os.wait()
+"""
+# Each prints "escaped" if it has got past a bound, else "held", or is ended for it.
+ATTACKS = {
+    "space behind its outputs": "escaped(*(tried(call, 'fallocate', file, 1, 0, 32 << 20) for file in (0, 1, 2)))",
+    "space behind a file": "file = os.open(f'{temporary}/a', os.O_CREAT | os.O_RDWR)\n"
+    "room = bytes(8) + (0).to_bytes(8, 'little') + (32 << 20).to_bytes(8, 'little') + bytes(24)\n"
+    "escaped(call('fallocate', file, 1, 0, 32 << 20) is not None, tried(fcntl.ioctl, file, 0x40305828, room))",
+    "System V shared memory": "found = call('shmget', 0, 16 << 20, 0o1600)\nfound is None or call('shmctl', found, 0, None)\n"
+    "escaped(found is not None)",
+    "System V queues and semaphores": "queue, semaphores = call('msgget', 0, 0o1600), call('semget', 0, 4, 0o1600)\n"
+    "queue is None or call('msgctl', queue, 0, None)\nsemaphores is None or call('semctl', semaphores, 0, 0)\n"
+    "escaped(queue is not None, semaphores is not None)",
+    "POSIX queues": "found = call('mq_open', b'/megarl-test', os.O_CREAT | os.O_RDWR, 0o600, None)\nlibc.mq_unlink(b'/megarl-test')\n"
+    "escaped(found is not None)",
+    "files without names": "escaped(tried(os.memfd_create, 'a'))",
+    "mappings without pages": f"kept = []{GROW}",
+    "keyrings": f"escaped(tried(call, 'syscall', {(250, 219)[WHICH]}, 10, -3, b'user', b'{KEY}', 0))",
+    "sockets to the hypervisor": "escaped(tried(socket.socket, 40, socket.SOCK_STREAM))",
+    "io_uring": "escaped(tried(call, 'syscall', 425, 8, ctypes.create_string_buffer(120)))",
+    "namespaces of its own": "escaped(tried(call, 'unshare', 0x10000000))",
+    "processes in namespaces of their own": f"found = call('syscall', {(56, 220)[WHICH]}, 0x10000011, 0, 0, 0, 0)\n"
+    "if found == 0: os._exit(0)\nescaped(found is not None)",
+    "a daemon": f"{DAEMON}time.sleep(0.5)\nprint('held')",
+    "a daemon at the deadline": f"{DAEMON}time.sleep(60)",
+    "sockets and pipes": "kept = []\nfor _ in range(4):\n if not os.fork():\n  for _ in range(490): kept.append(socket.socketpair())\n"
+    "  time.sleep(60)\ntime.sleep(60)",
+}
+OF_THE_HOST = {  # what is open in LIMITS, and said to be
+    "names of keys": f"escaped(tried(lambda: '{KEY}' in open('/proc/keys').read() or None))",
+    "settings of the kernel": "escaped(os.getuid() == 0 and tried(os.open, '/proc/sys/vm/swappiness', os.O_WRONLY))",
+    "signals to the run": "escaped(tried(lambda: os.kill(int(os.environ['HOST']), 0) or True))",
+    "memory of the run": "escaped(tried(os.open, f\"/proc/{os.environ['HOST']}/mem\", os.O_RDWR))",
+    "files of the host": "escaped(tried(os.open, os.environ['FOLDER'] + '/written', os.O_CREAT | os.O_WRONLY))",
+    "sockets of the host": "there = socket.socket(socket.AF_UNIX)\n"
+    "escaped(tried(lambda: there.connect('\\0' + os.environ['ABSTRACT']) or True))",
+    "files in memory": "for number in range(4):\n with open(f'/dev/shm/megarl-test-{number}', 'wb') as file: file.write(bytes(4 << 20))\n"
+    "print('escaped')",
+    "empty files": "for number in range(200_000): os.close(os.open(f'{temporary}/{number}', os.O_CREAT))\ntime.sleep(60)",
+}
+FULL = ("files in memory", "empty files")  # which end by having no room
+
+
+def held(name: str, ended: dict[str, object]) -> bool:
+    if ended["left"]:
+        return False
+    if name == "a daemon at the deadline":
+        return ended["kind"] == "deadline"
+    if name in ("mappings without pages", "sockets and pipes"):
+        return ended["kind"] == "limits"
+    if name in FULL:
+        return ended["kind"] == "limits" or "No space left" in str(ended["errors"])
+    return ended["output"] == "held\n" and not ended["kind"]
+
+
+def attacks_in(kind: str) -> dict[str, str]:
+    return ATTACKS if kind == LIMITS else {**ATTACKS, **OF_THE_HOST}
+
+
+async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, object]:
+    cell = Jail(kind, MEMORY_MIB, FILE_MIB, 3.0 if "deadline" in name else 40.0)
+    mark = f"megarl-mark-{os.getpid()}-{name}"
+    environment = {"MARK": mark, "HOST": str(os.getpid()), "FOLDER": folder, "ABSTRACT": address}
+    try:
+        ended = await cell.run([PYTHON, "-I", "-S", "-c", C + attacks_in(kind)[name]], "", environment, None)
+        looks = 0
+        while (left := running(mark)) and (looks := looks + 1) < 200:  # the kernel ends what is left in the sandbox
+            await asyncio.sleep(0.05)
+        return {**ended._asdict(), "left": left}
+    finally:
+        await cell.close()
+
+
+def running(mark: str) -> int:
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found += mark in Path(f"/proc/{name}/cmdline").read_text().split("\0")[-3:]
+        except OSError:
+            continue
+    return found
+
+
+async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
+    """Four at a time: some of them take as much memory as they may."""
+    libc = ctypes.CDLL(None)
+    libc.syscall((250, 219)[WHICH], 1, None)  # a session keyring of this process's own, with a key in it
+    libc.syscall((248, 217)[WHICH], b"user", KEY.encode(), b"x", 1, -3)
+    places, address = asyncio.Semaphore(4), f"megarl-test-{os.getpid()}"
+
+    async def one(name: str) -> dict[str, object]:
+        async with places:
+            return await attack(kind, name, folder, address)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        names = attacks_in(kind)
+        return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """One that every user may write to."""
+    found = tempfile.mkdtemp(prefix="megarl-bounds-", dir="/tmp")
+    os.chmod(found, 0o777)
+    yield found
+    shutil.rmtree(found)
+
+
+def python_of(user: int) -> str:
+    """One that the user can run, with what the sandbox needs; skips where there is none."""
+    for python in dict.fromkeys((sys.executable, "/usr/bin/python3")):
+        try:
+            done = subprocess.run(
+                [python, "-c", "import megarl.sandbox.jail"], env=variables(), user=user, group=user, extra_groups=[], check=False
+            )
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return python
+    pytest.skip("no interpreter here that another user can run has the packages")
+
+
+def variables() -> dict[str, str]:
+    paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path.endswith("site-packages"))]
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not inside.system_call_filter(), reason="system calls are not filtered on this machine, which the run says")
+@pytest.mark.parametrize(
+    ("kind", "user"),
+    [(kind, user) if (kind, user) in SOON else pytest.param(kind, user, marks=pytest.mark.long) for kind in KINDS for user in USERS],
+)
+def test_programs_stay_within_the_bounds_of_their_sandbox(kind: str, user: str, folder: str) -> None:
+    if os.getuid() and user == "root":
+        pytest.skip("these tests do not run as root")
+    python, change = sys.executable, {}
+    if os.getuid() == 0 and user == "nobody":
+        python, change = python_of(NOBODY), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    done = subprocess.run(
+        [python, __file__, kind, folder], capture_output=True, text=True, env={**variables(), "TMPDIR": folder}, cwd="/", **change
+    )
+    assert done.returncode in (0, 77), done.stderr
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    found = json.loads(done.stdout)
+    bad = {name: each for name, each in found.items() if not held(name, each)}
+    assert len(found) == len(attacks_in(kind)) and not bad, bad
+    assert not os.listdir(folder), "nothing is left of them"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_sandbox_does_not_bound_is_said(kind: str) -> None:
+    told = unbounded(kind)
+    assert "not counted in memory_mib" in told and ("host's network" in told) == (kind == LIMITS)
+
+
+def test_a_run_says_at_its_start_what_its_sandboxes_do_not_bound() -> None:
+    from megarl.config.load import load_config
+    from megarl.launch.first_lines import sandbox_lines
+
+    config = load_config(Path(__file__).parents[2] / "configs/examples/agent.yaml", [f"rollout.args.sandbox={LIMITS}", "reward.name=code"])
+    agents, rewards = sandbox_lines(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    assert agents.startswith("Sandbox of rollout.name=program: limits; of a program, ") and agents.endswith(unbounded(LIMITS))
+    assert rewards.startswith("Sandbox of reward.name=code: bwrap; of a program, ") and rewards.endswith(unbounded(BWRAP))
+
+
+if __name__ == "__main__":
+    try:
+        kind_for(sys.argv[1])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(77)
+    print(json.dumps(asyncio.run(attacks(*sys.argv[1:]))))
