@@ -103,6 +103,14 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def title(process: psutil.Process) -> str:
+    """Its command line, as far as it is still there: others end while they are listed."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def kill(process: subprocess.Popen, number: signal.Signals = signal.SIGKILL) -> None:
     process.send_signal(number)
     process.wait(timeout=30)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from corrupting_transport import TENSOR
-from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, title, wait_until
 from tracker_stores import curves_of, read_tensorboard
 
 from megarl.observe.rollouts import format_group
@@ -275,7 +275,7 @@ def test_a_killed_engine_ends_the_run_with_its_last_words(model, tmp_path):
     process = start(arguments(model, run_dir, "max_steps=100000", "generator.on_failure=fail"), tmp_path / "log")
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step")
-        engine = next(child for child in descendants(process) if "megarl.generator.server" in " ".join(child.cmdline()))
+        engine = next(child for child in descendants(process) if "megarl.generator.server" in title(child))
         engine.kill()
         killed = time.monotonic()
         process.wait(timeout=60)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
 
 from megarl.plan.checkpoints import complete_checkpoints
 
@@ -30,7 +30,7 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
     process = start(["train", *settings], log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
-        serves = [child for child in descendants(process) if any(str(teacher) in word for word in child.cmdline())]
+        serves = [child for child in descendants(process) if str(teacher) in title(child)]
         psutil.Process(min(child.pid for child in serves)).kill()
         assert process.wait(400) == 0, log.read_text()[-4000:]
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, wait_until
+from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, title, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
 from megarl.generator.server import seed_of
@@ -24,7 +24,7 @@ DEADLINE_S = 240
 def engine(process, number: int) -> psutil.Process:
     """Its process, known by its random seed. The run's own is 0."""
     seed = seed_of(0, f"engine.{number}", 0)
-    lines = {child: " ".join(child.cmdline()) for child in descendants(process)}
+    lines = {child: title(child) for child in descendants(process)}
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {seed}' in line)
 
 
@@ -74,7 +74,7 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
             wait_until(lambda: said("engines [1] serve version"), process, "return of engine 1", DEADLINE_S)
         done = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) >= done + 4, process, "steps with both", DEADLINE_S)
-        next(child for child in descendants(process) if "trainer 1" in " ".join(child.cmdline())).suspend()
+        next(child for child in descendants(process) if "trainer 1" in title(child)).suspend()
         process.terminate()
         wait_until(lambda: any(run_dir.glob(".launch/train/*/stop")), process, "the order to stop")
         time.sleep(0.5)

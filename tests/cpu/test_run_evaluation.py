@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gated_rollouts import GATE
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
 
 from megarl.observe.evaluations import BEGUN, missed, read_journal, read_results
 from megarl.observe.status import read_statuses
@@ -180,5 +180,5 @@ def engine(process: subprocess.Popen, run_dir: Path) -> psutil.Process:
     """The process of the engine that evaluates, known by its port."""
     (file,) = run_dir.glob(".launch/train/*/rendezvous.json")
     port = json.loads(file.read_text())["engines"]["eval_engine"][0]["port"]
-    lines = {child: " ".join(child.cmdline()) for child in descendants(process)}
+    lines = {child: title(child) for child in descendants(process)}
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"port": {port}' in line)

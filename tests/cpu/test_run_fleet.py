@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
 from test_run_engines import exactly_once
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]
@@ -79,7 +79,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
         assert removed.returncode == 0, "also one that the run itself has started"
         wait_until(said("engine.0 has left the run, and is ended", log), process, "end of engine 0", DEADLINE_S)
         assert steps() == 1
-        assert not any("megarl.generator.server" in " ".join(child.cmdline()) for child in descendants(process))
+        assert not any("megarl.generator.server" in title(child) for child in descendants(process))
 
         process.terminate()
         assert process.wait(120) == 143

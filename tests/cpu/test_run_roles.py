@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from reward_models import hf_score, make_scores
-from run_tools import OVERRIDES, PROMPTS, SAMPLES, descendants, make_model, rows, run, start, wait_until
+from run_tools import OVERRIDES, PROMPTS, SAMPLES, descendants, make_model, rows, run, start, title, wait_until
 from sglang_engine import hf_model
 
 from megarl.config.load import load_config
@@ -116,7 +116,7 @@ def test_the_reward_is_the_sum_of_what_rules_and_models_say(tmp_path: Path) -> N
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": "1"}) + "\n" for i in range(PROMPTS * STEPS)))
     process = start(["train", "configs/quickstart.yaml", f"data.train.source={data}", *settings(model, scores, judge, run_dir)], log)
     wait_until(lambda: len(rows(run_dir)) >= 1, process, "first step", 240)
-    serves = [child for child in descendants(process) if any(str(scores) in word for word in child.cmdline())]
+    serves = [child for child in descendants(process) if str(scores) in title(child)]
     psutil.Process(min(child.pid for child in serves)).kill()
     assert process.wait(400) == 0, log.read_text()[-4000:]
 

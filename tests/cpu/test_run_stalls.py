@@ -6,7 +6,7 @@ import re
 
 import psutil
 import pytest
-from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, wait_until
+from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, title, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 WAIT_S = 20
@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 
 def of(process, *words: str) -> psutil.Process:
-    return next(child for child in descendants(process) if all(word in " ".join(child.cmdline()) for word in words))
+    return next(child for child in descendants(process) if all(word in title(child) for word in words))
 
 
 CASES = [

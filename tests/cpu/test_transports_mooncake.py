@@ -84,7 +84,7 @@ def test_a_dead_engine_is_an_error_with_both_ranks_within_the_deadline():
         for _ in range(2):
             transport.write(copy(None, None, "wide", Box((0, 0), (1, 2 * LONG)), "zeros", "float32"), torch.zeros(1, 2 * LONG))
             transport.fence()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     transport.close()
 
 
