@@ -21,10 +21,14 @@ from yaml import YAMLError
 
 from megarl.observe.advisories import advisories
 from megarl.observe.metrics import METRICS_FILE, Row
+from megarl.observe.rollouts import FailuresTail, one_line
 from megarl.observe.trace import TRACE_FOLDER
 from megarl.report.advice import advice
 from megarl.report.samples import Samples
+from megarl.rewards.failures import FAILED_EPISODES, FAILED_FRACTION
+from megarl.rewards.failures import told as failure_told
 
+LAST_STEPS = 5  # in which something must have failed for its reason to be told
 MOST_RANKS = 64  # trainer ranks whose trace is read
 CHECKED_BYTES = 64  # before the place where reading goes on: unchanged unless a resumed run has cut the file
 NOT_FINITE = "n"  # in the place of NaN and infinities, which JSON lacks
@@ -122,6 +126,7 @@ class RunReader:
     def _begin(self) -> None:
         self._metrics = Tail(self.run_dir / METRICS_FILE)
         self._traces: dict[str, Tail] = {}
+        self._failures = FailuresTail(self.run_dir)
         self._samples = Samples(self.run_dir, Tail, self._text_bytes)
         self._rows: list[Row] = []
         self._out_of_order = 0
@@ -154,7 +159,7 @@ class RunReader:
             **columns,
             **trace,
             "samples": samples,
-            "advisories": [*told, *advice(self._rows, self._settings, self._peers)],
+            "advisories": [*told, *self._reasons(), *advice(self._rows, self._settings, self._peers)],
             "expected": self._expected,
             "engine_tokens": [self._engine_tokens[index] for index in range(max(self._engine_tokens, default=-1) + 1)],
             "skipped": {
@@ -164,6 +169,15 @@ class RunReader:
             },
             "out_of_order": self._out_of_order,
         }
+
+    def _reasons(self) -> list[str]:
+        """What failed last, if something has failed in the last steps."""
+        self._failures.poll()
+        found = []
+        for episodes, key, what in ((True, FAILED_EPISODES, "episode"), (False, FAILED_FRACTION, "score")):
+            if (last := self._failures.last.get(episodes)) and any(row.get(key) for row in self._rows[-LAST_STEPS:]):
+                found.append(f"the last {what} that failed, of prompt {last.ordinal} ({failure_told(last)}): {one_line(last.reason)}")
+        return found
 
     def _columns(self) -> dict[str, Any]:
         rows: list[Row] = []

@@ -21,6 +21,7 @@ from megarl.observe.progress import Progress
 from megarl.observe.report import summarize
 from megarl.observe.rollouts import FailuresWriter, format_sample
 from megarl.report.advice import advice
+from megarl.report.reading import RunReader
 from megarl.rewards.failures import too_many_failed_episodes, too_many_failures
 from megarl.rewards.in_loop import BLOCKED_S, RewardInLoop
 from megarl.rewards.pool import MOST_WORKERS, workers_of
@@ -119,6 +120,12 @@ def test_the_first_failure_of_a_kind_is_shown_before_any_step_has_ended(tmp_path
     assert "1 scores failed: 1 timeouts" in line and "; the last: it took longer than 5 s" in line
     summary = summarize(tmp_path, [])
     assert "episodes" in summary and "25% of the episodes failed (25% exit); the last: exit status 1: Zero" in summary
+    told = RunReader(tmp_path, 1 << 20).read()["advisories"]
+    assert told[0].startswith("25% of the episodes failed (25% exit) in the last 1 steps")
+    assert told[1:] == [
+        "the last episode that failed, of prompt 0 (exit of rollout.program): exit status 1: ZeroDivisionError: by \\x1b[31mzero",
+        "the last score that failed, of prompt 0 (timeout): it took longer than 5 s",
+    ]
     for file in (earlier, failures, writer):
         file.close()
 
