@@ -1,4 +1,4 @@
-"""How a command ends whose folder has become full or read-only: the reason comes first, and nothing is waited for in vain."""
+"""What a command says at its start, and how one ends whose folder has become full or read-only: the reason first, without vain waits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megarl.config.errors import ConfigError, tell
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.files import write_problem
 from megarl.launch import commands, tracing, tracking
+from megarl.launch.first_lines import sampling_lines
 from megarl.launch.launcher import Job
 from megarl.launch.node import Node
 from megarl.launch.processes import ProcessFailed
@@ -26,6 +27,12 @@ from megarl.observe.metrics import MetricsWriter
 from megarl.plan.resolve import RunPlan, resolve
 
 READ_ONLY = Path("/proc/self")  # for root too
+
+
+def test_a_run_that_thins_out_long_responses_says_so_at_its_start(tmp_path: Path) -> None:
+    for mode in ("block", "in_flight", "retract", "resume", "abort"):
+        told = sampling_lines(resolve(config(tmp_path, f"async.partial_rollout={mode}"), "plan"))
+        assert [line.partition(" begins")[0] for line in told] == ["Sampling: async.partial_rollout=abort"] * (mode == "abort")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

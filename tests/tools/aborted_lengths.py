@@ -1,0 +1,52 @@
+"""How much shorter responses become with async.partial_rollout=abort: the table of docs/asynchrony.md.
+
+Responses decode a token a tick. An update is due so many ticks after the last. It lets nothing begin until the responses on their second
+turn have ended, and has all others begin again, with a length that is drawn anew.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def mean_length(every: int, sigma: float, abort: bool = True, updates: int = 4000, slots: int = 64) -> tuple[float, float]:
+    """(mean length, share of responses that were drawn again). Lengths are lognormal with mean 64, cut at 256."""
+    rng = np.random.default_rng(0)
+
+    def draw(count: int) -> np.ndarray:
+        return np.clip(np.rint(rng.lognormal(np.log(64) - sigma**2 / 2, sigma, count)), 1, 256).astype(int)
+
+    length, second = draw(slots), np.zeros(slots, bool)
+    left, clock, done = length.copy(), 0, 0
+    tokens = ended = again = 0
+    while done < updates:
+        clock += 1
+        busy = left > 0
+        left[busy] -= 1
+        over = busy & (left == 0)
+        tokens, ended = tokens + int(length[over].sum()), ended + int(over.sum())
+        second[over] = False
+        held = clock >= every
+        if held and not second.any():
+            clock, done, held = 0, done + 1, False
+            if abort:
+                cut = left > 0
+                length[cut] = left[cut] = draw(int(cut.sum()))
+                second[cut], again = True, again + int(cut.sum())
+        if not held:
+            free = left == 0
+            length[free] = left[free] = draw(int(free.sum()))
+    return tokens / ended, again / ended
+
+
+def main() -> None:
+    for sigma in (0.8, 0.4):
+        whole, _ = mean_length(64, sigma, abort=False)
+        for every in (16, 32, 64, 128, 256, 512):
+            mean, again = mean_length(every, sigma)
+            told = f"{mean:.1f} instead of {whole:.1f} tokens ({mean / whole - 1:+.0%}), {again:.0%} drawn again"
+            print(f"sigma {sigma}, {every} ticks an update: {told}")
+
+
+if __name__ == "__main__":
+    main()
