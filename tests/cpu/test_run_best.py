@@ -11,7 +11,7 @@ from run_tools import OVERRIDES, make_model, run
 from megarl.observe.evaluations import read_results
 from megarl.plan.checkpoints import complete_checkpoints
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path) -> None:
