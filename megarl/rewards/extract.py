@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 MAX_ANSWER_CHARS = 512
+_MAX_BOXES = 8  # that are joined to the last one
 
 _BOXES = ("\\boxed", "\\fbox", "\\framebox")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
@@ -77,9 +78,8 @@ def marked_answer(text: str) -> str | None:
 
     None if it marks none; empty if the marked answer is empty, too long or never closed.
     """
-    start = _last_box(text)
-    if start >= 0:
-        return _boxes(text, start)
+    if boxes := boxed_answers(text):
+        return ",".join(boxes) if all(boxes) else boxes[-1]
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
@@ -205,11 +205,15 @@ def _unwrapped(answer: str) -> str:
     return clean(answer[font.end() : -1]) if depth == 1 else answer
 
 
-def _boxes(text: str, last: int) -> str:
-    """The content of the box at `last`, cleaned; with those before it, if "and", "or" or a comma joins them, as a list."""
+def boxed_answers(text: str) -> list[str]:
+    """The content of the last box, cleaned, after those of the boxes before it that "and", "or" or a comma joins to it. Empty without a
+    box; a box that is empty or never closed has an empty content."""
+    last = _last_box(text)
+    if last < 0:
+        return []
     found, start = [clean(_boxed(text, last))], last
     before = [box.start() for box in _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)]
-    for box in reversed(before):
+    for box in reversed(before[-_MAX_BOXES:]):
         content = _boxed(text, box)
         opening = _BOX.match(text, box)
         assert opening is not None
@@ -217,7 +221,7 @@ def _boxes(text: str, last: int) -> str:
         if not content or not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
         found, start = [clean(content), *found], box
-    return ",".join(found) if all(found) else found[-1]
+    return found
 
 
 def _line_before(text: str, end: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.rewards.choice import choice_reward
 from megarl.rewards.equality import equal
-from megarl.rewards.extract import clean, last_expression, last_line, last_number, last_running_number, marked_answer
+from megarl.rewards.extract import boxed_answers, clean, last_expression, last_line, last_number, last_running_number, marked_answer
 from megarl.rewards.ifeval import ifeval_reward
 from megarl.rewards.limits import Refused, check_characters
 
@@ -27,7 +27,9 @@ def math_reward(text: str, answer: str) -> float:
         return 0.0
     marked = marked_answer(text)
     if marked is not None:
-        return float(_equal_or_refused(clean(answer), marked))
+        reference, boxes = clean(answer), boxed_answers(text)
+        same = len(boxes) > 1 and all(_equal_or_refused(reference, box) for box in boxes)  # \boxed{\frac12} or \boxed{0.5}
+        return float(same or _equal_or_refused(reference, marked))
     return float(any(_equal_or_refused(clean(answer), candidate) for candidate in _unmarked_answers(text)))
 
 

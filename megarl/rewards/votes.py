@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean
 
 from megarl.rewards.choice import chosen_letter
-from megarl.rewards.extract import clean, last_line, last_number, last_running_number, marked_answer
+from megarl.rewards.extract import boxed_answers, clean, last_line, last_number, last_running_number, marked_answer
 from megarl.rewards.plain_numbers import plain_number
 from megarl.rewards.verify import MAX_TEXT_CHARS
 
@@ -15,6 +15,8 @@ Vote = Hashable  # an answer; True: the right one; None: the sample gives none
 
 
 def _final_answer(text: str) -> str:
+    if boxes := boxed_answers(text):
+        return boxes[-1]
     marked = marked_answer(text)
     return marked if marked is not None else last_number(text) or clean(last_line(text))
 

@@ -31,7 +31,7 @@ def pairs(path: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.long)])
 def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int):
     """The second process also meets the pairs in the opposite order: nothing that was asked before decides."""
     rows = (pairs(MADE) + [{"kind": row["half"], **row} for row in pairs(BY_HAND)])[::every]

@@ -176,6 +176,7 @@ def test_answers_that_only_look_alike(text: str, answer: str):
     ("The area is 36π.", r"36\pi"), ("It is not 14 but 16.", "16"), ("The answer is 16, not 14.", "16"),
     (r"\boxed{2516_{\text{eight}}}", "2516_8"),
     (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{236 \pmod{1000}}", "236"),
+    (r"so it is \boxed{\frac12} or \boxed{.5}", "0.5"),
 ])  # fmt: skip
 def test_wrappers_and_closing_prose_hide_no_right_answer(text: str, answer: str):
     assert math_reward(text, answer) == 1.0
