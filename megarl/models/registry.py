@@ -135,7 +135,14 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
     if architecture not in known:
         allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family)"
         raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported; supported: {allowed}")
-    return known[architecture].read_spec(ConfigReader(source, values))
+    spec = known[architecture].read_spec(ConfigReader(source, values))
+    return replace(spec, padding_token=_padding_token(values.get("pad_token_id"), spec.vocab_size))
+
+
+def _padding_token(stated: Any, vocab_size: int) -> int | None:
+    """What Hugging Face's models make of `pad_token_id`: all families here pass it to nn.Embedding, which counts a negative one from the
+    end of the vocabulary."""
+    return stated % vocab_size if isinstance(stated, int) and -vocab_size <= stated < vocab_size else None
 
 
 def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: str) -> ModelSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LM, SCALAR = "lm", "scalar"
@@ -49,6 +49,9 @@ class ModelSpec:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+
+    # The token whose embedding is not trained where it is looked up (nn.Embedding's padding_idx); no shape depends on it.
+    padding_token: int | None = field(default=None, compare=False)
 
     def with_scalar_head(self) -> ModelSpec:
         """The same decoder with the other head, which shares no weights with the embedding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     model than `spec`, which the run is planned for."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None)
-    differing = [f"{name} {value!r}, not {getattr(spec, name)!r}" for name, value in vars(there).items() if value != getattr(spec, name)]
+    named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
+    differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:
         raise ConfigError(f"{config}: is of another model than the run's: it has {', '.join(differing)}")
     if not isinstance(json.loads(config.read_text()).get("model_type"), str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -173,6 +174,8 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
         vp_stage=stage,
     )
+    if model.pre_process and spec.padding_token is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_without_padding, spec.padding_token))
     if spec.rope_type == "llama3":
         # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
         rotary: Any = model.rotary_pos_emb  # which a checker takes for a tensor or any module
@@ -189,6 +192,15 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     return model if not torch.cuda.is_available() else model.cuda()
+
+
+def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """No gradient goes from lookups of the padding `token` into its embedding, as nn.Embedding has it (padding_idx). `inputs`: the ids
+    [b, s]; `output` [b, s, h], or under sequence parallelism this rank's part of [s, b, h]."""
+    ids = inputs[0]
+    if embedding.reduce_scatter_embeddings:
+        ids = ids.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
+    return torch.where((ids == token)[..., None], output.detach(), output)
 
 
 def _hidden_states(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:

@@ -37,10 +37,16 @@ DEEPSEEK_V3: dict[str, Any] = {
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
+# Those with a padding token have it in the middle of sequences, as models have that are padded with the end of a turn.
 MODELS: dict[str, PretrainedConfig] = {
-    "untied": LlamaConfig(intermediate_size=48, **UNTIED, **COMMON),
+    "untied": LlamaConfig(intermediate_size=48, pad_token_id=19, **UNTIED, **COMMON),
     "tied": LlamaConfig(
-        intermediate_size=48, tie_word_embeddings=True, vocab_size=140, rope_parameters=dict(rope_theta=500.0, **LLAMA3), **COMMON
+        intermediate_size=48,
+        pad_token_id=59,
+        tie_word_embeddings=True,
+        vocab_size=140,
+        rope_parameters=dict(rope_theta=500.0, **LLAMA3),
+        **COMMON,
     ),
     "qwen2": Qwen2Config(intermediate_size=48, tie_word_embeddings=True, vocab_size=140, **COMMON),
     "qwen3": Qwen3Config(intermediate_size=48, head_dim=16, **UNTIED, **COMMON),

@@ -70,6 +70,13 @@ def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
     assert spec.rope_theta == 5e5 and dict(spec.rope_scaling) == SCALING
 
 
+@pytest.mark.parametrize(("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)])
+def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated, token):
+    """Llama 1's -1 is the last row. Two models that differ in it alone have the same shape."""
+    assert load_spec({**CONFIG, "pad_token_id": stated}).padding_token == token
+    assert load_spec({**CONFIG, "pad_token_id": stated}) == load_spec(CONFIG)
+
+
 @pytest.mark.parametrize(
     "key", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "architectures"]
 )
