@@ -30,7 +30,11 @@ def write_result(run_dir: Path | str, version: Version, result: Evaluation) -> N
     """Writes the result ("pass@1", "reward/mean", …) of one weight version; a second result replaces the first."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"version_{version:06d}.json", json.dumps({"version": version, **result}))
+    write_whole(_result_path(run_dir, version), json.dumps({"version": version, **result}))
+
+
+def _result_path(run_dir: Path | str, version: Version) -> Path:
+    return Path(run_dir) / "eval" / f"version_{version:06d}.json"
 
 
 def read_results(run_dir: Path | str) -> list[Evaluation]:
@@ -47,8 +51,7 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
     for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
         try:
             result = json.loads(path.read_text())
-            result["version"] += 0
-            yield path, result
+            yield path, result if path == _result_path(run_dir, result["version"] + 0) else None  # not a copy by another name
         except (OSError, ValueError, TypeError, KeyError):
             yield path, None
 
@@ -99,7 +102,7 @@ def forget_after(run_dir: Path | str, version: Version) -> None:
     """Removes evaluations of weights newer than `version`, which a resumed run will make again."""
     for result in read_results(run_dir):
         if result["version"] > version:
-            (Path(run_dir) / "eval" / f"version_{result['version']:06d}.json").unlink()
+            _result_path(run_dir, result["version"]).unlink()
     if (journal := Path(run_dir) / "eval" / JOURNAL).exists():
         kept = {v: told for v, told in read_journal(run_dir).items() if v <= version}
         journal.unlink()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from megarl.observe.evaluations import NewEvaluations, complete_metrics, forget_after, read_results, write_result
+from megarl.observe.evaluations import NewEvaluations, complete_metrics, damaged_results, forget_after, read_results, write_result
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 
 
@@ -38,6 +39,16 @@ def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> 
     assert [result["version"] for result in read_results(tmp_path)] == [0, 5]
     new = NewEvaluations(tmp_path)
     assert new.metrics()["eval/version"] == 5 and new.metrics() == {}
+
+
+def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None:
+    """A run that goes on from before them reads the rest; the report names the copy."""
+    for version in (2, 6):
+        write_result(tmp_path, version, {"pass@1": version / 8})
+    copy = shutil.copy(tmp_path / "eval/version_000006.json", tmp_path / "eval/version_000008.json")
+    assert [result["version"] for result in read_results(tmp_path)] == [2, 6] and damaged_results(tmp_path) == [copy]
+    forget_after(tmp_path, 4)
+    assert [result["version"] for result in read_results(tmp_path)] == [2]
 
 
 def test_scores_in_a_row_that_a_resumed_run_cuts_off_come_into_a_later_one(tmp_path: Path) -> None:
