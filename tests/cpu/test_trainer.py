@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,3 +339,27 @@ def test_no_storage_is_taken_away_under_a_send_that_overlaps(runs: Path) -> None
     kept = {vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"]) for vpp, s in settings.items()}
     assert kept == {1: (False, True), 2: (True, False)}
     assert all(s["bias_activation_fusion"] and not s["use_cpu_initialization"] for s in settings.values()), "made for GPUs"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(sequence_parallel: bool) -> None:
+    """None, also where each of two ranks has a part of the looked-up rows [s / 2, b, h]."""
+    from megarl.trainer import cpu_support as trainer_support
+
+    trainer_support.install()
+    from megarl.trainer.model import _without_padding
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 5, (2, 8), generator=generator)
+    weights, wanted = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((5, 3), (2, 8, 3)))
+    reference = torch.nn.Embedding(5, 3, padding_idx=2, dtype=torch.float64)
+    reference.weight.data.copy_(weights)
+    (reference(ids) * wanted).sum().backward()
+    weights.requires_grad_()
+    for rank in range(2 if sequence_parallel else 1):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        embedding = SimpleNamespace(reduce_scatter_embeddings=sequence_parallel, tp_group=group)
+        rows, own = (each.transpose(0, 1).chunk(2)[rank] if sequence_parallel else each for each in (weights[ids], wanted))
+        (_without_padding(2, embedding, (ids,), rows) * own).sum().backward()
+    assert (ids == 2).any() and reference.weight.grad is not None
+    torch.testing.assert_close(weights.grad, reference.weight.grad, rtol=0, atol=1e-12)
