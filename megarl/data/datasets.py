@@ -19,7 +19,7 @@ from megarl.data.benchmarks import asked, dates_of, wanted
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
 from megarl.data.formats import columns_of, learned, messages_of, tools_of
 from megarl.data.records import records
-from megarl.data.rows import Answers, Pair, Reading, Row, RowProblem, Rows
+from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.rewards import code, ifeval
 from megarl.rewards.cases import cases_of
@@ -105,7 +105,8 @@ def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> A
         return "row"
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
-    return next(form for form in forms if form in needs)
+    found: Answers = next(form for form in forms if form in needs)
+    return WITH_ROW[found] if "whole" in needs and found in WITH_ROW else found
 
 
 def _answer_for(part: Part, config: RunConfig) -> Answers:
@@ -217,6 +218,7 @@ def _response(record: dict[str, Any], field: str) -> str:
 
 def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
     columns = columns_of(record, config, key)
+    keeping = answers == "whole" or answers in WITH_ROW.values()
     messages = _dig(record, columns.prompt)
     if columns.answer is None and not isinstance(messages, list):
         raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
@@ -234,13 +236,13 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
     if columns.answer is None:
         text = _last(messages, columns.prompt)
     else:
-        text = _text(record, columns.answer, numbers=True) if answers == "final" else _whole_answer(record, columns.answer)
+        text = _text(record, columns.answer, numbers=True) if answers in _FINAL else _whole_answer(record, columns.answer)
     return Row(
         prompt=prompt,
         answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
         demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
         where=where,
-        record=record if answers == "whole" else {},
+        record=record if keeping else {},
     )
 
 
@@ -382,6 +384,8 @@ _REFERENCES: dict[Answers, Callable[[str, str], str]] = {
     "tests": _tests,
     "whole": lambda text, field: text,
 }
+_REFERENCES |= {WITH_ROW[form]: _REFERENCES[form] for form in WITH_ROW}
+_FINAL = ("final", WITH_ROW["final"])
 _FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # of the references, by reward.name
 _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
 

@@ -59,7 +59,10 @@ class Reading:
         self.otherwise += self.prompts.setdefault(prompt, now) != now
 
 
-Answers = Literal["final", "instructions", "tests", "whole", "row", "unused", "none"]
+Answers = Literal[
+    "final", "instructions", "tests", "whole", "row", "unused", "none", "final, row", "instructions, row", "tests, row"
+]  # fmt: skip
 """What of the answer column becomes the reference: the part marked as final; IFEval's instructions or a program's tests, checked; all of
 it, for a user's own reward function or a judge; nothing, where an environment scores by the whole row ("row"), no score needs one
-("unused"), or only demonstrations are read ("none")."""
+("unused"), or only demonstrations are read ("none"). A user's own function beside a verifier is given the row too ("final, row")."""
+WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "instructions, row", "tests": "tests, row"}

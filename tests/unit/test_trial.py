@@ -74,6 +74,12 @@ def test_a_reward_scores_the_reference_an_empty_and_an_absurd_text_to_a_few_rows
     assert "an empty text failed, failed, failed" in str(careful) and [*careful.remarks] == ["scoring an empty text failed: no text"]
 
 
+def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None:
+    config = config_of(folder, "reward.parts.right.name=math", f"reward.parts.own.name={folder}/trial_graders.py:equal")
+    [own] = try_rewards(config, check_data(config, load_spec(TINY), "train", at_hand=True), thorough=False)
+    assert [score.reward for score in own.scores["the reference answer"]] == [1.0]
+
+
 def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tried(folder, "nothing", "first_word", "bounds", thorough=False)
