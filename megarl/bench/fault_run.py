@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ import psutil
 from megarl.bench.fault_orders import ORDERS, order
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.rollouts.ledger import Ledger
+from megarl.weight_sync.engine.beats import BEATS
 
 ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
 RUN_DIR = "run"  # in the campaign's folder
@@ -141,8 +143,12 @@ class FaultRun:
         return self.engines(index)[0]
 
     def engines(self, index: int) -> list[psutil.Process]:
-        """The engine's server process if there is one, recognised by its random seed."""
-        return self.processes("megarl.generator.server", f'"random_seed": {index}')
+        """The engine's server process if there is one, recognised by the file of its workers' beats."""
+        found = []
+        for process in self.processes("megarl.generator.server"):
+            with contextlib.suppress(psutil.Error):
+                found += [process] if process.environ().get(BEATS, "").endswith(f"/engine.{index}.beats") else []
+        return found
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
         """Raises Hang past the deadline, Ended when the run ends first."""

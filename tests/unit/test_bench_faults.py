@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +20,7 @@ from megarl.bench.fault_run import PROMPTS, FaultRun
 from megarl.bench.faults import Fault, plan, render, run, table
 from megarl.config.errors import ConfigError
 from megarl.rollouts.ledger import LEDGER_FILE, Ledger
+from megarl.weight_sync.engine.beats import BEATS
 
 
 def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():
@@ -65,3 +71,17 @@ def test_the_table_counts_by_kind_and_in_all():
     }  # fmt: skip
     text = render({"table": rows, "seed": 1, "seconds": 60, "hardware": "2 CPU cores"})
     assert text.splitlines()[-2].split() == ["all", "3", "1", "1", "1", "0", "0", "2", "1"]
+
+
+def test_an_engine_is_known_by_the_file_of_its_beats(tmp_path: Path) -> None:
+    """Not by its seed, which depends on the step that a run goes on from."""
+    plays = [sys.executable, "-c", "input()", "megarl.generator.server"]
+    run = FaultRun(tmp_path, tmp_path / "model")
+    run.started = SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
+    with contextlib.ExitStack() as stack:
+        played = {}
+        for index in (1, 10):
+            environment = {**os.environ, BEATS: str(tmp_path / f"engine.{index}.beats")}
+            played[index] = stack.enter_context(subprocess.Popen(plays, env=environment, stdin=subprocess.PIPE))
+            stack.callback(played[index].kill)
+        assert [[process.pid for process in run.engines(index)] for index in (0, 1, 10)] == [[], [played[1].pid], [played[10].pid]]
