@@ -13,7 +13,8 @@ MEANINGS = {
     "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
     "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
     "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer, and per token, at 16 million a step",
-    "fleet": "what the one driver of many engines can carry: requests, tokens and weight updates, with emulated engines over HTTP",
+    "driver": "what the one driver of many engines can carry: requests, tokens and weight updates, with emulated engines over HTTP",
+    "fleet": "what weight updates cost the event loop, by trainer ranks and engine workers (thousands): CPU time, bytes, blocks",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
@@ -25,7 +26,9 @@ EXAMPLES = [
     "megarl bench sync --model-size 1b --dtype bfloat16 --picture sync.png",
     "megarl bench overlap --picture overlap.png",
     "megarl bench channels --json",
-    "megarl bench fleet --engines 256",
+    "megarl bench driver --engines 256",
+    "megarl bench fleet",
+    "megarl bench fleet 512+64 4096+1024 --json",
     "megarl bench logprobs",
     "megarl bench packing --sequences 256",
     "megarl bench staleness configs/quickstart.yaml --seeds 3",
@@ -53,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overlap.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells that run side by side; default: 8")
-    by_name["fleet"].add_argument("--engines", metavar="N", type=int, default=256, help="default: 256")
+    by_name["driver"].add_argument("--engines", metavar="N", type=int, default=256, help="default: 256")
+    sizes = "trainer ranks and engine workers, both multiples of 8; default: six, from 128+64 to 4096+1024, which take about 10 minutes"
+    by_name["fleet"].add_argument("sizes", metavar="TRAINERS+WORKERS", nargs="*", help=sizes)
     packing.add_argument("--sequences", metavar="N", type=int, default=32, help="of a step; default: 32")
     packing.add_argument("--repeats", metavar="N", type=int, default=7, help="steps of each way; their median counts; default: 7")
     staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
@@ -113,12 +118,26 @@ def _channels(arguments: argparse.Namespace) -> None:
     run(arguments.json)
 
 
-def _fleet(arguments: argparse.Namespace) -> None:
-    from megarl.bench.fleet import run
+def _driver(arguments: argparse.Namespace) -> None:
+    from megarl.bench.driver import run
 
     if arguments.engines < 1:
         raise ConfigError(f"--engines {arguments.engines}: must be at least 1")
     run(arguments.engines, arguments.json)
+
+
+def _fleet(arguments: argparse.Namespace) -> None:
+    from megarl.bench.fleet import SIZES, TP, run
+
+    sizes = [_size(text, TP) for text in arguments.sizes]
+    run(sizes or SIZES, arguments.json)
+
+
+def _size(text: str, multiple: int) -> tuple[int, int]:
+    ranks = [int(part) if part.isdecimal() else 0 for part in text.split("+")]
+    if len(ranks) != 2 or any(count < multiple or count % multiple for count in ranks):
+        raise ConfigError(f"{text}: must be TRAINERS+WORKERS, two multiples of {multiple}, as in 512+64")
+    return ranks[0], ranks[1]
 
 
 def _logprobs(arguments: argparse.Namespace) -> None:
@@ -163,6 +182,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _sync,
     "overlap": _overlap,
     "channels": _channels,
+    "driver": _driver,
     "fleet": _fleet,
     "logprobs": _logprobs,
     "packing": _packing,

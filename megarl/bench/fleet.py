@@ -1,177 +1,451 @@
-"""What one driver of many engines can carry: requests, tokens, and the calls of a weight update, in CPU time of its process.
+"""What weight updates cost the generator's event loop, by the number of trainer ranks and engine workers: CPU time, bytes, blocks.
 
-Real: the client, the fleet, the stream and its admission, groups, packing, and the hub, which encrypts. Emulated: engines, each an HTTP
-server at a port of its own that answers as SGLang does, after as long as it would decode; rewards; the trainer, which only receives.
+Real: the hub with its keys and encryption, and all of the weights channel's receiving end (offers, sessions, opening, writes, audit), with
+plan, map and messages of Llama 3.1 405B in fp8. Light: trainer ranks and engine workers, which are thousands of real connections of two
+processes, and answer as real ones do, at once; no byte of weights moves. Left out: calls to the engines' HTTP servers, which
+`megarl bench driver` measures. Here a pipe carries the commands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import multiprocessing
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from aiohttp import web
+import msgspec
+import numpy as np
+import zmq
 
-from megarl.bench.channel_samples import TIMEOUT_S, asked
-from megarl.bench.channel_tokens import PROMPT_TOKENS, answer_of
-from megarl.generator.client import EngineClient
-from megarl.generator.completions import Sampling
+from megarl.bench.channel_samples import asked
+from megarl.config.schema import AsyncConfig, GeneratorConfig, ModelConfig, RunConfig, TimeoutConfig, TrainerConfig, WeightsConfig
+from megarl.generator.client import EngineUnreachable, Parallelism
 from megarl.generator.fleet import Fleet
 from megarl.launch.processes import raise_limits
-from megarl.messaging.background import Background
-from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import GenerateFrom, GroupReady
-from megarl.messaging.pulse import Pulse
-from megarl.rollouts.admission import Admission
-from megarl.rollouts.channel import RolloutsSender
-from megarl.rollouts.stream import RolloutStream
-from megarl.types import Group, Ordinal, Prompt, Sample
-from megarl.weight_sync.update import WeightUpdate
-from megarl.weight_sync.workers import Workers
+from megarl.messaging.host import Host
+from megarl.messaging.link import Hub, RunKey
+from megarl.messaging.messages import (
+    GroupReady,
+    Hello,
+    Message,
+    WeightsApplied,
+    WeightsGrant,
+    WeightsOffer,
+    WeightsWritten,
+    WorkerReply,
+    decode,
+    encode,
+)
+from megarl.models import ModelSpec
+from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.weights import Weights
+from megarl.reshard.layout import Layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.relays import ENGINES, foreseen
+from megarl.reshard.tensors import SentTensors
+from megarl.types import Version
+from megarl.weight_sync import commands
+from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.receiver import WeightsReceiver
+from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
 
-LENGTHS = (128, 512, 2048)  # tokens of a response
-N = 4  # responses to a prompt, in one request
-IN_FLIGHT = 8  # requests at an engine
-DECODING_S = 2.0  # of a response
-ROUNDS = 3  # requests at each place; the first, in which connections are made, does not count
-GROUP_S = 600.0  # deadline; this machine may have other work
-UPDATES = 5
-SERVERS = 2  # processes that the engines share
+SIZES = ((128, 64), (512, 64), (512, 512), (1024, 256), (2048, 512), (4096, 1024))  # trainer ranks, engine workers
+LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
+TP = 8  # of both sides: a rank a GPU, and a model's shard a node
+GPUS = 8  # of a host
+UPDATES = 5  # whose median counts
+GROUPS = 512  # of a batch, whose headers go to trainer rank 0
+CLIENTS = 2  # processes that the light members share
+TICK_S = 0.005  # blocks shorter than that are not seen
+PATIENCE_S = 600.0  # of every wait but the one that must run out; this machine may have other work
+STOPPED_S = 5.0  # the wait for a rank that is stopped
 
 
-def run(engines: int, as_json: bool) -> None:
-    facts = measure(engines)
-    print(json.dumps(facts) if as_json else render(facts))
+def run(sizes: Sequence[tuple[int, int]], as_json: bool) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+        rows = [measure(*size) for size in sizes]
+    print(json.dumps({"sizes": rows}) if as_json else render(rows))
 
 
-def measure(engines: int = 256, lengths: tuple[int, ...] = LENGTHS, decoding_s: float = DECODING_S) -> dict[str, Any]:
+def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[str, Any]:
+    """One row, with the keys of `megarl bench fleet --json`."""
     raise_limits()
     key = RunKey.generate()
-    hub = Hub("generator.0", key)
-    try:
-        with _processes(engines, lengths, decoding_s, key, hub.address) as urls:
-            return asyncio.run(_measure(urls, lengths, hub))
-    finally:
-        hub.close()
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(CountingHub("generator.0", key)) as hub:
+        key.save(Path(folder, "key"))
+        plan = plan_of(trainers, workers, spec, folder)
+        with _members(plan, key, hub.address) as pipes:
+            return asyncio.run(_Driver(plan, hub, pipes).measure())
+
+
+def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPlan:
+    pp = max(stages for stages in range(1, 17) if trainers % (TP * stages) == 0)
+    ends = 7 if (pp, spec.num_layers) == (16, 126) else None  # layers of the first and of the last stage
+    config = RunConfig(
+        model=ModelConfig(path="405b", dtype="bfloat16"),
+        trainer=TrainerConfig(tp=TP, pp=pp, dp=trainers // (TP * pp), first_stage_layers=ends, last_stage_layers=ends),
+        generator=GeneratorConfig(engines=workers // TP, tp=TP, quantization="fp8_block"),
+        async_=AsyncConfig(partial_rollout="in_flight"),
+        weights=WeightsConfig(relay=ENGINES),
+        timeouts=TimeoutConfig(weights_s=PATIENCE_S, rendezvous_s=PATIENCE_S),
+        run_dir=run_dir,
+    )
+    topologies = trainer_topology(config.trainer), generator_topology(config.generator)
+    return RunPlan(config, spec, *topologies, config.max_steps, 0, Weights("405b"))
+
+
+def source_of(plan: RunPlan) -> Layout:
+    return trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, "te")
+
+
+class CountingHub(Hub):
+    """Counts the bytes of messages, both ways."""
+
+    bytes = 0
+
+    def _decoded(self, sender: str, *frames: bytes) -> Message:
+        self.bytes += sum(map(len, frames))
+        return super()._decoded(sender, *frames)
+
+    def _send(self, peer: str, body: bytes) -> None:
+        self.bytes += len(body)
+        super()._send(peer, body)
+
+
+# The generator's end
+
+
+@dataclass
+class LightEngine:
+    """What the weights channel needs of an EngineClient. `resumed_s`: the CPU time at the end of the pause."""
+
+    number: int
+    pipe: Connection  # to the process that plays its workers
+    url: str = ""
+    held: Version = -1
+    dead: bool = False
+    begun_s: float = 0.0  # CPU time of this process when it was paused, and when it was to go on
+    resumed_s: float = 0.0
+
+    def __hash__(self) -> int:
+        return self.number
+
+    async def version(self, timeout_s: float) -> Version:
+        return self.held
+
+    async def parallelism(self, timeout_s: float) -> Parallelism:
+        return Parallelism(TP, 1, 1)
+
+    async def begin_update(self, timeout_s: float) -> None:
+        self.begun_s = time.process_time()
+
+    async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
+        if self.dead:
+            raise EngineUnreachable(self.url, f"engine {self.url} is not reachable: it is dead")
+        self.pipe.send_bytes(self.number.to_bytes(4, "little") + encoded)
+
+    async def set_version(self, version: Version, timeout_s: float) -> None:
+        self.held = version
+
+    async def resume(self, timeout_s: float) -> None:
+        self.resumed_s = time.process_time()
+
+    async def pause(self, timeout_s: float, mode: str) -> None:
+        pass
+
+    async def end_update(self, timeout_s: float) -> None:
+        pass
+
+    async def condemn(self, reason: str) -> None:
+        pass
+
+
+@dataclass
+class Loop:
+    """The longest stretch in which the event loop did nothing else, in CPU time, so that other work on the machine does not count."""
+
+    longest_s: float = 0.0
+
+    async def watch(self) -> None:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.thread_time()
+            self.longest_s, before = max(self.longest_s, now - before), now
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        task = asyncio.ensure_future(self.watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+@dataclass
+class _Executor:
+    """The generator's executor, as far as an update needs it."""
+
+    fleet: Fleet
+    version: Version = -1
+    held_s: float = 0.0  # CPU time when all offers were there
+    trace: Any = field(default_factory=lambda: SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext({}), add=lambda *_, **__: None))
+
+    async def hold(self) -> None:
+        self.held_s = time.process_time()
+        await self.fleet.hold(PATIENCE_S)
+
+    def release(self, version: Version) -> None:
+        self.version = version
+        self.fleet.release(version)
+
+
+class _Driver:
+    def __init__(self, plan: RunPlan, hub: CountingHub, pipes: Sequence[Connection]):
+        self.plan, self.hub, self.pipes, self.loop = plan, hub, pipes, Loop()
+        self.receiver = WeightsReceiver(plan, source_of(plan), hub, str(Path(plan.config.run_dir, "key")))
+        engines = range(plan.config.generator.engines)
+        self.engines = [LightEngine(number, pipes[number % len(pipes)], f"light://{number}") for number in engines]
+        self.executor = _Executor(Fleet(self.engines, "in_flight", elastic=True))  # type: ignore[arg-type]
+
+    async def measure(self) -> dict[str, Any]:
+        began_s, executor = time.process_time(), self.executor
+        for pipe in self.pipes:
+            pipe.send(None)  # now they connect
+        with self.loop.watched():
+            opening_s, _, opening_bytes = await self.take()
+        opening_s, connecting_s = time.process_time() - executor.held_s, executor.held_s - began_s
+        opening_block_s, self.loop.longest_s = self.loop.longest_s, 0.0
+        updates = [await self.take() for _ in range(UPDATES)]
+        update_s, paused_s, update_bytes = (float(np.median(values)) for values in zip(*updates))
+        with self.loop.watched():
+            await self.take()
+        batch_s = await self.send_batch()
+        lost_s = await self.lose_engine()
+        await self.miss_trainer()
+        return {
+            "trainer_ranks": self.plan.trainer_topology.world_size,
+            "generator_ranks": self.plan.generator_topology.world_size,
+            "update_cpu_s": update_s,
+            "paused_cpu_s": paused_s,
+            "opening_cpu_s": opening_s - update_s,
+            "opening_bytes": int(opening_bytes - update_bytes),
+            "longest_block_s": max(opening_block_s, self.loop.longest_s),
+            "longest_block_of_update_s": self.loop.longest_s,
+            "connecting_cpu_s": connecting_s,
+            "update_bytes": int(update_bytes),
+            "batch_cpu_s": batch_s,
+            "lost_engine_cpu_s": lost_s,
+        }
+
+    async def take(self) -> tuple[float, float, int]:
+        """One update, from the offers to the word that it is applied: CPU seconds, those of them while engines were paused, bytes."""
+        before_s, before_bytes = time.process_time(), self.hub.bytes
+        await self.receiver.take(self.executor)  # type: ignore[arg-type]
+        now_s = time.process_time()
+        living = [engine for engine in self.engines if not engine.dead]
+        paused_s = max(engine.resumed_s for engine in living) - min(engine.begun_s for engine in living)
+        return now_s - before_s, paused_s, self.hub.bytes - before_bytes
+
+    async def send_batch(self) -> float:
+        """CPU seconds to send the headers of a batch's groups to trainer rank 0."""
+        began_s, raw = time.process_time(), msgspec.Raw(msgspec.msgpack.encode("x" * 1024))
+        await self.hub.send_each(("trainer.0", GroupReady(n, 0, 0.0, 0.0, 0.0, raw, raw, [])) for n in range(GROUPS))
+        return time.process_time() - began_s
+
+    async def lose_engine(self) -> float:
+        """An engine dies, and the run goes on without it: CPU seconds of the update in which the others' memory is opened anew."""
+        dead = self.engines[0]
+        dead.dead = True
+        await self.take()
+        assert self.executor.fleet.lost.keys() == {dead.number}, self.executor.fleet.lost
+        self.executor.fleet.version = self.executor.version
+        return (await self.take())[0]
+
+    async def miss_trainer(self) -> None:
+        """A trainer rank is stopped: the wait for it runs out, and names it."""
+        self.pipes[0].send_bytes(b"stop")
+        self.plan.config.timeouts.weights_s = STOPPED_S
+        try:
+            await self.take()
+        except TimeoutError as error:
+            assert "for trainer.0 to write weights version" in str(error), error
+        else:
+            raise AssertionError("a trainer rank that is stopped was not missed")
+
+
+# The members' end
 
 
 @contextlib.contextmanager
-def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: RunKey, hub: str) -> Iterator[list[str]]:
-    """Starts engines and trainer; yields where the engines are."""
+def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]:
+    """Processes that play the trainer ranks, and the workers of the engines; yields pipes to them, once they are ready."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         pipes = []
-        groups = engines * IN_FLIGHT * ROUNDS
-        parts = [engines // SERVERS + (number < engines % SERVERS) for number in range(SERVERS)]
-        for target, *arguments in [*((_serve, part, lengths, decoding_s) for part in parts), (_take, key, hub, groups, len(lengths))]:
+        for number in range(CLIENTS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+            process = context.Process(target=_play, args=(theirs, number, plan, key, hub), daemon=True)
             process.start()
             stack.callback(process.join, 10)
             stack.callback(process.kill)
             pipes.append(ours)
-        yield [url for pipe in pipes[:SERVERS] for url in asked(pipe)]
+        for pipe in pipes:
+            asked(pipe)
+        yield pipes
 
 
-def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
-    """So many engines. They answer a request for so many tokens always alike."""
+def _play(pipe: Connection, number: int, plan: RunPlan, key: RunKey, hub: str) -> None:
     raise_limits()
-    bodies, version = {tokens: answer_of(N, tokens) for tokens in lengths}, ["0"]
-
-    async def generate(request: web.Request) -> web.Response:
-        tokens = json.loads(await request.read())["sampling_params"][0]["max_new_tokens"]
-        await asyncio.sleep(decoding_s)
-        return web.Response(body=bodies[tokens], content_type="application/json")
-
-    async def control(request: web.Request) -> web.Response:
-        body = await request.read()
-        if request.path == "/update_weight_version":
-            version[0] = json.loads(body)["new_version"]
-        return web.json_response({"success": True, "message": "", "weight_version": version[0]})
-
-    async def serve() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.add_routes([web.post("/generate", generate), web.route("*", "/{path:.*}", control)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        sites = [web.TCPSite(runner, "127.0.0.1", 0) for _ in range(engines)]
-        for site in sites:
-            await site.start()
-        pipe.send([f"http://127.0.0.1:{port}" for _, port in runner.addresses])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
+    Members(pipe, number, plan, key, hub).play()
 
 
-def _take(pipe: Connection, key: RunKey, hub: str, groups: int, times: int) -> None:
-    """Trainer rank 0, so often: asks for groups, and takes them in."""
-    peer = Peer("trainer.0", key, hub)
-    for _ in range(times):
-        peer.send(GenerateFrom(0, []))
-        for _ in range(groups):
-            peer.receive(GroupReady, GROUP_S, "a group")
-    pipe.send(None)
+class Members:
+    """Every second trainer rank and the workers of every second engine. Trainer ranks and engines have a connection each."""
+
+    def __init__(self, pipe: Connection, number: int, plan: RunPlan, key: RunKey, hub: str):
+        self.pipe, self.plan, self.key, self.hub = pipe, plan, key, hub
+        self.context, self.poller = zmq.Context(), zmq.Poller()
+        self.context.set(zmq.MAX_SOCKETS, 65_535)
+        self.source = source_of(plan)
+        self.trainers = range(number, plan.trainer_topology.world_size, CLIENTS)
+        self.engines_of_map = plan.config.generator.engines  # how many the map is for
+        self.rank_of: dict[zmq.Socket, int] = {}  # of trainers
+        self.workers: dict[int, tuple[int, zmq.Socket]] = {}  # engine → (its first generator rank, the connection of its first worker)
+        self.stopped = -1  # a trainer rank that does nothing any more
+        self.sent(self.engines_of_map)
+        pipe.send(None)
+
+    @cache  # noqa: B019  one object a process
+    def map(self, engines: int) -> tuple[ReshardMap, SentTensors]:
+        whole = weights_map(self.plan, self.source, engines)
+        map, forwarding = foreseen(whole, ENGINES, TP)
+        return whole, SentTensors(map, forwarding.relays if forwarding else ())
+
+    def sent(self, engines: int) -> SentTensors:
+        return self.map(engines)[1]
+
+    @cache  # noqa: B019
+    def hashes(self, engines: int) -> np.ndarray:
+        """Of all places: every share is 1, so a tensor's hash is the number of its senders."""
+        tensors = self.sent(engines)
+        counts = np.bincount(tensors.place_of, minlength=tensors.places[-1]).astype(np.uint64)
+        leading, relayed = tensors.relayed
+        counts[relayed] = counts[leading]
+        return counts
+
+    def play(self) -> None:
+        self.pipe.recv()
+        self.poller.register(self.pipe.fileno(), zmq.POLLIN)
+        for rank in self.trainers:
+            socket = self.connect(f"trainer.{rank}")
+            self.rank_of[socket] = rank
+            socket.send(encode(Hello(self.map(self.engines_of_map)[0].plan_hash, host("trainer", rank))))
+            socket.send(encode(WeightsOffer(0)))
+        while True:
+            for ready, _ in self.poller.poll():
+                if isinstance(ready, int):
+                    self.command(self.pipe.recv_bytes())
+                else:
+                    with contextlib.suppress(zmq.Again):
+                        while True:
+                            self.answer(ready, decode(ready.recv(zmq.NOBLOCK)))
+
+    def connect(self, name: str) -> zmq.Socket:
+        socket, key = self.context.socket(zmq.DEALER), self.key
+        socket.identity, socket.curve_serverkey = name.encode(), key.hub_public.encode()
+        socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.connect(self.hub)
+        self.poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def answer(self, socket: zmq.Socket, message: Message) -> None:
+        """What a trainer rank does."""
+        rank = self.rank_of.get(socket, -1)
+        if rank == self.stopped:
+            return
+        if isinstance(message, WeightsGrant) and message.engines:
+            self.engines_of_map = message.engines
+            shares = np.ones(len(self.sent(message.engines).sent_by(rank)), np.uint64).tobytes()
+            socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, shares)))
+        elif isinstance(message, WeightsApplied):
+            socket.send(encode(WeightsOffer(message.version + 1)))
+
+    def command(self, body: bytes) -> None:
+        """What the workers of an engine do."""
+        if body == b"stop":
+            self.stopped = self.trainers[0]
+            return
+        engine, command = int.from_bytes(body[:4], "little"), commands.decode(body[4:])
+        if isinstance(command, commands.Connect):
+            if engine in self.workers:
+                _, earlier = self.workers[engine]
+                self.poller.unregister(earlier)
+                earlier.close()
+            self.workers[engine] = command.first_rank, self.connect(f"engine.{command.first_rank}.{command.connection}")
+        first, socket = self.workers[engine]
+        payloads = [(rank, msgspec.msgpack.encode(self.worker_answers(rank, command))) for rank in range(first, first + TP)]
+        replies = [WorkerReply(rank, type(command).__name__, "", payload) for rank, payload in payloads]
+        socket.send(encode(msgspec.structs.replace(replies[0], others=replies[1:])))
+
+    def worker_answers(self, rank: int, command: commands.Command) -> Any:
+        tensors = self.sent(self.engines_of_map)
+        count = int(np.diff(tensors.places)[0])
+        if isinstance(command, commands.Connect):
+            return host("engine", rank)
+        if isinstance(command, commands.Watch):
+            return commands.Watched(b"of all alike", 300, 1 << 20)
+        if isinstance(command, commands.Inventory):
+            names = [tensors.name(place)[1] for place in range(count)]
+            return [
+                commands.Held(name, (16384, 6656), "float8_e4m3fn", 1 << 26, commands.WRITTEN, "")
+                for name in names * (rank in command.ranks)
+            ]
+        if isinstance(command, commands.Open):
+            address = f"10.0.{rank // 250}.{rank % 250}:17813 rdma {140_000_000_000_000 + rank}"
+            endpoint = Endpoint(rank, MOONCAKE, address, 1 << 36, [], host=host("engine", rank))
+            offsets = (np.arange(count, dtype=np.int64) << 26) + rank
+            return Packed(endpoint, command.known[rank], [], offsets.tobytes(), b"")
+        if isinstance(command, commands.Recall):
+            return commands.Changes([], 1)
+        if isinstance(command, commands.Audit):
+            return commands.Found(self.hashes(self.engines_of_map)[slice(*tensors.places[rank : rank + 2])].tobytes())
+        if isinstance(command, commands.PassOn):
+            return []
+        return None
 
 
-async def _measure(urls: list[str], lengths: tuple[int, ...], hub: Hub) -> dict[str, Any]:
-    clients = [EngineClient(url, "", "") for url in urls]
-    fleet = Fleet(clients, "in_flight", elastic=True)
-    fleet.release(0)
-    rows = []
-    for tokens in lengths:
-        request_s = await _request_s(fleet, tokens, len(urls) * IN_FLIGHT, hub)
-        costs = {"requests_per_s": 1 / request_s, "tokens_per_s": N * tokens / request_s, "ns_per_token": request_s / N / tokens * 1e9}
-        rows.append({"tokens": tokens, "request_ms": request_s * 1e3, **costs})
-    update_s = [await _update_s(clients, version, hub) for version in range(UPDATES)]
-    await fleet.close()
-    return {"engines": len(urls), "responses_per_request": N, "lengths": rows, "update_ms": min(update_s) * 1e3}
+def host(side: str, rank: int) -> Host:
+    """Of GPUS ranks each, on one InfiniBand, as long as a real one's."""
+    boot = f"{side:0>26}{rank // GPUS:010d}"
+    return Host(f"{boot} pid:[4026531836] shm:[25]", f"{boot} net:[4026531840]", f"{side}-{rank // GPUS}", True, ("mooncake", "infiniband"))
 
 
-async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> float:
-    """CPU seconds a request, from its beginning until its group is on its way to the trainer."""
-
-    async def roll_out(ordinal: Ordinal) -> Group:
-        prompt = Prompt(ordinal, list(range(PROMPT_TOKENS)), "", "")
-        completions = await fleet.generate(prompt.token_ids, Sampling(tokens), N)
-        return Group(
-            prompt, [Sample(c.token_ids, c.logprobs, c.versions, "", float(i % 2), c.finish_reason) for i, c in enumerate(completions)]
+def render(rows: Sequence[dict[str, Any]]) -> str:
+    """A line a size, and how costs grow from one to the next."""
+    lines = [f"{'ranks':>14}  {'update':>9} {'paused':>9} {'opening':>9} {'opening':>10} {'longest block':>14}"]
+    lines.append(f"{'':>14}  {'CPU ms':>9} {'CPU ms':>9} {'CPU s':>9} {'MB':>10} {'CPU ms':>14}")
+    for row in rows:
+        ranks = f"{row['trainer_ranks']} + {row['generator_ranks']}"
+        times = f"{row['update_cpu_s'] * 1e3:>9.1f} {row['paused_cpu_s'] * 1e3:>9.1f} {row['opening_cpu_s']:>9.2f}"
+        lines.append(f"{ranks:>14}  {times} {row['opening_bytes'] / 1e6:>10.1f} {row['longest_block_s'] * 1e3:>14.0f}")
+    for before, after in pairwise(rows):
+        more = (after["trainer_ranks"] + after["generator_ranks"]) / (before["trainer_ranks"] + before["generator_ranks"])
+        grown = ", ".join(
+            f"{what} x{after[key] / before[key]:.1f}" for what, key in (("update", "update_cpu_s"), ("opening", "opening_cpu_s"))
         )
-
-    background, pulse, end = Background(), Pulse(), in_flight * ROUNDS
-    stream = RolloutStream(Admission(end, None, in_flight, end), roll_out, RolloutsSender(hub), background, pulse)
-
-    async def cpu_until(sent: int) -> float:
-        await pulse.until(lambda: stream.sent >= sent)
-        return time.process_time()
-
-    background.start(stream.run(TIMEOUT_S), "rollout stream")
-    stream.put_version(0)
-    begun = await background.beside(cpu_until(in_flight))
-    cpu_s = await background.beside(cpu_until(end)) - begun
-    await background.close()
-    return cpu_s / (end - in_flight)
-
-
-async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> float:
-    """CPU seconds of all calls to the engines' HTTP servers that open and close an update."""
-    begun = time.process_time()
-    update = WeightUpdate(Workers(clients, 1, hub, TIMEOUT_S), version + 1, in_place=True)
-    await update.open(version)
-    await update.close()
-    return time.process_time() - begun
-
-
-def render(facts: dict[str, Any]) -> str:
-    """One line a length, and one for an update."""
-    n = facts["responses_per_request"]
-    lines = [f"{facts['engines']} engines, {IN_FLIGHT} requests of {n} responses at each; CPU time of their one driver"]
-    for row in facts["lengths"]:
-        cost = f"{row['request_ms']:.2f} ms a request, {row['ns_per_token']:.0f} ns a token"
-        most = f"{row['requests_per_s']:,.0f} requests and {row['tokens_per_s'] / 1e6:.2f} million tokens a second"
-        lines.append(f"  {row['tokens']:>5} tokens a response: {cost}; a core carries {most}")
-    return "\n".join([*lines, f"  a weight update: {facts['update_ms']:.0f} ms for the calls that pause, open, close and resume"])
+        lines.append(f"  {after['trainer_ranks']} + {after['generator_ranks']}: x{more:.1f} the ranks; {grown}")
+    return "\n".join(lines)

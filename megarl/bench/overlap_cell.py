@@ -237,7 +237,7 @@ class EmulatedSender(WeightsSender):
 
     def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> int:
         time.sleep(self.write_s)
-        self._link.send(WeightsWritten(grant.version, 0, self.write_s, {}))
+        self._link.send(WeightsWritten(grant.version, 0, self.write_s))
         return 0
 
 
@@ -250,7 +250,7 @@ class EmulatedReceiver(WeightsReceiver):
         for engine in executor.engines:
             engine.pause()
         for name in self._trainers:
-            self._link.send(name, WeightsGrant(version, []))
+            self._link.send(name, WeightsGrant(version))
         await Writes(self._link, self._trainers, version, self._plan.config.timeouts.weights_s).done()
         for engine in executor.engines:
             await engine.resume(version, recompute=self._plan.config.async_.partial_rollout == "retract")

@@ -25,13 +25,14 @@ from megarl.generator.sglang_updates import FLATTENED, GROUP
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.stores import open_store
 from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.tensors import SentTensors
 from megarl.weight_sync import commands, workers
-from megarl.weight_sync.audit import compare
+from megarl.weight_sync.audit import compare, packed_shares
 from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.update import WeightUpdate
-from megarl.weight_sync.writing import shapes_of
+from megarl.weight_sync.writing import shapes_of, shares_of
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # suffix of a direct way that hashes both sides
@@ -58,6 +59,7 @@ class Bench:
         self.map = build_map(*job)
         self.trainers = list(range(job[2]))
         self.everyone = [*self.trainers, job[2]]  # the last one is the far end of a bare medium
+        self.tensors = SentTensors(self.map)
         self.sent = [sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers]
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
         self.bytes = sum(self.sent)
@@ -139,7 +141,7 @@ class Bench:
             return {}
         await self.write(kind, False)
         sent = await self.write_delta(kind, share)
-        await self.session.audit([each.shares for each in sent], self.map)
+        await self.audit(sent)
         moved = sum(sizes[0] for _, sizes, _ in found)
         way = Way(partial(self.write_delta, kind, share), moved, len(sent), compare_s=max(seconds for seconds, _, _ in found))
         return {f"direct {kind}, {share:.1%}".removesuffix("%") + CHANGED: way}
@@ -155,8 +157,12 @@ class Bench:
         return sent
 
     async def audited(self, kind: str) -> None:
-        sent = await self.write(kind, True)
-        await self.session.audit([each.shares for each in sent], self.map)
+        await self.audit(await self.write(kind, True))
+
+    async def audit(self, sent: Sequence[Any]) -> None:
+        """`sent`: what each trainer rank says, of one part after the other."""
+        count = len(self.trainers)
+        await self.session.audit([packed_shares(shares_of(sent[rank::count])) for rank in range(count)], self.tensors)
 
     async def recalled(self, kind: str) -> None:
         await self.session.recall()
@@ -234,7 +240,7 @@ class Bench:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
             found = [msgspec.msgpack.decode(payload, type=commands.Found) for payload in await self.workers.run_all(commands.Audit())]
-            compare([each.hashes for each in found], sent, self.map)
+            compare([each.hashes for each in found], [packed_shares(shares) for shares in sent], self.tensors)
 
     async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)

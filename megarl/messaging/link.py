@@ -13,8 +13,8 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,10 @@ from megarl.messaging.pulse import Pulse
 
 M = TypeVar("M", bound=Message)
 
-REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # a handshake that ended early, whoever began it: a member's may have been too late
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | UNFINISHED
+BACKLOG = 4096  # connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
+AT_ONCE = 64  # messages that an event loop reads, or sends, before its other tasks have their turn
 LOOK_UP_S = 0.2  # interval at which a wait asks whether it is given up
 READ_AHEAD_S = 0.02  # interval at which a peer that reads ahead looks for messages
 
@@ -107,21 +110,26 @@ class _Endpoint:
         """The next message. Raises UnknownMessage; zmq.Again if none has arrived."""
         raise NotImplementedError
 
-    def _take_in(self) -> None:
-        """Moves everything that has arrived into the inbox. Raises the error of reading, then and at every later call."""
+    def _take_in(self, most: float = math.inf) -> bool:
+        """Moves everything that has arrived into the inbox, or the first `most` messages; returns whether that was all. Raises the error
+        of reading, then and at every later call."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            self._read_ahead = False
+            self._read_ahead, taken = False, 0
             try:
-                while True:
+                while taken < most:
                     self._inbox.put(*self._read())
-                    self._arrived()
+                    taken += 1
             except zmq.Again:
-                return
+                return True
             except Exception as error:
                 self._broken = error
                 raise
+            finally:
+                if taken:
+                    self._arrived()
+            return False
 
     def _decoded(self, sender: str, *frames: bytes) -> Message:
         try:
@@ -192,54 +200,94 @@ class Hub(_Endpoint):
         socket.router_handover = True  # a peer whose connection broke unnoticed can come back under its name
         socket.sndhwm = socket.rcvhwm = 0
         socket.ipv6 = ":" in host
+        socket.backlog = BACKLOG
         socket.bind(f"tcp://{with_port(host, port)}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
-        self._refused = 0
+        self._refused: Counter[str] = Counter()  # by what is said of them
         self._loop: asyncio.AbstractEventLoop | None = None  # where tasks wait for messages
+        self._looking = False  # it is about to look for more
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
-        self._note_refusals()
         sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         name = sender.decode() if sender.isascii() and sender.decode().isprintable() else repr(sender)
         return name, self._decoded(name, *frames)
 
+    def _take_in(self, most: float = math.inf) -> bool:
+        self._note_refusals()
+        return super()._take_in(most)
+
     def _note_refusals(self) -> None:
-        """Logs connections refused for lack of the run's key: the first, second, fourth, …, so that they cannot fill the log."""
+        """Logs connections refused for lack of the run's key, and handshakes that ended early: the first, second, fourth, …, so that they
+        cannot fill the log."""
         while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            recv_monitor_message(self._refusals)
-            self._refused += 1
-            if self._refused.bit_count() == 1:
-                print(f"{self.name} refused a connection without the run's key at {self.address}, {self._refused} by now", flush=True)
+            event = recv_monitor_message(self._refusals)["event"]
+            late = event == UNFINISHED
+            said = "lost a connection before its handshake was over" if late else "refused a connection without the run's key"
+            self._refused[said] += 1
+            if self._refused[said].bit_count() == 1:
+                print(f"{self.name} {said} at {self.address}, {self._refused[said]} by now", flush=True)
 
     def send(self, peer: str, message: Message) -> None:
         """Raises RuntimeError when `peer` is not connected."""
+        self._send(peer, encode(message))
+
+    async def send_each(self, messages: Iterable[tuple[str, Message]]) -> None:
+        """Sends (peer, message) one after the other, while other tasks of the event loop go on. Raises RuntimeError like `send`."""
+        for number, (peer, message) in enumerate(messages):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+            self._send(peer, encode(message))
+
+    async def send_all(self, peers: Iterable[str], message: Message) -> None:
+        """The same message to all `peers`; as `send_each`."""
+        body = encode(message)
+        for number, peer in enumerate(peers):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+            self._send(peer, body)
+
+    def _send(self, peer: str, body: bytes) -> None:
         try:
-            self._socket.send_multipart([peer.encode(), encode(message)])
+            self._socket.send(peer.encode(), zmq.SNDMORE)
+            self._socket.send(body)
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
         if self._loop is not None:
-            self._take_in()
+            self._look_again()
 
-    async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str) -> tuple[str, M]:
-        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline.
+    async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> tuple[str, M]:
+        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline. `awaited` may be a function, to
+        be called when the deadline is past.
 
         Several tasks may wait at once, each for a different type.
         """
+        return (await self._arrived_of(kind, timeout_s, awaited, lambda: [found] if (found := self._inbox.take(kind)) else []))[0]
+
+    async def arrivals(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> list[tuple[str, M]]:
+        """Like `arrival`, but returns all messages of that type which have arrived, in order, and at least one."""
+        return await self._arrived_of(kind, timeout_s, awaited, lambda: self._inbox.take_all(kind))
+
+    async def _arrived_of(
+        self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str], take: Callable[[], list[tuple[str, M]]]
+    ) -> list[tuple[str, M]]:
         self._listen()
         found: list[tuple[str, M]] = []
 
         def arrived() -> bool:
-            found.extend(filter(None, [self.poll(kind)]))
+            if self._broken is not None:
+                raise self._broken
+            found.extend(take())
             return bool(found)
 
         try:
             async with asyncio.timeout(timeout_s):
                 await self._arrivals.until(arrived)
         except TimeoutError:
-            raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {awaited}") from None
-        return found[0]
+            what = awaited if isinstance(awaited, str) else awaited()
+            raise TimeoutError(f"{self.name} waited {timeout_s:.0f} s for {what}") from None
+        return found
 
     def _listen(self) -> None:
         """ZeroMQ's descriptor becomes readable when the socket's state may have changed, not while there is something to read.
@@ -248,13 +296,26 @@ class Hub(_Endpoint):
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._arrivals = loop, Pulse()
-            loop.add_reader(self._socket.fileno(), self._take_in_readable)
+            self._loop, self._arrivals, self._looking = loop, Pulse(), False
+            loop.add_reader(self._socket.fileno(), self._take_in_some)
+            self._look_again()
 
-    def _take_in_readable(self) -> None:
-        """Called by the event loop, which would only log an error; the waiting tasks find it and raise it."""
+    def _look_again(self) -> None:
+        """Has the event loop take in what has arrived, soon; once for any number of calls."""
+        assert self._loop is not None
+        if not self._looking and not self._loop.is_closed():
+            self._looking = True
+            self._loop.call_soon(self._take_in_some)
+
+    def _take_in_some(self) -> None:
+        """Called by the event loop, which would only log an error; the waiting tasks find it and raise it. A rush of messages is taken in
+        bit by bit, so that others have their turn."""
+        self._looking = False
+        if self._socket.closed:
+            return
         try:
-            self._take_in()
+            if not self._take_in(AT_ONCE):
+                self._look_again()
         except Exception:
             self._arrivals.beat()
 

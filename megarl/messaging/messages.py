@@ -44,7 +44,7 @@ class WeightsGrant(_Message, frozen=True):
     """
 
     version: int
-    endpoints: list[str]
+    endpoints: bytes = b""  # as transports.base.decode_endpoints reads them
     engines: int = -1
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
     plan_hash: str = ""  # of the map without what engines pass on
@@ -53,7 +53,8 @@ class WeightsGrant(_Message, frozen=True):
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: my copies are written, or `error` says why not. `shares[generator rank][tensor]`: their share of its audit hash.
+    """Trainer rank: my copies are written, or `error` says why not. `shares`: those of the audit hashes (weight_sync.audit.packed_shares),
+    once all is written.
 
     `unwritten`: generator ranks that could not be reached. `more`: only the copies that land (Mooncake) are written yet, so the workers
     can scatter them while the others follow.
@@ -62,7 +63,7 @@ class WeightsWritten(_Message, frozen=True):
     version: int
     bytes_written: int
     write_s: float
-    shares: dict[int, dict[str, int]]
+    shares: bytes = b""
     error: str = ""
     unwritten: list[int] = []
     more: bool = False
@@ -187,12 +188,13 @@ class FleetAnswer(_Message, frozen=True):
 
 
 class WorkerReply(_Message, frozen=True):
-    """One engine worker's answer to a loader command; `error` is empty on success."""
+    """One engine worker's answer to a loader command; `error` is empty on success. The first worker of an engine brings those of all."""
 
     generator_rank: int
     command: str
     error: str
     payload: bytes
+    others: list[WorkerReply] = []
 
 
 Updates = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied

@@ -132,6 +132,15 @@ class Kind:
         (only,) = self.tensors(shard, instance)
         return only
 
+    def bare(self, shard: int, stage: int) -> list[LocalTensor]:
+        """The tensors of a shard on a stage, without their pieces."""
+        held, names = self.shards[shard], [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
+        shape = held.shape
+        if held.experts is not None and EXPERT_FIELD in self.name:
+            names = [name.replace(EXPERT_FIELD, str(expert)) for name in names for expert in range(*held.experts)]
+            shape = shape[1:]
+        return [LocalTensor(name, shape, held.dtype, (), held.engine_shape) for name in names]
+
     def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(stage, shard, replica) of everything of this kind that `rank` holds."""
         found = np.flatnonzero(self.ranks.ravel() == rank)
@@ -175,6 +184,24 @@ class Layout:
             for stage, shard, replica in of_mesh[mesh]:
                 found.setdefault((k, shard), []).append((stage, replica))
         return found
+
+    def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
+        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold alike ones share them."""
+        held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
+        if held not in self._shapes:
+            found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
+            self._shapes[held] = tuple(sorted(found, key=lambda tensor: tensor.name))
+        return self._shapes[held]
+
+    @cached_property
+    def _shapes(self) -> dict[tuple, tuple[LocalTensor, ...]]:
+        return {}
+
+    @cached_property
+    def _alike(self) -> list[list[int]]:
+        """For each kind and shard, the first shard that differs in nothing but its pieces."""
+        stated = [[replace(shard, pieces=()) for shard in kind.shards] for kind in self.kinds]
+        return [[shards.index(shard) for shard in shards] for shards in stated]
 
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
         """The pieces that `rank` owns. Over all ranks, every element of every logical tensor is owned exactly once.

@@ -17,10 +17,11 @@ import numpy as np
 from msgspec import Struct
 
 from megarl.box import Box
-from megarl.models.parameters import LAYER
+from megarl.models.parameters import EXPERT_FIELD, LAYER
 from megarl.reshard.kinds import ITEM_BYTES, Kind
-from megarl.reshard.lists import put_received, put_sent
+from megarl.reshard.lists import put_received, put_sent, received
 from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.rows import ZEROS, Row
 
 # The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of
 # 64 KiB take twice as long one by one as packed and spread, rows of 128 KiB equally long, longer ones less.
@@ -63,10 +64,23 @@ def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
 
 
-def landings(map: ReshardMap, rank: int) -> list[Copy]:
-    """The copies to destination rank `rank` whose boxes land."""
-    shapes = {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)}
-    return [copy for copy in map.writes_to(rank) if lands(copy.destination_box, shapes[copy.destination_tensor], ITEM_BYTES[copy.dtype])]
+def landing_rows(map: ReshardMap) -> tuple[Row, ...]:
+    return tuple(row for row in map.write_rows if _lands(map.destination.kinds[row.kind], row))
+
+
+def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) -> list[Copy]:
+    """The copies to destination rank `rank` whose boxes land. `rows`: the map's `landing_rows`, for whoever asks of many ranks."""
+    return received(map.turns, rank, landing_rows(map) if rows is None else rows)
+
+
+def _lands(kind: Kind, row: Row) -> bool:
+    """Whether the copies of a row land, which all do or none: those of an expert kind differ in the expert alone."""
+    tensor, box = kind.shards[row.shard], row.box
+    shape = tensor.shape
+    if tensor.experts is not None and row.transform != ZEROS:
+        apart = EXPERT_FIELD in kind.name
+        shape, box = (shape[1:], box.drop()) if apart else (shape, Box(box.start, (1, *box.shape[1:])))
+    return lands(box, shape, ITEM_BYTES[tensor.dtype])
 
 
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:

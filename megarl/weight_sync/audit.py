@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
-from megarl.kernels.audit import MASK
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import ReshardMap
+from megarl.reshard.tensors import SentTensors
 from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, Held
 
 
@@ -46,40 +48,43 @@ def _when(version: int) -> str:
     return f"the audit of version {version}" if version >= 0 else "the engine's first update began"
 
 
-def compare(
-    found: Sequence[Mapping[str, int]],
-    shares: Iterable[Mapping[int, Mapping[str, int]]],
-    map: ReshardMap,
-    relays: Collection[Relay] = (),
-) -> None:
-    """Compares `found[generator rank][tensor]` with the sum of the senders' shares modulo 2^64. Raises AuditError.
+def packed(hashes: Mapping[str, int]) -> bytes:
+    """The hashes of a rank's tensors as they travel: uint64, in the order of names."""
+    return np.array([hashes[name] for name in sorted(hashes)], dtype=np.uint64).tobytes()
 
-    A relayed tensor must equal what was sent to its leader. The engines are paused meanwhile, and a large model has a million shares:
-    so dict operations handle them in bulk, and only tensors with several senders are summed one by one.
+
+def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
+    """The shares of one sender, by generator rank and name, as they travel: uint64, in this order."""
+    return b"".join(packed(shares[rank]) for rank in sorted(shares))
+
+
+def compare(found: Sequence[bytes | None], shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
+    """Compares what each generator rank has `found` (`packed`; None: it is lost) with the sum of the trainer ranks' `shares`
+    (`packed_shares`), modulo 2^64. `tensors`: of the map and its relays. Raises AuditError.
+
+    A relayed tensor must equal what was sent to its leader. The engines are paused meanwhile, and a large model has a million shares: so
+    they travel and are summed as arrays.
     """
-    sent: list[dict[str, int]] = [{} for _ in found]
-    for of_sender in shares:
-        for rank, tensors in of_sender.items():
-            _add(sent[rank], tensors)
-    leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
-    for (rank, name), leader in leaders.items():
-        sent[rank][name] = sent[leader].get(name, 0)
-    differing = [rank for rank, hashes in enumerate(found) if hashes != sent[rank]]
-    wrong = sorted((rank, name) for rank in differing for name in _differing(found[rank], sent[rank]))
-    if wrong:
-        lines = [f"{name} on generator rank {rank} is not what {_sent(map, rank, name, leaders)}" for rank, name in wrong]
+    sent, held = np.zeros((2, tensors.places[-1]), dtype=np.uint64)
+    for rank, of_sender in enumerate(shares):
+        sent[tensors.sent_by(rank)] += _read(of_sender, len(tensors.sent_by(rank)), f"trainer rank {rank} has sent hashes of")
+    leading, relayed = tensors.relayed
+    sent[relayed] = sent[leading]
+    for rank, hashes in enumerate(found):
+        places = slice(*tensors.places[rank : rank + 2])
+        expected = places.stop - places.start
+        held[places] = sent[places] if hashes is None else _read(hashes, expected, f"generator rank {rank} has hashed")
+    if wrong := [tensors.name(place) for place in np.flatnonzero(held != sent).tolist()]:
+        leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
+        lines = [f"{name} on generator rank {rank} is not what {_sent(tensors.map, rank, name, leaders)}" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
-def _add(sums: dict[str, int], shares: Mapping[str, int]) -> None:
-    common = sums.keys() & shares.keys()
-    added = {name: (sums[name] + shares[name]) & MASK for name in common}
-    sums.update(shares)
-    sums.update(added)
-
-
-def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+def _read(hashes: bytes, expected: int, who: str) -> np.ndarray:
+    found = np.frombuffer(hashes, dtype=np.uint64)
+    if len(found) != expected:
+        raise AuditError(f"weight audit failed: {who} {len(found)} tensors, the reshard map has {expected}")
+    return found
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megarl.reshard.forwarding import Relay
-from megarl.weight_sync.transports.base import Endpoint, Offer, RemoteTensor
+from megarl.weight_sync.transports.base import Offer, Packed, RemoteTensor
 
 
 class _Command(msgspec.Struct, frozen=True, tag=True):
@@ -22,7 +22,9 @@ class Connect(_Command, frozen=True):
 
 
 class Describe(_Command, frozen=True):
-    """Answer: list[RemoteTensor], every live parameter as the engine shows it."""
+    """Answer: Description, every live parameter as the engine shows it; None if the digest of their forms is `known[generator rank]`."""
+
+    known: dict[int, bytes] = {}
 
 
 class Arrange(_Command, frozen=True):
@@ -33,11 +35,12 @@ class Arrange(_Command, frozen=True):
 
 
 class Open(_Command, frozen=True):
-    """Opens the parameters to one transport. Answer: an Endpoint, or None from a rank that is offered nothing."""
+    """Opens the parameters to one transport. Answer: a Packed endpoint, or None from a rank that is offered nothing."""
 
     kind: str  # of transport
     memory: str  # import path of its end in the worker
     offers: dict[int, Offer]  # by generator rank, of one engine only: a large run has too many to send them all to everyone
+    known: dict[int, bytes] = {}  # by generator rank: the digest of forms that need not be answered
 
 
 class Spread(_Command, frozen=True):
@@ -59,7 +62,7 @@ class Receive(_Command, frozen=True):
 class MeetNeighbours(_Command, frozen=True):
     """Opens the way to other generator ranks, to which this one will pass tensors on."""
 
-    endpoints: list[Endpoint]  # of the ranks that are passed on to
+    endpoints: bytes  # of the ranks that are passed on to, as `decode_endpoints` reads them
     relays: dict[int, list[Relay]]  # by generator rank that passes on, of one engine only
     timeout_s: float  # of passing on
 
@@ -76,6 +79,12 @@ class Watch(_Command, frozen=True):
     of them; does nothing when sent again. Answer: Watched."""
 
 
+class Inventory(_Command, frozen=True):
+    """After Watch. Answer: list[Held], all memory of a worker; empty from ranks that are not asked."""
+
+    ranks: list[int]
+
+
 class Recall(_Command, frozen=True):
     """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. It is empty when
     nothing has been audited since the last Recall. Where no update will follow, `unwritten` asks for the other tensors that it compares."""
@@ -84,7 +93,7 @@ class Recall(_Command, frozen=True):
 
 
 class Audit(_Command, frozen=True):
-    """Answer: Found, the audit hash of every live parameter, and the changes among the tensors that no update writes."""
+    """Answer: Found."""
 
     version: int = -1  # that was written
 
@@ -93,7 +102,7 @@ class End(_Command, frozen=True):
     """Ends the engine's processes, so that it is started again: its weights are half-written. Not answered."""
 
 
-Command = Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Recall | Audit | End
+Command = Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Inventory | Recall | Audit | End
 
 
 WRITTEN = "written"  # by each update, and compared with what was sent
@@ -118,11 +127,11 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """How much memory a worker computes with that no update writes, and a list of all its memory."""
+    """How much memory a worker computes with that no update writes. Of workers with equal digests, one can list its memory for all."""
 
+    digest: bytes  # of the inventory
     tensors: int
-    bytes: int
-    held: list[Held]
+    tensor_bytes: int
 
 
 class Changes(msgspec.Struct, frozen=True):
@@ -133,14 +142,14 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The state of a worker's memory."""
+    """The state of a worker's memory: the audit hash of every live parameter, and the changes among the tensors that no update writes."""
 
-    hashes: dict[str, int] = {}  # of parameters
+    hashes: bytes = b""  # uint64, in the order of names
     changes: Changes = Changes([], -1)
 
 
-Description = list[RemoteTensor]
-Opened = Endpoint | None
+Description = list[RemoteTensor] | None
+Opened = Packed | None
 Unwritten = list[int]
 
 encode = msgspec.msgpack.Encoder().encode

@@ -85,7 +85,7 @@ class EvaluationReceiver(WeightsReceiver):
             obstacle = await self._bring(evaluator, version, waits=version == last)
             later = obstacle is not None and version == last and not evaluator.gone
             if obstacle is not None:
-                self._tell(WeightsGrant(version, [], engines=0, later=later))
+                await self._tell(WeightsGrant(version, engines=0, later=later))
             if obstacle is not None and not later:
                 evaluator.miss(version, *obstacle)
             settled = settled if later else version
@@ -102,7 +102,7 @@ class EvaluationReceiver(WeightsReceiver):
             if session is not None:
                 taken = await self._write(fleet, session)
                 fleet.release(version)
-                self._applied(fleet, version, taken)
+                await self._applied(fleet, version, taken)
                 evaluator.begin(version, taken)
                 return None
             fleet.release(serving)

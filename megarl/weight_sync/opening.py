@@ -16,6 +16,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
@@ -23,9 +24,10 @@ from megarl.messaging.host import Host
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, RelayRule, relayed
+from megarl.reshard.tensors import SentTensors
 from megarl.weight_sync import commands
 from megarl.weight_sync.commands import MeetNeighbours, Open
-from megarl.weight_sync.transports.base import Endpoint, Opening
+from megarl.weight_sync.transports.base import Endpoint, Endpoints, Form, Opening, Packed, digest_of
 from megarl.weight_sync.transports.choice import (
     TABLE,
     Pairs,
@@ -35,7 +37,10 @@ from megarl.weight_sync.transports.choice import (
     transport_class,
     transport_pairs,
 )
-from megarl.weight_sync.workers import Workers
+from megarl.weight_sync.workers import Workers, arranged_forms
+
+OFFSET_BYTES = 8
+_decode_opened = msgspec.msgpack.Decoder(commands.Opened).decode
 
 Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
 Ways = dict[str, set[int]]  # kind of transport → generator ranks that receive relayed tensors by it
@@ -44,38 +49,69 @@ Ways = dict[str, set[int]]  # kind of transport → generator ranks that receive
 @dataclass(frozen=True)
 class Opened:
     map: ReshardMap  # what the trainer ranks write: everything that is not passed on
-    endpoints: list[Endpoint]  # where trainer ranks write, and where engines pass tensors on to
+    endpoints: Endpoints  # where trainer ranks write, and where engines pass tensors on to
     relay: RelayRule | None  # the rule that engines pass tensors on by
     relays: list[Relay]  # the tensors they pass on
 
     @property
     def kinds(self) -> set[str]:
         """The transports in use."""
-        return {endpoint.kind for endpoint in self.endpoints}
+        return {each.endpoint.kind for each in self.endpoints.packed}
 
     @property
     def one_sided(self) -> bool:
         """Whether all transports in use are one-sided."""
         return all(transport_class(kind).one_sided for kind in self.kinds)
 
-    @property
+    @cached_property
     def lands(self) -> bool:
-        """Whether any transport in use writes some boxes to landing memory first."""
+        """Whether some boxes are written to landing memory first."""
+        return any(transport_class(each.endpoint.kind).lands_at(each.endpoint) for each in self.endpoints.packed)
+
+    @property
+    def lands_changes(self) -> bool:
+        """Whether changes are written to landing memory first."""
         return any(transport_class(kind).lands for kind in self.kinds)
 
-    def endpoints_of(self, trainer: int) -> list[str]:
-        """The endpoints that a trainer rank needs, encoded: those it writes to, and those of the groups it belongs to. (At 405B all
-        endpoints together are 100 MB, for each of 512 ranks.)"""
-        needed = [self._peers[trainer, endpoint.rank] or _joins(trainer, endpoint) for endpoint in self.endpoints]
-        return list(itertools.compress(self._texts, needed))
+    def endpoints_of(self, trainer: int) -> bytes:
+        """What a trainer rank needs of the endpoints (base.decode_endpoints): of the ranks that it writes to, and only the tensors that it
+        writes, and one of each group that it belongs to. (At 405B all endpoints together are 100 MB, for each of 512 ranks.)"""
+        places = self.tensors.sent_by(trainer)
+        ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
+        begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # of each rank's places
+        wanted: list[tuple[int, np.ndarray | None]] = []
+        for begin, end in zip(begins, [*begins[1:], len(places)]):
+            rank = int(ranks[begin])
+            first, after = self.tensors.places[rank : rank + 2].tolist()
+            for at, held in self._of_rank[rank]:  # (a transport of somebody's own may list other tensors)
+                wanted.append((at, places[begin:end] - first if held == after - first else None))
+        reached = {self._group(at) for at, _ in wanted}
+        for group, at in self._groups.items():
+            members = self.endpoints.packed[at].endpoint.members
+            if group not in reached and members is not None and trainer in members.trainers:
+                wanted.append((at, np.array([], dtype=np.int64)))
+        return self.endpoints.towards(wanted, trainer)
 
     @cached_property
-    def _texts(self) -> list[str]:
-        return [endpoint.encode() for endpoint in self.endpoints]
+    def tensors(self) -> SentTensors:
+        return SentTensors(self.map, self.relays)
 
     @cached_property
-    def _peers(self) -> np.ndarray:
-        return self.map.peers()
+    def _of_rank(self) -> dict[int, list[tuple[int, int]]]:
+        """The endpoints of a generator rank: places in the list, and numbers of tensors."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, each in enumerate(self.endpoints.packed):
+            found[each.endpoint.rank].append((at, len(each.offsets) // OFFSET_BYTES))
+        return found
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str], int]:
+        """The first endpoint of each process group."""
+        return {self._group(at): at for at in reversed(range(len(self.endpoints.packed))) if self.endpoints.packed[at].endpoint.members}
+
+    def _group(self, at: int) -> tuple[str, str]:
+        endpoint = self.endpoints.packed[at].endpoint
+        return endpoint.kind, endpoint.address
 
 
 async def open_engines(
@@ -86,27 +122,40 @@ async def open_engines(
     Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
-    rule, map, relays = passing_on(weights.relay, pairs, engines, map, workers.tp)
+    whole = map
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp)
     passed_on = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
-    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], relay_ways(relays, engines), weights.delta != "off")
+    ways, forms = relay_ways(relays, engines), arranged_forms(whole.destination, workers.count)
+    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], ways, weights.delta != "off", forms)
     if relays:
         await _meet(workers, relays, endpoints)
     return Opened(map, endpoints, rule, relays)
 
 
 async def _open_in_all_ways(
-    workers: Workers, pairs: Pairs, map: ReshardMap, hosts: Sequence[Host], relayed: Ways, deltas: bool
-) -> list[Endpoint]:
+    workers: Workers,
+    pairs: Pairs,
+    map: ReshardMap,
+    hosts: Sequence[Host],
+    relayed: Ways,
+    deltas: bool,
+    forms: Sequence[list[Form]],
+) -> Endpoints:
     """Opens every generator rank to each transport that trainer ranks write by, or that other engines pass tensors on by."""
-    asked = {kind for kinds in pairs for kind in kinds} | relayed.keys()
-    endpoints: list[Endpoint] = []
-    for kind in (*TABLE, *sorted(asked - TABLE.keys())):
-        of_rank = {rank: [t for t, each in enumerate(kinds) if each == kind] for rank, kinds in enumerate(pairs)}
-        writers = {rank: trainers for rank, trainers in of_rank.items() if trainers or rank in relayed.get(kind, ())}
-        if writers:
-            endpoints += await open_memory(workers, kind, map, writers, hosts, deltas)
-    return endpoints
+    asked = {*pairs.kinds} | relayed.keys()
+    digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
+    known = {rank: digests[id(own)] for rank, own in enumerate(forms)}
+    packed: list[Packed] = []
+    for kind in (kind for kind in (*TABLE, *sorted(asked - TABLE.keys())) if kind in asked):
+        of_rank = enumerate(pairs.trainers(kind))
+        writers = {rank: trainers for rank, trainers in of_rank if trainers or rank in relayed.get(kind, ())}
+        packed += await _open_memory(workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known)
+    return Endpoints(packed, {digests[id(own)]: own for own in forms})
+
+
+def _of(workers: Workers) -> tuple[str, float, list[dist.Store]]:
+    return workers.address, workers.timeout_s, workers.stores
 
 
 async def open_memory(
@@ -124,12 +173,20 @@ async def open_memory(
     """
     if writers is None:
         writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
-    opening = Opening(map, writers, hosts or [this_host()], workers.address, workers.timeout_s, workers.stores, deltas)
+    opening = Opening(map, writers, hosts or [this_host()], *_of(workers), deltas)
+    return list(Endpoints(await _open_memory(workers, kind, opening, {}), {}))
+
+
+async def _open_memory(workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]) -> list[Packed]:
+    """`known`: the digest of the forms that are expected of each generator rank, and need not be answered."""
     transport = transport_class(kind)
     offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
-    of_engines = [Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}) for ranks in workers.ranks]
-    opened = [msgspec.msgpack.decode(payload, type=commands.Opened) for payload in await workers.run(of_engines)]
-    return [endpoint for endpoint in opened if endpoint is not None]
+    of_engines = [
+        Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}, {rank: known[rank] for rank in ranks if rank in known})
+        for ranks in workers.ranks
+    ]
+    opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
+    return [packed for packed in opened if packed is not None]
 
 
 def passing_on(
@@ -170,22 +227,24 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
-    near = any(transport_class(kind).same_host for kind in set(itertools.chain(*pairs)))
+    near = any(transport_class(kind).same_host for kind in pairs.kinds)
     return runs[0] if even and not near else 0
 
 
-def _joins(trainer: int, endpoint: Endpoint) -> bool:
-    return endpoint.members is not None and trainer in endpoint.members.trainers
-
-
-async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Sequence[Endpoint]) -> None:
+async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
     """Connects the engines' workers to those they pass tensors on to. Each engine is told only its own part."""
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)
+    at: dict[int, list[int]] = defaultdict(list)  # the endpoints of a generator rank
+    for place, each in enumerate(endpoints.packed):
+        at[each.endpoint.rank].append(place)
     commands = []
     for ranks in workers.ranks:
         own = {rank: of_rank[rank] for rank in ranks}
-        reached = {relay.destination_rank for of_rank in own.values() for relay in of_rank}
-        commands.append(MeetNeighbours([e for e in endpoints if e.rank in reached], own, workers.timeout_s))
+        passed_on: dict[int, set[str]] = defaultdict(set)  # by the rank that gets them
+        for relay in itertools.chain.from_iterable(own.values()):
+            passed_on[relay.destination_rank].add(relay.tensor)
+        wanted = [(place, endpoints.numbers(place, names)) for rank, names in passed_on.items() for place in at[rank]]
+        commands.append(MeetNeighbours(endpoints.towards(wanted), own, workers.timeout_s))
     await workers.run(commands)

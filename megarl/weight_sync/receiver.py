@@ -136,7 +136,7 @@ class WeightsReceiver:
     async def _after(self, executor: ServingExecutor) -> None:
         """The probe and the evaluation that follow an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
-            self._tell(await executor.probe())
+            await self._tell(await executor.probe())
         await executor.evaluate()
 
     async def take(self, executor: ServingExecutor) -> None:
@@ -151,7 +151,7 @@ class WeightsReceiver:
             executor.trace.add(f"pause for weights {version}", *taken.pause, track="weights", **self._told_of(taken))
         executor.release(version)
         compared = self._plan.config.weights.delta != "off"
-        self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
+        await self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
 
     async def look_again(self, executor: ServedExecutor) -> None:
         """At the end of a run, with weights.audit=strict: no update will follow whose audit finds what has changed in the engines since the
@@ -183,17 +183,17 @@ class WeightsReceiver:
         with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
-                self._tell(WeightsGrant(version, [], engines=0))
+                await self._tell(WeightsGrant(version, engines=0))
                 self._over(fleet)
             else:
                 taken = await self._write(fleet, session)
                 executor.trace.add(f"pause for weights {version} again", *taken.pause, "weights", **self._told_of(taken))
-                self._applied(fleet, version, taken)
+                await self._applied(fleet, version, taken)
 
-    def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
+    async def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
         engines = len(fleet.serving)
-        self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
+        await self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
@@ -219,9 +219,8 @@ class WeightsReceiver:
             self._link.send("trainer.0", WeightsWanted(executor.version))
             await fleet.pulse.until(lambda: self._updates != before or not fleet.returned)
 
-    def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
-        for name in self._trainers:
-            self._link.send(name, message)
+    async def _tell(self, message: WeightsGrant | WeightsApplied | ProbeReady) -> None:
+        await self._link.send_all(self._trainers, message)
 
     async def _update(self, executor: ServingExecutor, offered: Offered) -> Taken:
         """Brings a new version into all engines that are alive."""
@@ -253,8 +252,11 @@ class WeightsReceiver:
         changes = grant.delta and not update.adapters
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
-        for name, endpoints in zip(self._trainers, session.endpoints, strict=True):
-            self._link.send(name, msgspec.structs.replace(grant, endpoints=endpoints))
+        if session.opens:
+            of_rank = (msgspec.structs.replace(grant, endpoints=opened.endpoints_of(rank)) for rank in range(len(self._trainers)))
+            await self._link.send_each(zip(self._trainers, of_rank))
+        else:
+            await self._tell(grant)
         if not opened.one_sided:
             await update.receive(changes)
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
@@ -264,24 +266,29 @@ class WeightsReceiver:
         else:
             await writes.done()
         await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
-        if opened.lands and grant.delta:
+        if opened.lands_changes and grant.delta:
             await update.spread(changes)
         if opened.relays:
             await update.pass_on(opened.relays)
         if self._plan.config.weights.audited:
-            await update.audit([message.shares for _, message in writes.parts], opened.map, opened.relays)
+            shares = {sender: message.shares for sender, message in writes.parts if not message.more}
+            await update.audit([shares[name] for name in self._trainers], opened.tensors, opened.relays)
         return sum(message.bytes_written for _, message in writes.parts)
 
     async def _meet_trainers(self) -> list[Host]:
         """Checks, before the first byte is written, that both ends have computed the same map. Returns where each trainer rank runs."""
         hosts: dict[str, Host] = {}
-        differing = []
-        while missing := [name for name in self._trainers if name not in hosts]:
-            awaited = f"the reshard map of {', '.join(missing)}"
-            sender, hello = await self._link.arrival(Hello, self._plan.config.timeouts.rendezvous_s, awaited)
-            hosts[sender] = hello.host
-            if hello.plan_hash != self._sessions.map.plan_hash:
-                differing.append(f"{sender} computed {hello.plan_hash}")
+        differing, missing = [], set(self._trainers)
+
+        def awaited() -> str:
+            return f"the reshard map of {', '.join(name for name in self._trainers if name in missing)}"
+
+        while missing:
+            for sender, hello in await self._link.arrivals(Hello, self._plan.config.timeouts.rendezvous_s, awaited):
+                missing.discard(sender)
+                hosts[sender] = hello.host
+                if hello.plan_hash != self._sessions.map.plan_hash:
+                    differing.append(f"{sender} computed {hello.plan_hash}")
         if differing:
             ours = f"{self._link.name} computed {self._sessions.map.plan_hash}"
             raise RuntimeError(f"the reshard maps differ: {', '.join(sorted(differing))}; {ours}: do their layouts agree?")

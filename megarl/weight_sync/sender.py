@@ -51,12 +51,13 @@ from megarl.reshard.schedule import scheduled_writes
 from megarl.types import Version
 from megarl.weight_sync.adapters import AdaptersAlone
 from megarl.weight_sync.amax_exchange import AmaxExchange
+from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.common import is_probe_version, weights_map
 from megarl.weight_sync.deltas import Deltas, Found, offer_of, send_changes
-from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
-from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
+from megarl.weight_sync.writing import Sent, Shares, landing_first, send, shapes_of, shares_of
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 
@@ -193,7 +194,7 @@ class WeightsSender:
             try:
                 told["bytes"] = self._write(executor, grant, found)
             except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
-                self._link.send(WeightsWritten(version, 0, 0.0, {}, str(error) or repr(error)))
+                self._link.send(WeightsWritten(version, 0, 0.0, error=str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
         return grant
@@ -248,11 +249,12 @@ class WeightsSender:
         if self._adapters and grant.delta:
             started = time.monotonic()
             sent = send(self._transport, self._adapters.copies, model, self._shapes, audited, payloads=self._payloads)
-            return self._tell(grant, self._adapters.with_base(sent), started)
+            whole = self._adapters.with_base(sent)
+            return self._tell(grant, whole, started, whole.shares)
         if grant.delta:
             assert found is not None  # it has offered a base
             started = time.monotonic()
-            size_bytes = self._tell(grant, send_changes(self._transport, found, grant.version, model), started)
+            size_bytes = self._tell(grant, send_changes(self._transport, found, grant.version, model), started, found.shares)
             self._deltas.keep_changes(grant.version, found)
             return size_bytes
         if grant.plan_hash:
@@ -265,18 +267,19 @@ class WeightsSender:
         for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
             started = time.monotonic()
             parts.append(send(self._transport, copies, model, self._shapes, audited, self._cut_amax, self._payloads))
-            self._tell(grant, parts[-1], started, more)
+            self._tell(grant, parts[-1], started, None if more else shares_of(parts))
         if self._adapters:
             self._adapters.note(parts)
         declined = found is not None and not grant.plan_hash
         self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
         return sum(sent.bytes for sent in parts)
 
-    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, more: bool = False) -> int:
-        """Returns the bytes written."""
+    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, shares: Shares | None) -> int:
+        """Of a part; `shares` of all parts go with the last (None: more follow). Returns the bytes written."""
         assert self._transport is not None
         write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
-        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, sent.shares, unwritten=unwritten, more=more))
+        more, packed = shares is None, packed_shares(shares or {})
+        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, packed, unwritten=unwritten, more=more))
         return sent.bytes
 
     def _bytes_by_receiver(self) -> list[list[int]]:
@@ -296,7 +299,7 @@ class WeightsSender:
             raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, {self.receiver} {grant.plan_hash}")
         if changed := map.plan_hash != self._map.plan_hash:
             self._use(map, executor.rank)
-        endpoints = [Endpoint.decode(text) for text in grant.endpoints]
+        endpoints = decode_endpoints(grant.endpoints)
         self._transport.close()
         self._transport.connect(endpoints)
         self._shapes = shapes_of(endpoints)

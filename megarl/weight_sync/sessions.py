@@ -36,7 +36,7 @@ class Session:
     update: WeightUpdate
     opened: Opened
     grant: WeightsGrant  # the same for every trainer rank
-    endpoints: list[list[str]]  # by trainer rank, to go with the grant; empty as long as they do not change
+    opens: bool  # whether the trainer ranks are to be told of their endpoints, with the grant; otherwise they have not changed
 
 
 class EngineSessions:
@@ -91,13 +91,12 @@ class EngineSessions:
             else:
                 assert self._opened is not None
                 self._members = members
-                opened, endpoints = self._opened, [[] for _ in trainers]
+                opened = self._opened
                 workers.may_lose = fleet.elastic and opened.one_sided
-                grant = WeightsGrant(version, [], len(members), delta=delta)
+                grant = WeightsGrant(version, engines=len(members), delta=delta)
                 if not known:
-                    grant = WeightsGrant(version, [], len(members), opened.relay, opened.map.plan_hash)
-                    endpoints = [opened.endpoints_of(rank) for rank in range(len(trainers))]
-                return Session(members, session, opened, grant, endpoints)
+                    grant = WeightsGrant(version, b"", len(members), opened.relay, opened.map.plan_hash)
+                return Session(members, session, opened, grant, opens=not known)
 
     async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
         """Compares the memory of all engines that serve `version` with what the last audit found in it. Returns these engines, less those
@@ -129,7 +128,7 @@ class EngineSessions:
             await trial.open(serving=-1)
             map = weights_map(self._plan, self.map.source, len(joining))
             hosts = await self._check(workers, map)
-            if refusal := self.fixed or _two_sided(transport_pairs(weights.transport, trainers, hosts)):
+            if refusal := self.fixed or _two_sided(transport_pairs(weights.transport, trainers, hosts).kinds):
                 raise ConfigError(refusal)
             await open_engines(workers, weights, map, trainers, hosts)
         except (RuntimeError, TimeoutError, ConfigError) as error:
@@ -150,7 +149,7 @@ class EngineSessions:
     @property
     def fixed(self) -> str:
         """Why engines can neither join nor leave; empty if they can."""
-        return "" if self._opened is None else _two_sided([self._opened.kinds])
+        return "" if self._opened is None else _two_sided(self._opened.kinds)
 
     def _workers_of(self, members: list[int], fleet: Fleet) -> Workers:
         """The workers of `members`. Raises RuntimeError if the transports in use cannot be opened again for a different set of engines."""
@@ -196,7 +195,7 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
             fleet.lose(EngineUnreachable(engine.url, "it was started again"))
 
 
-def _two_sided(pairs: Iterable[Iterable[str]]) -> str:
+def _two_sided(kinds: Iterable[str]) -> str:
     """Says which of these transports tie a run to the engines it has; empty if none does."""
-    ways = sorted({kind for kinds in pairs for kind in kinds if not transport_class(kind).one_sided})
+    ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
     return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ import msgspec
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.generator.completions import EngineError
 from megarl.reshard.forwarding import Relay
-from megarl.reshard.map import ReshardMap
+from megarl.reshard.tensors import SentTensors
 from megarl.types import Version
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import check_unchanged, compare
@@ -31,6 +31,9 @@ from megarl.weight_sync.commands import Audit, End, PassOn, Recall, Receive, Spr
 from megarl.weight_sync.workers import Workers
 
 ENDED_S = 10.0  # for an engine to end that was told to; after that it is left to its launcher
+
+_decode_found = msgspec.msgpack.Decoder(commands.Found).decode
+_decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
 
 Pause = tuple[float, float]  # when the first engine stopped and the last one went on, by time.perf_counter
 
@@ -78,8 +81,10 @@ class WeightUpdate:
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
         """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
-        payloads = await self.workers.run_all(PassOn(self.adapters))
-        lost = {rank for rank, payload in enumerate(payloads) if not payload}
+        leading = {relay.source_rank // self.workers.tp for relay in relays}
+        places = range(len(self.workers.engines))
+        payloads = await self.workers.run([PassOn(self.adapters) if place in leading else None for place in places])
+        lost = {rank for rank, payload in enumerate(payloads) if not payload and rank // self.workers.tp in leading}
         by_lost = [relay for relay in relays if relay.source_rank in lost]
         left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
         for rank, payload in enumerate(payloads):
@@ -103,22 +108,19 @@ class WeightUpdate:
         with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
             await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
-    async def audit(self, shares: Iterable[Mapping[int, Mapping[str, int]]], map: ReshardMap, relays: Collection[Relay] = ()) -> None:
-        """Compares the hashes of the live parameters with the senders' shares, and checks that tensors which no update writes are
-        unchanged. Raises AuditError naming tensors and ranks."""
+    async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
+        """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares), and checks that tensors which no
+        update writes are unchanged. Raises AuditError naming tensors and ranks."""
         payloads = await self.workers.run_all(Audit(self.version))
-        gone = {rank for rank, payload in enumerate(payloads) if not payload}
-        of_the_living = [{rank: hashes for rank, hashes in each.items() if rank not in gone} for each in shares]
-        found = [msgspec.msgpack.decode(payload, type=commands.Found) if payload else commands.Found() for payload in payloads]
+        found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
         check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
-        hashes = [each.hashes for each in found]
-        compare(hashes, of_the_living, map, [relay for relay in relays if not {relay.source_rank, relay.destination_rank} & gone])
+        compare([each.hashes if payload else None for each, payload in zip(found, payloads)], shares, tensors, relays)
 
     async def recall(self, unwritten: bool = False) -> None:
         """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit; or where
         other tensors have, if `unwritten`."""
         payloads = await self.workers.run_all(Recall(unwritten))
-        changes = [msgspec.msgpack.decode(payload, type=commands.Changes) if payload else commands.Changes([], -1) for payload in payloads]
+        changes = [_decode_changes(payload) if payload else commands.Changes([], -1) for payload in payloads]
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
     async def close(self) -> Pause:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,13 +21,13 @@ from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WorkerReply
-from megarl.reshard.kinds import Layout, LayoutError
-from megarl.reshard.scales import engine_view
+from megarl.reshard.kinds import Layout, LayoutError, LocalTensor
+from megarl.reshard.scales import contiguous_strides, engine_view
 from megarl.topology import GeneratorTopology
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import check_proven
 from megarl.weight_sync.commands import Arrange, Command, Connect, Describe
-from megarl.weight_sync.transports.base import RemoteTensor
+from megarl.weight_sync.transports.base import Form, RemoteTensor, digest_of
 
 
 @dataclass
@@ -57,24 +57,35 @@ class Workers:
         """The generator ranks of each engine."""
         return [range(first, first + self.tp) for first in range(0, self.count, self.tp)]
 
-    async def run(self, per_engine: Sequence[Command]) -> list[bytes]:
-        """Sends one command to each engine. Returns the answers' payloads by generator rank; that of a lost one is empty.
+    async def run(self, per_engine: Sequence[Command | None]) -> list[bytes]:
+        """Sends one command to each engine, or none. Returns the answers' payloads by generator rank, empty where none was sent or the
+        engine is lost.
 
         Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, and EngineUnreachable.
         """
-        name = type(per_engine[0]).__name__
-        commanded = dict(zip(self.engines, per_engine))
-        unreachable = await self.each(lambda engine: engine.command(commands.encode(commanded[engine]), self.tp, self.timeout_s))
-        awaited = {rank for rank in range(self.count) if rank // self.tp not in self.lost.keys() | unreachable.keys()}
+        commanded = {engine: command for engine, command in zip(self.engines, per_engine) if command is not None}
+        name = "".join({type(command).__name__ for command in commanded.values()})  # all are of one kind
+        encoded: dict[int, bytes] = {}  # many are the same object
+
+        async def send(engine: EngineClient) -> None:
+            if (command := commanded.get(engine)) is not None:
+                body = encoded.get(id(command)) or encoded.setdefault(id(command), commands.encode(command))
+                await engine.command(body, self.tp, self.timeout_s)
+
+        unreachable = await self.each(send)
+        gone = self.lost.keys() | unreachable.keys()
+        sent = [ranks for place, ranks in enumerate(self.ranks) if place not in gone and self.engines[place] in commanded]
+        missing = {rank for ranks in sent for rank in ranks}
         payloads: dict[int, bytes] = {}
-        while missing := awaited - payloads.keys():
-            ranks = ", ".join(map(str, sorted(missing)))
-            sender, reply = await self.hub.arrival(WorkerReply, self.timeout_s, f"the answer of generator rank {ranks} to {name}")
-            if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in awaited:
-                continue  # from an engine that was lost after it had answered
-            if reply.error:
-                raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
-            payloads[reply.generator_rank] = reply.payload
+        while missing:
+            answers = await self.hub.arrivals(WorkerReply, self.timeout_s, lambda: f"the answer of {_ranks(missing)} to {name}")
+            for sender, reply in ((sender, reply) for sender, answer in answers for reply in (answer, *answer.others)):
+                if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in missing:
+                    continue  # from an engine that was lost after it had answered
+                if reply.error:
+                    raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
+                missing.discard(reply.generator_rank)
+                payloads[reply.generator_rank] = reply.payload
         self.go_on_without(unreachable)
         return [payloads.get(rank, b"") for rank in range(self.count)]
 
@@ -98,6 +109,10 @@ class Workers:
 
     async def run_all(self, command: Command) -> list[bytes]:
         return await self.run([command] * len(self.engines))
+
+
+def _ranks(missing: Collection[int]) -> str:
+    return f"generator rank {', '.join(map(str, sorted(missing)))}"
 
 
 async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> None:
@@ -125,40 +140,73 @@ async def connect(workers: Workers, key_file: str) -> list[Host]:
 
 async def describe(workers: Workers) -> list[list[RemoteTensor]]:
     """All live parameters, by generator rank."""
-    return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run_all(Describe())]
+    return [description or [] for description in await _described(workers, {})]
+
+
+async def _described(workers: Workers, known: Mapping[int, bytes]) -> list[list[RemoteTensor] | None]:
+    told = [Describe({rank: known[rank] for rank in ranks if rank in known}) for ranks in workers.ranks]
+    return [msgspec.msgpack.decode(payload, type=commands.Description) for payload in await workers.run(told)]
 
 
 async def settle_layout(workers: Workers, layout: Layout) -> None:
-    """Checks the live engines against the layout, and has their workers use its shapes. Raises LayoutError."""
-    check_layout(await describe(workers), layout)
-    shapes = {rank: {t.name: t.shape for t in layout.tensors(rank) if t.engine_shape is not None} for rank in range(workers.count)}
+    """Checks the live engines against the layout, and has their workers use its shapes. Raises LayoutError.
+
+    Each worker is told what is expected of it, and describes itself only if it differs: a large run has a million tensors."""
+    tensors = [layout.shapes(rank) for rank in range(workers.count)]
+    shown = {id(own): digest_of(_forms(own, engine_view)) for own in _distinct(tensors)}
+    found = await _described(workers, {rank: shown[id(own)] for rank, own in enumerate(tensors)})
+    check_layout(found, layout)
+    shapes = {id(own): {t.name: t.shape for t in own if t.engine_shape is not None} for own in _distinct(tensors)}
     if any(shapes.values()):
-        await workers.run_all(Arrange(shapes))
+        await workers.run([Arrange({rank: shapes[id(tensors[rank])] for rank in ranks}) for ranks in workers.ranks])
+
+
+def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
+    """What the first `count` ranks hold once the layout is settled; replicas share the list."""
+    tensors = [layout.shapes(rank) for rank in range(count)]
+    forms = {id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))) for own in _distinct(tensors)}
+    return [forms[id(own)] for own in tensors]
+
+
+def _forms(tensors: Sequence[LocalTensor], view: Callable[[LocalTensor], tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Form]:
+    return [Form(tensor.name, shape, tensor.dtype, strides) for tensor in tensors for shape, strides in [view(tensor)]]
+
+
+def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[LocalTensor]]:
+    return {id(own): own for own in tensors}.values()
 
 
 async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
     """Has the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
     writes a list of all of it into `file`, an object a line. Unproven memory is named, or if `strict` raises AuditError."""
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
-    ranks_of: dict[commands.Held, list[int]] = {}
+    alike: dict[bytes, list[int]] = {}  # ranks by digest: of replicas one is asked
     for rank, each in enumerate(watched):
-        for held in each.held:
-            ranks_of.setdefault(held, []).append(rank)
+        alike.setdefault(each.digest, []).append(rank)
+    asked = {ranks[0]: ranks for ranks in alike.values()}
+    payloads = await workers.run([commands.Inventory([rank for rank in ranks if rank in asked]) for ranks in workers.ranks])
+    inventories = {rank: msgspec.msgpack.decode(payloads[rank], type=list[commands.Held]) for rank in asked}
+    ranks_of: dict[commands.Held, list[int]] = {}
+    for rank, inventory in inventories.items():
+        for held in inventory:
+            ranks_of.setdefault(held, []).extend(asked[rank])
     if file is not None:
-        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": ranks}).decode() for held, ranks in ranks_of.items()]
+        lines = [msgspec.json.encode(msgspec.structs.asdict(held) | {"ranks": sorted(ranks)}).decode() for held, ranks in ranks_of.items()]
         write_whole(file, "".join(f"{line}\n" for line in lines))
-    most = max(watched, key=lambda each: each.bytes)
-    kinds = {kind: [held for held in most.held if held.kind == kind] for kind in commands.KINDS}
+    most = max(watched, key=lambda each: each.tensor_bytes)
+    kinds = {kind: [held for held in inventories[alike[most.digest][0]] if held.kind == kind] for kind in commands.KINDS}
     parts = [f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)" for kind, of in kinds.items() if of]
     checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
     print(f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks all that is {checked}", flush=True)
     check_proven(ranks_of, strict)
 
 
-def check_layout(live: Sequence[Sequence[RemoteTensor]], layout: Layout) -> None:
-    """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on."""
+def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) -> None:
+    """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on. None: as planned."""
     problems = []
     for rank, tensors in enumerate(live):
+        if tensors is None:
+            continue
         found = {tensor.name: tensor for tensor in tensors}
         planned = {tensor.name: tensor for tensor in layout.tensors(rank)}
         for name in planned.keys() - found.keys():

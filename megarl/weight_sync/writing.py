@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megarl.kernels.audit import Hashes
+from megarl.kernels.audit import MASK, Hashes
 from megarl.reshard.deltas import Changes
 from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.map import Copy
@@ -28,10 +28,13 @@ class Writer(Protocol):
     def fence(self) -> None: ...
 
 
+Shares = dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash
+
+
 @dataclass(frozen=True)
 class Sent:
     bytes: int
-    shares: dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash; empty without audit
+    shares: Shares  # empty without audit
 
 
 def send(
@@ -64,6 +67,15 @@ def send(
     for (rank, name), share in hashes.totals().items():
         shares[rank][name] = share
     return Sent(sum(copy.bytes for copy in copies), dict(shares))
+
+
+def shares_of(parts: Sequence[Sent]) -> Shares:
+    """Of all parts of an update together. A tensor's boxes may be in several."""
+    whole: Shares = defaultdict(dict)
+    for rank, of_rank in ((rank, of_rank) for sent in parts for rank, of_rank in sent.shares.items()):
+        known = whole[rank]
+        known |= {name: (known.get(name, 0) + share) & MASK for name, share in of_rank.items()}
+    return whole
 
 
 def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tuple[list[Copy], list[Copy]]:

@@ -11,7 +11,7 @@ from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.deltas import Deltas, send_changes
-from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
 from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
 
@@ -31,10 +31,10 @@ class DeltaTrainer(Trainer):
         self.adam = torch.optim.AdamW(self.masters.values(), lr=lr, weight_decay=0.01)
         self.deltas, self.payloads, self.version = Deltas(WeightsConfig(delta="auto", delta_refresh=1000)), Payloads(), 0
 
-    def connect(self, setting: str, host: Host, endpoints: list[str], rule: RelayRule | None) -> None:
+    def connect(self, setting: str, host: Host, endpoints: bytes, rule: RelayRule | None) -> None:
         if rule is not None:
             self.copies = scheduled_writes(relayed(self.map, rule)[0], self.rank)
-        decoded = [Endpoint.decode(text) for text in endpoints]
+        decoded = decode_endpoints(endpoints)
         self.shapes, self.parts = shapes_of(decoded), landing_first(self.copies, decoded)
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
         self.transport.connect(decoded)

@@ -113,7 +113,7 @@ def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
     finally:
         for rank in range(len(ranks)):
             with contextlib.suppress(RuntimeError):  # it has gone already
-                for message in (WeightsGrant(99, []), WeightsApplied(99, True, 0.0, 0)):
+                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):
                     hub.send(f"trainer.{rank}", message)
         for outcome in ranks:
             outcome.exception(DEADLINE_S)

@@ -21,7 +21,7 @@ from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync import commands
-from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
 from megarl.weight_sync.writing import send, shapes_of
 
@@ -94,12 +94,12 @@ class Trainer:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def connect(self, setting: str, host: Host, endpoints: list[str], rule: RelayRule | None) -> None:
+    def connect(self, setting: str, host: Host, endpoints: bytes, rule: RelayRule | None) -> None:
         map = plain_map()
         if rule is not None:
             map, _ = relayed(map, rule)
         self.map, self.layout = map, map.source
-        decoded = [Endpoint.decode(text) for text in endpoints]
+        decoded = decode_endpoints(endpoints)
         self.shapes = shapes_of(decoded)
         self.transport = PairwiseTransport(setting, host, self.rank, TIMEOUT_S)
         self.transport.connect(decoded)

@@ -27,6 +27,7 @@ from megarl.generator.server import LOADER, EngineKeys, EngineSettings, ServedAd
 from megarl.messaging.rendezvous import free_ports
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
+from megarl.weight_sync.audit import packed_shares
 
 ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
 WRITER = Path(__file__).with_name("sglang_writer.py")
@@ -247,14 +248,15 @@ def write_as_trainer(
     ]
 
 
-def shares_of(writers: list[subprocess.Popen], timeout_s: float = 60) -> list[dict[int, dict[str, int]]]:
+def shares_of(writers: list[subprocess.Popen], timeout_s: float = 60) -> list[bytes]:
+    """As they travel (weight_sync.audit.packed_shares)."""
     deadline = time.monotonic() + timeout_s
     shares = []
     try:
         for writer in writers:
             output, errors = writer.communicate(timeout=max(0.1, deadline - time.monotonic()))
             assert writer.returncode == 0, errors.decode()
-            shares.append({int(rank): tensors for rank, tensors in json.loads(output).items()})
+            shares.append(packed_shares({int(rank): tensors for rank, tensors in json.loads(output).items()}))
     finally:
         for writer in writers:
             if writer.poll() is None:

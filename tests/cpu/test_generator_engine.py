@@ -24,6 +24,7 @@ from megarl.generator.fleet import Fleet
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.kinds import LayoutError
+from megarl.reshard.tensors import SentTensors
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Arrange
 from megarl.weight_sync.opening import open_memory
@@ -227,7 +228,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         update = WeightUpdate(workers, 7)
         await update.open()
         shares = shares_of(write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints))
-        await update.audit(shares, map)
+        await update.audit(shares, SentTensors(map))
         await client.end_update(60)
         await client.resume(60)
         [stale] = await client.generate(prompt, GREEDY)
@@ -237,7 +238,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         running = await under_way(client)
         update = WeightUpdate(workers, 7)
         await update.open()
-        await update.audit(shares, map)
+        await update.audit(shares, SentTensors(map))
         began, ended = await update.close()
         assert began < ended
         [fresh] = await client.generate(prompt, GREEDY)
@@ -252,7 +253,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         writers = write_as_trainer("sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints)
         corrupt = shares_of(writers)
         with pytest.raises(AuditError) as failure:
-            await update.audit(corrupt, map)
+            await update.audit(corrupt, SentTensors(map))
         assert str(failure.value).splitlines()[1:] == [
             "model.layers.1.mlp.down_proj.weight on generator rank 0 is not what trainer rank 0, 1 sent"
         ]

@@ -21,9 +21,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
-from megarl.reshard.forwarding import Relay
-from megarl.reshard.relays import RelayRule
-from megarl.weight_sync.audit import AuditError, compare
+from megarl.reshard.relays import RelayRule, relayed
+from megarl.reshard.tensors import SentTensors
+from megarl.weight_sync.audit import AuditError, compare, packed, packed_shares
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
@@ -80,7 +80,7 @@ class Run:
             process.call("scramble")
         session = WeightUpdate(self.workers, version=0)
         by_rank, shares = zip(*self.write(seed, session))
-        self.do(session.audit(shares, self.opened.map, self.opened.relays))
+        self.do(session.audit([packed_shares(each) for each in shares], self.opened.tensors, self.opened.relays))
         for rank, process in enumerate(self.engines):
             memory = process.call("memory")
             expected = shards(plain_map().destination, rank, seed)
@@ -100,7 +100,7 @@ class Run:
         if self.opened.lands:
             self.do(session.spread())
         if self.opened.relays:
-            self.do(session.pass_on([]))
+            self.do(session.pass_on(self.opened.relays))
         return sent
 
     def close(self) -> None:
@@ -183,9 +183,13 @@ def test_a_transport_that_cannot_work_is_refused_before_anything_is_opened(proce
 
 
 def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
-    map, relay = plain_map(), Relay(0, 1, "model.norm.weight", 4, 128)
-    shares = [{0: {"model.norm.weight": 7}}]
-    compare([{"model.norm.weight": 7}, {"model.norm.weight": 7}], shares, map, [relay])
-    found = "model.norm.weight on generator rank 1 is not what trainer rank 0 sent, passed on by generator rank 0"
-    with pytest.raises(AuditError, match=found):
-        compare([{"model.norm.weight": 7}, {"model.norm.weight": 8}], shares, map, [relay])
+    written, forwarding = relayed(plain_map(), RelayRule("inside_hosts", ENGINES))
+    tensors, relay = SentTensors(written, forwarding.relays), next(r for r in forwarding.relays if r.tensor == "model.norm.weight")
+    places = range(tensors.places[-1])
+    shares = [np.zeros(len(tensors.sent_by(rank)), np.uint64).tobytes() for rank in range(TRAINERS)]
+    found = [{name: 0 for rank, name in map(tensors.name, places) if rank == engine} for engine in range(ENGINES)]
+    compare([packed(each) for each in found], shares, tensors, forwarding.relays)
+    found[relay.destination_rank]["model.norm.weight"] = 8
+    wrong = f"model.norm.weight on generator rank {relay.destination_rank} is not what trainer rank . sent"
+    with pytest.raises(AuditError, match=f"failed:\n{wrong}, passed on by generator rank {relay.source_rank}$"):
+        compare([packed(each) for each in found], shares, tensors, forwarding.relays)

@@ -18,9 +18,11 @@ from test_transports_pairs import Run, host
 
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
+from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.writing import Sent, shares_of
 
 LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough to leave some bits
 CHECKED_EVERY = 20  # steps; hashes are compared after each
@@ -37,12 +39,12 @@ class DeltaRun(Run):
         while self.connecting:
             self.connecting.pop().result()
         shares = [process.result() for process in self.trainers]
-        if self.opened.lands:
+        if self.opened.lands if full else self.opened.lands_changes:
             self.do(session.spread(changes=not full))
         if self.opened.relays:
-            self.do(session.pass_on([]))
-        shares = [part for parts in shares for part in parts] if full else shares
-        self.do(session.audit(shares, self.opened.map, self.opened.relays))
+            self.do(session.pass_on(self.opened.relays))
+        whole = [shares_of([Sent(0, part) for part in (parts if full else [parts])]) for parts in shares]
+        self.do(session.audit([packed_shares(each) for each in whole], self.opened.tensors, self.opened.relays))
 
     def memory(self) -> list[dict[str, np.ndarray]]:
         return [process.call("memory") for process in self.engines]

@@ -177,7 +177,7 @@ def test_a_rank_that_has_written_another_version(site, hub):
     for peer in peers:
         peer.send(Hello(weights_map(job.plan(), source_layout(job)).plan_hash, this_host()))
         peer.send(WeightsOffer(0))
-        peer.send(WeightsWritten(1, 0, 0.0, {}))
+        peer.send(WeightsWritten(1, 0, 0.0))
     message = r"generator.0 waited for trainer.0, trainer.1 to write weights version 0, but trainer.\d has written version 1"
     with unusable_after(site), pytest.raises(RuntimeError, match=message):
         take(site, job, hub)
@@ -189,7 +189,7 @@ def test_a_grant_and_an_end_of_another_version(site, hub):
     job = site.job(hub)
     outcome = as_thread(0, job)
     hub.receive(WeightsOffer, DEADLINE_S, "the offer")
-    hub.send("trainer.0", WeightsGrant(3, []))
+    hub.send("trainer.0", WeightsGrant(3))
     with pytest.raises(RuntimeError, match="trainer.0 offered weights version 0, generator.0 granted version 3"):
         outcome.result(DEADLINE_S)
 

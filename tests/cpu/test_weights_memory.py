@@ -67,7 +67,7 @@ class Site:
                 end = receiver(job.plan("shared_memory"), hub, job.key_file)
                 self.generator.take(end)
             except AuditError:
-                for message in (WeightsGrant(99, []), WeightsApplied(99, True, 0.0, 0)):  # whatever the trainer waits for, it ends
+                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):  # whatever the trainer waits for, it ends
                     with contextlib.suppress(RuntimeError):  # it is gone by the second one, if the first has ended it
                         hub.send("trainer.0", message)
                 assert sent.exception(DEADLINE_S) is not None

@@ -28,6 +28,7 @@ from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync import sessions
 from megarl.weight_sync.sender import WeightsSender
 from megarl.weight_sync.sessions import EngineSessions
+from megarl.weight_sync.transports.choice import Pairs
 
 
 def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
@@ -161,7 +162,7 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     sender._transport, sender._whole = SimpleNamespace(close=lambda: None, connect=lambda endpoints: None), whole
     sender._use(whole, 0)
     ways = [(rule, written), (rule, written), (None, whole)]
-    changes = [sender._connect(executor, WeightsGrant(1, [], 4, way, map.plan_hash)) for way, map in ways]
+    changes = [sender._connect(executor, WeightsGrant(1, b"", 4, way, map.plan_hash)) for way, map in ways]
     assert changes == [True, False, True]
 
 
@@ -221,7 +222,7 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways
         tried._workers_for = lambda members, fleet: [fleet.engines[index] for index in members]
         for name, fake in {"WeightUpdate": Trial, "open_engines": opened, "weights_map": lambda *_: None}.items():
             monkeypatch.setattr(sessions, name, fake)
-        monkeypatch.setattr(sessions, "transport_pairs", lambda *_: [[ways]])
+        monkeypatch.setattr(sessions, "transport_pairs", lambda *_: Pairs.of([[ways]]))
         await tried._try_joining(fleet, [1, 2, 3], [])
         assert fleet.gone.keys() == left and not fleet.updating and fleet.serving == {0}
         assert "it cannot join: generator rank 0 has no lm_head" in fleet.gone[2]

@@ -13,6 +13,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.relays import RelayRule
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.opening import passing_on, relay_ways
+from megarl.weight_sync.transports.choice import Pairs
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 
@@ -34,20 +35,20 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 def test_relays_where_a_host_holds_replicas(relay, engines, tp, hosts, kind, expected):
     generators = [Host(memory=name, network=name, name=name) for name in hosts]
     map = map_to(engines, tp)
-    rule, written, relays = passing_on(relay, [[kind, kind] for _ in hosts], generators, map, tp)
+    rule, written, relays = passing_on(relay, Pairs.of([[kind, kind] for _ in hosts]), generators, map, tp)
     assert rule == (RelayRule("inside_hosts", expected) if expected else None)
     assert bool(relays) == (rule is not None) == (written is not map)
 
 
 def test_no_relays_where_one_trainer_rank_is_near():
-    pairs = [["gloo", "shared_memory"], ["gloo", "shared_memory"]]
+    pairs = Pairs.of([["gloo", "shared_memory"], ["gloo", "shared_memory"]])
     assert passing_on("auto", pairs, [Host("a"), Host("a")], map_to(2, 1), 1)[0] is None
 
 
 @pytest.mark.parametrize("engines, expected", [(6, RelayRule("between_engines", 1)), (1, None)])
 def test_engines_pass_on_where_it_is_asked_for_and_shortens_the_update(engines, expected):
     hosts = [Host(memory=str(n), network=str(n)) for n in range(engines)]
-    assert passing_on("engines", [["mooncake"]] * engines, hosts, map_to(engines, 1), 1)[0] == expected
+    assert passing_on("engines", Pairs.of([["mooncake"]] * engines), hosts, map_to(engines, 1), 1)[0] == expected
 
 
 def test_ways_between_engines():

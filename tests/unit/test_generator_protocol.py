@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_maps import tiny_map
 
 from megarl.box import Box
 from megarl.config.errors import ConfigError
@@ -26,12 +27,13 @@ from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.kinds import LayoutError, LocalTensor
+from megarl.reshard.tensors import SentTensors
 from megarl.topology import GeneratorTopology
 from megarl.weight_sync import commands
-from megarl.weight_sync.audit import AuditError, compare
+from megarl.weight_sync.audit import AuditError, compare, packed, packed_shares
 from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
 from megarl.weight_sync.engine.loader import Worker, as_arranged
-from megarl.weight_sync.transports.base import Allocation, Endpoint, Incoming, Members, Offer, RemoteTensor
+from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
 from megarl.weight_sync.workers import Workers, check_layout, check_parallelism
 
 KEYS = EngineKeys("a", "b")
@@ -114,30 +116,37 @@ def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
 
 def test_commands_survive_the_wire():
     box, members = Box((0, 2), (3, 4)), Members((0,), (1, 2), (0, 0, 1))
-    endpoint = Endpoint(1, "cuda_ipc", "", 8, [], allocations=[Allocation(b"\x00\xff", 8, (b"count", 3))])
     for command in (
         Connect(2, "tcp://h:1", "new", "/k"),
         Open("gloo", "a.b:C", {1: Offer("tcp", [("w", box)], "h:1", members, [Incoming(0, "w", box, 1)], 5.0)}),
-        MeetNeighbours([endpoint], {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
+        MeetNeighbours(b"endpoints", {1: [Relay(1, 2, "w", 3, 24)]}, 5.0),
         Audit(),
     ):
         assert commands.decode(commands.encode(command)) == command
 
 
-def copy(source: int, name: str):
-    return SimpleNamespace(source_rank=source, destination_tensor=name)
-
-
 def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
-    map = SimpleNamespace(writes_to=lambda rank: [copy(0, "a"), copy(3, "a"), copy(1, "b")])
-    shares = [{0: {"a": 2**64 - 1}, 1: {"a": 5}}, {0: {"a": 8, "b": 4}, 1: {"b": 6}}]
-    compare([{"a": 7, "b": 4}, {"a": 5, "b": 6}], shares, map)
-    with pytest.raises(AuditError, match=r"failed:\na on generator rank 1 is not what trainer rank 0, 3 sent$"):
-        compare([{"a": 7, "b": 4}, {"a": 6, "b": 6}], shares, map)
-    with pytest.raises(AuditError, match="c on generator rank 0"):  # live, but nobody sent it
-        compare([{"a": 7, "b": 4, "c": 0}, {"a": 5, "b": 6}], shares, map)
-    with pytest.raises(AuditError, match="b on generator rank 1"):  # sent, but not there
-        compare([{"a": 7, "b": 4}, {"a": 5}], shares, map)
+    tensors, name = SentTensors(tiny_map(tp=2, pp=1, dp=2, generator_tp=1)), "model.layers.1.mlp.down_proj.weight"
+    senders = {copy.source_rank for copy in tensors.map.writes_to(1) if copy.destination_tensor == name}
+    assert len(senders) == 2
+    found = [{tensor: 0 for rank, tensor in map(tensors.name, range(tensors.places[-1])) if rank == engine} for engine in range(2)]
+    shares = [{rank: dict[str, int]() for rank in range(2)} for _ in range(4)]
+    for source, place in ((rank, place) for rank in range(4) for place in tensors.sent_by(rank)):
+        rank, tensor = tensors.name(place)
+        shares[source][rank][tensor] = 2**64 - 1 - source
+        found[rank][tensor] = (found[rank][tensor] + 2**64 - 1 - source) % 2**64
+    sent = [packed_shares({rank: tensors for rank, tensors in each.items() if tensors}) for each in shares]
+    compare([packed(each) for each in found], sent, tensors)
+    found[1][name] += 1
+    who = ", ".join(map(str, sorted(senders)))
+    with pytest.raises(AuditError, match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$"):
+        compare([packed(each) for each in found], sent, tensors)
+    compare([packed(found[0]), None], sent, tensors)  # of a lost engine nothing is known
+    del found[0][name]
+    with pytest.raises(AuditError, match=f"generator rank 0 has hashed {len(found[0])} tensors, the reshard map has {len(found[0]) + 1}"):
+        compare([packed(found[0]), None], sent, tensors)
+    with pytest.raises(AuditError, match="trainer rank 3 has sent hashes of 0 tensors"):
+        compare([None, None], [*sent[:3], b""], tensors)
 
 
 def test_layout_check_names_each_difference():

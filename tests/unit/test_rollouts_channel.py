@@ -322,7 +322,7 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
         for delay_s in (0.2, 0.3):
             offer = hub.receive(WeightsOffer, 10, "an offer")[1]
             time.sleep(delay_s)
-            hub.send("trainer.0", WeightsGrant(offer.version, []))
+            hub.send("trainer.0", WeightsGrant(offer.version))
             hub.receive(WeightsWritten, 10, "the writes")
             hub.send("trainer.0", WeightsApplied(offer.version, True, 0.0, 0))
             if delay_s == 0.2:

@@ -78,9 +78,11 @@ def test_shared_memory_that_is_asked_for_reaches_over_network_namespaces():
 def test_pairs_are_mixed_and_both_sides_agree():
     trainers, generators = [host("a"), host("b")], [host("b"), host("a"), host("c", mooncake=False)]
     pairs = transport_pairs(AUTO, trainers, generators)
-    assert pairs == [["mooncake", "shared_memory"], ["shared_memory", "mooncake"], ["gloo", "gloo"]]
+    listed = [[pairs.kinds[kind] for kind in of_generator] for of_generator in pairs.table.tolist()]
+    assert listed == [["mooncake", "shared_memory"], ["shared_memory", "mooncake"], ["gloo", "gloo"]]
+    assert pairs.trainers("shared_memory") == [{1}, {0}, set()] and pairs.trainers("gloo")[2] == range(2)
     assert describe_pairs(pairs) == ", ".join(f"{kind} for 2 of 6 pairs of ranks" for kind in ("mooncake", "shared_memory", "gloo"))
-    for generator, kinds in zip(generators, pairs):
+    for generator, kinds in zip(generators, listed):
         travelled = msgspec.json.decode(msgspec.json.encode(generator), type=Host)
         assert [transport_between(AUTO, trainer, travelled) for trainer in trainers] == kinds
 
@@ -126,7 +128,7 @@ def test_classes(name, found):
 
 def test_a_transport_of_ones_own_goes_by_its_import_path():
     path = "megarl.weight_sync.transports.gloo:GlooTransport"
-    assert transport_pairs(path, [host("a")], [host("a")]) == [[path]]
+    assert transport_pairs(path, [host("a")], [host("a")]).kinds == (path,)
 
 
 @pytest.mark.parametrize(

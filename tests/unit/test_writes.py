@@ -25,7 +25,7 @@ def ends():
 
 
 def part(more: bool = False, version: int = VERSION, error: str = "") -> WeightsWritten:
-    return WeightsWritten(version, 10, 0.1, {}, error, more=more)
+    return WeightsWritten(version, 10, 0.1, error=error, more=more)
 
 
 def test_what_lands_is_there_before_all_is_written(ends):

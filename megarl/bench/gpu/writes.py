@@ -24,9 +24,10 @@ from megarl.reshard.layout import QUANTISATIONS, generator_layout, hf_layout, tr
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import scheduled_writes
+from megarl.reshard.tensors import SentTensors
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.amax_exchange import AmaxExchange
-from megarl.weight_sync.audit import compare
+from megarl.weight_sync.audit import compare, packed, packed_shares
 from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint, Live, Offer
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.writing import send, shapes_of
@@ -59,7 +60,7 @@ def run(bench: Bench, how: str) -> None:
         written_ms = bench.median_ms(lambda: write(False))
         engine.ask("scramble")
         sent = write(True)
-        compare([engine.ask("hashes")], [sent.shares], map)  # raises AuditError
+        compare([packed(engine.ask("hashes"))], [packed_shares(sent.shares)], SentTensors(map))  # raises AuditError
         bench.emit({"what": f"audit of {len(endpoint.tensors)} tensors by {kind}", "note": "every byte as sent"})
         wrong = unlike(engine.ask("hashes"), expected(spec, destination, map, weights, quantization))
         failed = {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"} if wrong else {}

@@ -7,6 +7,7 @@ so it is caught and sent back as the answer.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from megarl.box import Box
 from megarl.config.named import find_callable
@@ -30,6 +32,7 @@ from megarl.models.adapter_pool import is_adapter
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import Copy
 from megarl.weight_sync import commands
+from megarl.weight_sync.audit import packed
 from megarl.weight_sync.commands import (
     Arrange,
     Audit,
@@ -39,6 +42,7 @@ from megarl.weight_sync.commands import (
     Describe,
     End,
     Found,
+    Held,
     MeetNeighbours,
     Open,
     PassOn,
@@ -51,18 +55,33 @@ from megarl.weight_sync.engine.beats import beating
 from megarl.weight_sync.engine.inventory import inventory
 from megarl.weight_sync.engine.pool import Pool
 from megarl.weight_sync.engine.watch import Built, Watch, live_tensors, parameters_of
-from megarl.weight_sync.transports.base import Endpoint, Live, Memory, RemoteTensor, describe
+from megarl.weight_sync.transports.base import (
+    Live,
+    Memory,
+    Packed,
+    RemoteTensor,
+    decode_endpoints,
+    describe,
+    digest_of,
+    forms_of,
+    pack,
+)
 from megarl.weight_sync.transports.choice import AUTO, this_host
 from megarl.weight_sync.transports.pairwise import PairwiseTransport
 
 Parameters = dict[str, torch.Tensor]  # those of the model, and the buffers of the adapters' pool
 
 
+Gather = Callable[[bytes], list[bytes]]  # what each worker of the engine has, in order of TP ranks, at the first one; empty at the others
+_encode_reply = msgspec.msgpack.Encoder().encode
+_decode_reply = msgspec.msgpack.Decoder(WorkerReply).decode
+
+
 class Worker:
     """State of one TP worker between commands."""
 
-    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
-        self.tp_rank, self.find_host = tp_rank, find_host
+    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host], gather: Gather = lambda own: [own]) -> None:
+        self.tp_rank, self.find_host, self.gather = tp_rank, find_host, gather
         self.rank = -1  # generator rank
         self.host = Host()
         self.peer: Peer | None = None
@@ -72,6 +91,7 @@ class Worker:
         self.unwritten: Watch | None = None
         self.pool: Pool | None = None  # of adapters, if the engine serves them
         self.watched: Watched | None = None
+        self.listed: list[Held] = []  # when `watched` was made
         self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
         self.since = -1  # the version audited last
         self.memories: dict[str, Memory] = {}  # by import path
@@ -90,8 +110,10 @@ class Worker:
         except Exception:
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
-        if self.peer is not None:
-            self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
+        own = WorkerReply(self.rank, type(command).__name__, error, payload)
+        first, *others = [_decode_reply(reply) for reply in self.gather(_encode_reply(own))] or [None]
+        if self.peer is not None and first is not None:
+            self.peer.send(msgspec.structs.replace(first, others=others))
 
     def loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
         """Called as soon as the model is loaded; further calls do nothing."""
@@ -117,10 +139,12 @@ class Worker:
             self.neighbours = None
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
         self.opened, self.relays = {}, []
-        self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
+        if self.tp_rank() == 0:  # it answers for all
+            self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
-    def describe(self, parameters: Parameters, command: Command) -> list[RemoteTensor]:
-        return [describe(name, values) for name, values in self.held(parameters).items()]
+    def describe(self, parameters: Parameters, command: Describe) -> list[RemoteTensor] | None:
+        found = [describe(name, values) for name, values in self.held(parameters).items()]
+        return None if digest_of(forms_of(found)) == command.known.get(self.rank) else found
 
     def arrange(self, parameters: Parameters, command: Arrange) -> None:
         self.shapes = command.shapes[self.rank]
@@ -134,14 +158,15 @@ class Worker:
         """The parameters' memory; of the pool, the slot of the policy's adapter."""
         return {name: parameter.data for name, parameter in parameters.items()} | (self.pool.tensors() if self.pool else {})
 
-    def open(self, parameters: Parameters, command: Open) -> Endpoint | None:
+    def open(self, parameters: Parameters, command: Open) -> Packed | None:
         if (offer := command.offers.get(self.rank)) is None:
             return None
         if command.memory not in self.memories:
             self.memories[command.memory] = find_callable(command.memory, "weights.transport")()
         memory = self.opened[command.kind] = self.memories[command.memory]
         address = address_towards(self.reply_address)
-        return memory.open(Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters)), offer)
+        live = Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters))
+        return pack(memory.open(live, offer), command.known.get(self.rank, b""))
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
         tensors = self.tensors(parameters)
@@ -163,7 +188,7 @@ class Worker:
         reached = {relay.destination_rank for relay in self.relays}
         if reached:
             self.neighbours = PairwiseTransport(AUTO, self.host, self.rank, command.timeout_s, may_lose=True)
-            self.neighbours.connect([endpoint for endpoint in command.endpoints if endpoint.rank in reached])
+            self.neighbours.connect([endpoint for endpoint in decode_endpoints(command.endpoints) if endpoint.rank in reached])
             passed_on = {relay.tensor for relay in self.relays}
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
@@ -192,8 +217,13 @@ class Worker:
             assert self.unwritten is not None  # since the model was loaded
             self.unwritten.start()
             _post_load(self.unwritten.model)
-            self.watched = Watched(self.unwritten.count, self.unwritten.nbytes, inventory(self.unwritten))
+            self.listed = inventory(self.unwritten)
+            digest = hashlib.blake2b(msgspec.msgpack.encode(self.listed), digest_size=16).digest()
+            self.watched = Watched(digest, self.unwritten.count, self.unwritten.nbytes)
         return self.watched
+
+    def inventory(self, parameters: Parameters, command: commands.Inventory) -> list[Held]:
+        return self.listed if self.rank in command.ranks else []
 
     def recall(self, parameters: Parameters, command: Recall) -> Changes:
         tensors, audited, self.audited = self.tensors(parameters), self.audited, {}
@@ -206,7 +236,7 @@ class Worker:
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
         self.audited = hashes
         self.since = command.version
-        return Found(hashes, changes)
+        return Found(packed(hashes), changes)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
         """Runs SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors derived from
@@ -233,6 +263,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     PassOn: Worker.pass_on,
     End: Worker.end,
     commands.Watch: Worker.watch,
+    commands.Inventory: Worker.inventory,
     Recall: Worker.recall,
     Audit: Worker.audit,
 }
@@ -252,7 +283,24 @@ def _tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state has to be global
+def _gather(own: bytes) -> list[bytes]:
+    """Over the group in which SGLang's workers meet after each command."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    tp = get_tp_group()
+    if tp.world_size == 1:
+        return [own]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(tp.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=tp.cpu_group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    first = tp.rank_in_group == 0
+    found = [torch.empty_like(padded) for _ in sizes] if first else None
+    dist.gather(padded, found, dst=tp.ranks[0], group=tp.cpu_group)
+    return [each[: int(size)].numpy().tobytes() for each, size in zip(found or [], sizes)]
+
+
+_worker = Worker(_tp_rank, this_host, _gather)  # SGLang knows the loader only by its import path, so its state has to be global
 
 
 def _post_load(model: torch.nn.Module) -> None:

@@ -7,11 +7,13 @@ the built-in ones; `weights.transport` takes any other by its import path.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -114,6 +116,124 @@ class Endpoint(msgspec.Struct, frozen=True):
         return msgspec.json.decode(text, type=cls)
 
 
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """What a tensor is, wherever it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """An Endpoint on its way. All replicas of a shard have the same tensors, which take far more bytes than where these lie."""
+
+    endpoint: Endpoint  # without its tensors
+    digest: bytes  # of their forms, in the order of names
+    forms: list[Form]  # empty if the other side knows them
+    offsets: bytes  # int64, in the same order
+    allocations: bytes  # int32; empty if all are 0
+
+
+def forms_of(tensors: Iterable[RemoteTensor]) -> list[Form]:
+    """In the order of names."""
+    return sorted([Form(t.name, t.shape, t.dtype, t.strides) for t in tensors], key=lambda form: form.name)
+
+
+def digest_of(forms: Sequence[Form]) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(forms), digest_size=16).digest()
+
+
+def pack(endpoint: Endpoint, known: bytes = b"") -> Packed:
+    """`known`: the digest of forms that the other side has."""
+    tensors = sorted(endpoint.tensors, key=lambda tensor: tensor.name)
+    forms = forms_of(tensors)
+    offsets = np.array([tensor.offset_bytes for tensor in tensors], dtype=np.int64)
+    allocations = np.array([tensor.allocation for tensor in tensors], dtype=np.int32)
+    places = offsets.tobytes(), allocations.tobytes() if allocations.any() else b""
+    digest = digest_of(forms)
+    return Packed(msgspec.structs.replace(endpoint, tensors=[]), digest, [] if digest == known else forms, *places)
+
+
+def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
+    offsets = np.frombuffer(packed.offsets, np.int64).tolist()
+    allocations = np.frombuffer(packed.allocations, np.int32).tolist() or [0] * len(offsets)
+    places = zip(forms, offsets, allocations, strict=True)
+    tensors = [RemoteTensor(form.name, form.shape, form.dtype, form.strides, *place) for form, *place in places]
+    return msgspec.structs.replace(packed.endpoint, tensors=tensors)
+
+
+class Ways(msgspec.Struct, frozen=True, array_like=True):
+    """Endpoints for one rank that writes to them, as they travel: what several have in common is told once."""
+
+    forms: list[list[Form]]
+    members: list[Members]
+    endpoints: list[tuple[int, int, Packed]]  # which of `forms`, which of `members` (-1: none), and the rest
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_ways = msgspec.msgpack.Decoder(Ways).decode
+
+
+def decode_endpoints(ways: bytes) -> list[Endpoint]:
+    """What `Endpoints.towards` has made; none of nothing."""
+    if not ways:
+        return []
+    sent = _decode_ways(ways)
+    with_members = [(which, packed, sent.members[group] if group >= 0 else None) for which, group, packed in sent.endpoints]
+    return [msgspec.structs.replace(unpack(packed, sent.forms[which]), members=members) for which, packed, members in with_members]
+
+
+class Endpoints:
+    """All endpoints of the engines, at the generator, which passes parts of them on."""
+
+    def __init__(self, packed: Sequence[Packed], forms: Mapping[bytes, Sequence[Form]]):
+        """`forms`: those that the workers did not send, by digest."""
+        self.packed = list(packed)
+        self._forms = {**forms, **{each.digest: each.forms for each in packed if each.forms}}
+        self._encoded = {d: [msgspec.Raw(_encode(form)) for form in self._forms[d]] for d in {each.digest for each in packed}}
+        self._numbers: dict[bytes, dict[str, int]] = {}  # of names, by digest
+        self._offsets = [np.frombuffer(each.offsets, np.int64) for each in packed]
+        self._allocations = [np.frombuffer(each.allocations, np.int32) for each in packed]
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return (unpack(each, self._forms[each.digest]) for each in self.packed)
+
+    def numbers(self, at: int, names: Collection[str]) -> np.ndarray:
+        """The numbers of these tensors in the order of names, at the endpoint at place `at` of the list."""
+        digest = self.packed[at].digest
+        if digest not in self._numbers:
+            self._numbers[digest] = {form.name: number for number, form in enumerate(self._forms[digest])}
+        return np.array(sorted(self._numbers[digest][name] for name in names), dtype=np.int64)
+
+    def towards(self, wanted: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None) -> bytes:
+        """What `decode_endpoints` reads: the endpoints at the places `wanted` of the list, each with only these of its tensors, by number
+        in the order of names (None: all). Of boxes and inboxes, those of these tensors and of the rank `trainer`."""
+        tables: dict[tuple[bytes, bytes], int] = {}
+        forms: list[list[msgspec.Raw]] = []
+        groups: dict[Members, int] = {}
+        rows = []
+        for at, numbers in wanted:
+            each, endpoint = self.packed[at], self.packed[at].endpoint
+            encoded, offsets, allocations = self._encoded[each.digest], self._offsets[at], self._allocations[at]
+            numbers = np.arange(len(encoded)) if numbers is None else numbers
+            key = each.digest, numbers.tobytes()
+            if key not in tables:
+                tables[key] = len(forms)
+                forms.append([encoded[number] for number in numbers.tolist()])
+            if endpoint.landings or endpoint.inboxes or endpoint.members:
+                names = {self._forms[each.digest][number].name for number in numbers.tolist()}
+                landings = [landing for landing in endpoint.landings if landing.tensor in names]
+                inboxes = [inbox for inbox in endpoint.inboxes if inbox.trainer == trainer]
+                own = msgspec.structs.replace(endpoint, landings=landings, inboxes=inboxes, members=None)
+            else:
+                own = endpoint
+            group = -1 if endpoint.members is None else groups.setdefault(endpoint.members, len(groups))
+            places = offsets[numbers].tobytes(), allocations[numbers].tobytes() if len(allocations) else b""
+            rows.append((tables[key], group, Packed(own, b"", [], *places)))
+        return _encode((forms, list(groups), rows))
+
+
 @dataclass(frozen=True)
 class Opening:
     """The generator's knowledge when it opens the engines to one transport."""
@@ -170,6 +290,11 @@ class Transport(abc.ABC):
     same_host: ClassVar[bool] = False  # it serves only ranks of one host
     lands: ClassVar[bool] = False  # some boxes land first, and have to be spread
 
+    @classmethod
+    def lands_at(cls, endpoint: Endpoint) -> bool:
+        """Whether full updates land there, and have to be spread."""
+        return cls.lands
+
     @staticmethod
     def found_here() -> tuple[str, ...]:
         """Lists what this host has that decides whether the transport works. It becomes a part of the Host."""
@@ -177,7 +302,8 @@ class Transport(abc.ABC):
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can."""
+        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend on `cuda`
+        and `has` of both, and on whether they share memory or network: other pairs that are alike in these are not asked."""
         return ""
 
     @classmethod

@@ -11,10 +11,12 @@ import inspect
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
+import numpy as np
 import torch
 
 from megarl.config.errors import ConfigError
@@ -33,7 +35,28 @@ TABLE = {
 }
 
 T = TypeVar("T")
-Pairs = Sequence[Sequence[str]]  # kind of transport, [generator rank][trainer rank]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The kind of transport of every pair of ranks."""
+
+    kinds: tuple[str, ...]  # in use
+    table: np.ndarray  # [generator ranks, trainer ranks]: index into `kinds`
+
+    @classmethod
+    def of(cls, kinds: Sequence[Sequence[str]]) -> Pairs:
+        """From the kind of each pair, [generator rank][trainer rank]."""
+        in_use = tuple(dict.fromkeys(kind for of_generator in kinds for kind in of_generator))
+        return cls(in_use, np.array([[in_use.index(kind) for kind in of_generator] for of_generator in kinds], dtype=np.int8))
+
+    def trainers(self, kind: str) -> list[Collection[int]]:
+        """The trainer ranks that write by `kind`, for each generator rank. Ranks with the same ones share a collection."""
+        generators, trainers = self.table.shape
+        by_it = self.table == self.kinds.index(kind) if kind in self.kinds else np.zeros((generators, trainers), dtype=bool)
+        found: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
+        rows = [(row.tobytes(), row) for row in by_it]
+        return [found.get(key) or found.setdefault(key, frozenset(np.flatnonzero(row).tolist())) for key, row in rows]
 
 
 class Unserved(ValueError):
@@ -90,18 +113,35 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
 
 
 def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence[Host]) -> Pairs:
-    """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve."""
-    pairs = []
-    for generator_rank, generator in enumerate(generators):
-        found: dict[Host, str] = {}  # there are few hosts
-        for trainer_rank, trainer in enumerate(trainers):
-            try:
-                found[trainer] = found.get(trainer) or transport_between(setting, trainer, generator)
-            except Unserved as error:
-                ranks = f"trainer rank {trainer_rank} on {trainer.name} and generator rank {generator_rank} on {generator.name}"
-                raise ConfigError(f"weights.transport={setting}: {ranks} {error}") from error
-        pairs.append([found[trainer] for trainer in trainers])
-    return pairs
+    """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve.
+
+    It is worked out once for all pairs that are alike: hosts differ in what they have, and two ranks in whether they share memory and
+    network. (A run has thousands of ranks on each side, and millions of pairs.)
+    """
+    (trainer_of, trainer_hosts), (generator_of, generator_hosts) = _numbered(trainers), _numbered(generators)
+    found: dict[tuple, int] = {}  # number of the kind, of pairs that are alike
+    kinds: dict[str, int] = {}
+    table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)
+    for g, generator in enumerate(generator_hosts):
+        for t, trainer in enumerate(trainer_hosts):
+            near = trainer.memory == generator.memory, trainer.network == generator.network
+            alike = *near, trainer.cuda, trainer.has, generator.cuda, generator.has
+            if alike not in found:
+                try:
+                    kind = transport_between(setting, trainer, generator)
+                except Unserved as error:
+                    ranks = f"trainer rank {trainer_of.tolist().index(t)} on {trainer.name} and generator rank"
+                    ranks = f"{ranks} {generator_of.tolist().index(g)} on {generator.name}"
+                    raise ConfigError(f"weights.transport={setting}: {ranks} {error}") from error
+                found[alike] = kinds.setdefault(kind, len(kinds))
+            table[g, t] = found[alike]
+    return Pairs(tuple(kinds), table[generator_of][:, trainer_of])
+
+
+def _numbered(hosts: Sequence[Host]) -> tuple[np.ndarray, list[Host]]:
+    """(number of each one's host, the hosts by number)"""
+    numbers: dict[Host, int] = {}
+    return np.array([numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64), list(numbers)
 
 
 def on_one_host(one: Host, other: Host) -> bool:
@@ -110,5 +150,5 @@ def on_one_host(one: Host, other: Host) -> bool:
 
 def describe_pairs(pairs: Pairs) -> str:
     """How many pairs of ranks use each transport, for logs."""
-    counts = Counter(kind for of_generator in pairs for kind in of_generator)
+    counts = Counter(dict(zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())))
     return ", ".join(f"{kind} for {count} of {counts.total()} pairs of ranks" for kind, count in counts.most_common())

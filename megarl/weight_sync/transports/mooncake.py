@@ -30,7 +30,8 @@ from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host, address_towards, with_port
 from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.schedule import landings
+from megarl.reshard.rows import Row
+from megarl.reshard.schedule import landing_rows, landings
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Inbox,
@@ -105,6 +106,10 @@ class MooncakeTransport(Transport):
     memory = MooncakeMemory
     lands = True
 
+    @classmethod
+    def lands_at(cls, endpoint: Endpoint) -> bool:
+        return bool(endpoint.landings)
+
     @staticmethod
     def found_here() -> tuple[str, ...]:
         return tuple(name for name, there in ((IMPORTS, imports()), (INFINIBAND, has_infiniband())) if there)
@@ -117,9 +122,9 @@ class MooncakeTransport(Transport):
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
         protocol = protocol_of(opening.hosts)
-        map = opening.map if opening.deltas else None
+        map, rows = opening.map if opening.deltas else None, landing_rows(opening.map) if opening.map else ()
         return {
-            rank: Offer(protocol, _landing(opening.map, rank, trainers), **inboxes(map, rank, trainers))
+            rank: Offer(protocol, _landing(opening.map, rank, rows, trainers), **inboxes(map, rank, trainers))
             for rank, trainers in opening.writers.items()
         }
 
@@ -247,8 +252,8 @@ class MooncakeTransport(Transport):
         return TimeoutError(f"weights from trainer rank {self._rank} to generator rank {ranks}: not through within {self._timeout_s:.0f} s")
 
 
-def _landing(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> list[tuple[str, Box]]:
-    copies = landings(map, rank) if map is not None else []
+def _landing(map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers: Collection[int]) -> list[tuple[str, Box]]:
+    copies = landings(map, rank, rows) if map is not None and rows else []
     return [(copy.destination_tensor, copy.destination_box) for copy in copies if copy.source_rank in trainers]
 
 
