@@ -57,6 +57,7 @@ from megarl.reshard.relays import ENGINES, foreseen
 from megarl.reshard.tensors import SentTensors
 from megarl.types import Version
 from megarl.weight_sync import commands
+from megarl.weight_sync.audit import digest_of, pack_shares
 from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
@@ -338,10 +339,17 @@ class Members:
         return self.map(engines)[1]
 
     @cache  # noqa: B019
+    def shares(self, engines: int, rank: int) -> bytes:
+        """A share for each name, equal for all replicas."""
+        names = self.sent(engines).names_of(self.sent(engines).sent_by(rank))
+        return pack_shares(names.astype(np.uint64))
+
+    @cache  # noqa: B019
     def hashes(self, engines: int) -> np.ndarray:
-        """Of all places: every share is 1, so a tensor's hash is the number of its senders."""
+        """Of all places: the share of a name's number from each of its senders."""
         tensors = self.sent(engines)
         counts = np.bincount(tensors.place_of, minlength=tensors.places[-1]).astype(np.uint64)
+        counts *= tensors.names_of(np.arange(tensors.places[-1])).astype(np.uint64)
         leading, relayed = tensors.relayed
         counts[relayed] = counts[leading]
         return counts
@@ -379,8 +387,7 @@ class Members:
             return
         if isinstance(message, WeightsGrant) and message.engines:
             self.engines_of_map = message.engines
-            shares = np.ones(len(self.sent(message.engines).sent_by(rank)), np.uint64).tobytes()
-            socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, shares)))
+            socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, self.shares(message.engines, rank))))
         elif isinstance(message, WeightsApplied):
             socket.send(encode(WeightsOffer(message.version + 1)))
 
@@ -422,7 +429,7 @@ class Members:
         if isinstance(command, commands.Recall):
             return commands.Changes([], 1)
         if isinstance(command, commands.Audit):
-            return commands.Found(self.hashes(self.engines_of_map)[slice(*tensors.places[rank : rank + 2])].tobytes())
+            return commands.Found(digest_of(self.hashes(self.engines_of_map)[slice(*tensors.places[rank : rank + 2])].tobytes()))
         if isinstance(command, commands.PassOn):
             return []
         return None

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from megarl.bench.sync_media import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES
@@ -26,8 +25,8 @@ from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.stores import open_store
 from megarl.reshard.kinds import ITEM_BYTES
 from megarl.reshard.tensors import SentTensors
-from megarl.weight_sync import commands, workers
-from megarl.weight_sync.audit import compare, packed_shares
+from megarl.weight_sync import workers
+from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.shared_memory import view_at
@@ -239,8 +238,7 @@ class Bench:
             for tensor in live:
                 tensor.view(-1).view(torch.uint8).fill_(1)
             await way.run()
-            found = [msgspec.msgpack.decode(payload, type=commands.Found) for payload in await self.workers.run_all(commands.Audit())]
-            compare([each.hashes for each in found], [packed_shares(shares) for shares in sent], self.tensors)
+            await self.session.audit([packed_shares(shares) for shares in sent], self.tensors)
 
     async def on_trainers(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)

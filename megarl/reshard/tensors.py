@@ -48,6 +48,10 @@ class SentTensors:
         rank, number = divmod(int(self._pairs[place]), len(self.names))
         return rank, self.names[number]
 
+    def names_of(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of their names in `names`."""
+        return self._pairs[places] % len(self.names)
+
     def sent_by(self, source: int) -> np.ndarray:
         """The places that a source rank writes to, in order."""
         return self.place_of[self.sendings[source] : self.sendings[source + 1]]

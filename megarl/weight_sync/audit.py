@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,37 +56,70 @@ def packed(hashes: Mapping[str, int]) -> bytes:
 
 
 def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
-    """The shares of one sender, by generator rank and name, as they travel: uint64, in this order."""
-    return b"".join(packed(shares[rank]) for rank in sorted(shares))
+    """The shares of one sender, by generator rank and name, as they travel: how many differ (uint32), these (uint64), and which of them
+    each one is, in this order. Replicas of a tensor have equal shares, so that is a third of the bytes and less."""
+    return pack_shares(np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64))
+
+
+def pack_shares(each: np.ndarray) -> bytes:
+    distinct, which = np.unique(each, return_inverse=True)
+    return len(distinct).to_bytes(4, "little") + distinct.tobytes() + which.astype(_index_type(len(distinct))).tobytes()
+
+
+def _read_shares(shares: bytes) -> np.ndarray:
+    count = int.from_bytes(shares[:4], "little")
+    distinct = np.frombuffer(shares, dtype=np.uint64, count=count, offset=4) if count else np.zeros(0, np.uint64)
+    return distinct[np.frombuffer(shares, dtype=_index_type(count), offset=4 + distinct.nbytes)] if count else distinct
+
+
+def _index_type(count: int) -> type[np.unsignedinteger]:
+    return np.uint16 if count <= 1 << 16 else np.uint32
+
+
+def digest_of(hashes: bytes) -> bytes:
+    """Of a rank's hashes (`packed`), which are asked for only where their digest differs from what is expected."""
+    return hashlib.blake2b(hashes, digest_size=16).digest()
+
+
+def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
+    """What the hash of each place (SentTensors) should be, uint64: the sum of the trainer ranks' `shares` (`packed_shares`) modulo 2^64. A
+    relayed tensor must equal what was sent to its leader. Raises AuditError where shares are missing."""
+    sums = np.zeros(tensors.places[-1], dtype=np.uint64)
+    for rank, of_sender in enumerate(shares):
+        sums[tensors.sent_by(rank)] += _checked(
+            _read_shares(of_sender), len(tensors.sent_by(rank)), f"trainer rank {rank} has sent hashes of"
+        )
+    leading, relayed = tensors.relayed
+    sums[relayed] = sums[leading]
+    return sums
+
+
+def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
+    """The generator ranks whose hashes are not as `expected`, by their digests (None: it is lost)."""
+    ends = pairwise(tensors.places.tolist())
+    return [r for r, (digest, (a, b)) in enumerate(zip(digests, ends)) if digest is not None and digest != digest_of(sums[a:b].tobytes())]
 
 
 def compare(found: Sequence[bytes | None], shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
-    """Compares what each generator rank has `found` (`packed`; None: it is lost) with the sum of the trainer ranks' `shares`
-    (`packed_shares`), modulo 2^64. `tensors`: of the map and its relays. Raises AuditError.
-
-    A relayed tensor must equal what was sent to its leader. The engines are paused meanwhile, and a large model has a million shares: so
-    they travel and are summed as arrays.
-    """
-    sent, held = np.zeros((2, tensors.places[-1]), dtype=np.uint64)
-    for rank, of_sender in enumerate(shares):
-        sent[tensors.sent_by(rank)] += _read(of_sender, len(tensors.sent_by(rank)), f"trainer rank {rank} has sent hashes of")
-    leading, relayed = tensors.relayed
-    sent[relayed] = sent[leading]
+    """Compares what generator ranks have `found` (`packed`; None: not asked) with what is `expected`. `tensors`: of the map and its relays.
+    Raises AuditError that names tensors and ranks."""
+    sent = expected(shares, tensors)
+    held = sent.copy()
     for rank, hashes in enumerate(found):
         places = slice(*tensors.places[rank : rank + 2])
-        expected = places.stop - places.start
-        held[places] = sent[places] if hashes is None else _read(hashes, expected, f"generator rank {rank} has hashed")
+        if hashes is not None:
+            count = places.stop - places.start
+            held[places] = _checked(np.frombuffer(hashes, dtype=np.uint64), count, f"generator rank {rank} has hashed")
     if wrong := [tensors.name(place) for place in np.flatnonzero(held != sent).tolist()]:
         leaders = {(relay.destination_rank, relay.tensor): relay.source_rank for relay in relays}
         lines = [f"{name} on generator rank {rank} is not what {_sent(tensors.map, rank, name, leaders)}" for rank, name in wrong]
         raise AuditError("weight audit failed:\n" + "\n".join(lines))
 
 
-def _read(hashes: bytes, expected: int, who: str) -> np.ndarray:
-    found = np.frombuffer(hashes, dtype=np.uint64)
-    if len(found) != expected:
-        raise AuditError(f"weight audit failed: {who} {len(found)} tensors, the reshard map has {expected}")
-    return found
+def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
+    if len(hashes) != count:
+        raise AuditError(f"weight audit failed: {who} {len(hashes)} tensors, the reshard map has {count}")
+    return hashes
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:

@@ -98,11 +98,17 @@ class Audit(_Command, frozen=True):
     version: int = -1  # that was written
 
 
+class Hashes(_Command, frozen=True):
+    """Answer: bytes, the audit hash of every live parameter as the last Audit found it (audit.packed)."""
+
+
 class End(_Command, frozen=True):
     """Ends the engine's processes, so that it is started again: its weights are half-written. Not answered."""
 
 
-Command = Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Inventory | Recall | Audit | End
+Command = (
+    Connect | Describe | Arrange | Open | Receive | Spread | MeetNeighbours | PassOn | Watch | Inventory | Recall | Audit | Hashes | End
+)
 
 
 WRITTEN = "written"  # by each update, and compared with what was sent
@@ -142,9 +148,9 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The state of a worker's memory: the audit hash of every live parameter, and the changes among the tensors that no update writes."""
+    """The state of a worker's memory: the audit hashes of live parameters, and the changes among the tensors that no update writes."""
 
-    hashes: bytes = b""  # uint64, in the order of names
+    digest: bytes = b""  # of what Hashes answers
     changes: Changes = Changes([], -1)
 
 

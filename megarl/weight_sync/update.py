@@ -26,7 +26,7 @@ from megarl.reshard.forwarding import Relay
 from megarl.reshard.tensors import SentTensors
 from megarl.types import Version
 from megarl.weight_sync import commands
-from megarl.weight_sync.audit import check_unchanged, compare
+from megarl.weight_sync.audit import AuditError, check_unchanged, compare, differing, expected
 from megarl.weight_sync.commands import Audit, End, PassOn, Recall, Receive, Spread
 from megarl.weight_sync.workers import Workers
 
@@ -114,7 +114,16 @@ class WeightUpdate:
         payloads = await self.workers.run_all(Audit(self.version))
         found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
         check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
-        compare([each.hashes if payload else None for each, payload in zip(found, payloads)], shares, tensors, relays)
+        digests = [each.digest if payload else None for each, payload in zip(found, payloads)]
+        if wrong := differing(digests, expected(shares, tensors), tensors):
+            compare(await self._hashes(wrong), shares, tensors, relays)
+            raise AuditError(f"weight audit failed: the memory of generator rank {', '.join(map(str, wrong))} changes while it is hashed")
+
+    async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
+        """The hashes of these ranks; None for others."""
+        per_engine = [[rank for rank in of_engine if rank in ranks] for of_engine in self.workers.ranks]
+        payloads = await self.workers.run([commands.Hashes() if asked else None for asked in per_engine])
+        return [msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None for rank, payload in enumerate(payloads)]
 
     async def recall(self, unwritten: bool = False) -> None:
         """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit; or where

@@ -23,7 +23,7 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.tensors import SentTensors
-from megarl.weight_sync.audit import AuditError, compare, packed, packed_shares
+from megarl.weight_sync.audit import AuditError, compare, pack_shares, packed, packed_shares
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
@@ -186,7 +186,7 @@ def test_a_relay_that_brings_something_else_is_found(processes, tmp_path):
     written, forwarding = relayed(plain_map(), RelayRule("inside_hosts", ENGINES))
     tensors, relay = SentTensors(written, forwarding.relays), next(r for r in forwarding.relays if r.tensor == "model.norm.weight")
     places = range(tensors.places[-1])
-    shares = [np.zeros(len(tensors.sent_by(rank)), np.uint64).tobytes() for rank in range(TRAINERS)]
+    shares = [pack_shares(np.zeros(len(tensors.sent_by(rank)), np.uint64)) for rank in range(TRAINERS)]
     found = [{name: 0 for rank, name in map(tensors.name, places) if rank == engine} for engine in range(ENGINES)]
     compare([packed(each) for each in found], shares, tensors, forwarding.relays)
     found[relay.destination_rank]["model.norm.weight"] = 8

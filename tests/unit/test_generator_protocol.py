@@ -30,7 +30,7 @@ from megarl.reshard.kinds import LayoutError, LocalTensor
 from megarl.reshard.tensors import SentTensors
 from megarl.topology import GeneratorTopology
 from megarl.weight_sync import commands
-from megarl.weight_sync.audit import AuditError, compare, packed, packed_shares
+from megarl.weight_sync.audit import AuditError, compare, differing, digest_of, expected, packed, packed_shares
 from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open
 from megarl.weight_sync.engine.loader import Worker, as_arranged
 from megarl.weight_sync.transports.base import Incoming, Members, Offer, RemoteTensor
@@ -142,6 +142,10 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
     with pytest.raises(AuditError, match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$"):
         compare([packed(each) for each in found], sent, tensors)
     compare([packed(found[0]), None], sent, tensors)  # of a lost engine nothing is known
+    digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
+    assert differing(digests, expected(sent, tensors), tensors) == [1] and not differing(
+        [digests[0], None], expected(sent, tensors), tensors
+    )
     del found[0][name]
     with pytest.raises(AuditError, match=f"generator rank 0 has hashed {len(found[0])} tensors, the reshard map has {len(found[0]) + 1}"):
         compare([packed(found[0]), None], sent, tensors)

@@ -32,6 +32,7 @@ from megarl.models.adapter_pool import is_adapter
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import Copy
 from megarl.weight_sync import commands
+from megarl.weight_sync.audit import digest_of as digest_of_hashes
 from megarl.weight_sync.audit import packed
 from megarl.weight_sync.commands import (
     Arrange,
@@ -236,7 +237,10 @@ class Worker:
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
         self.audited = hashes
         self.since = command.version
-        return Found(packed(hashes), changes)
+        return Found(digest_of_hashes(packed(hashes)), changes)
+
+    def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
+        return packed(self.audited)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
         """Runs SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors derived from
@@ -266,6 +270,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
     commands.Inventory: Worker.inventory,
     Recall: Worker.recall,
     Audit: Worker.audit,
+    commands.Hashes: Worker.hashes,
 }
 
 
