@@ -28,7 +28,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from megarl.bench.channel_samples import asked
 from megarl.config.schema import AsyncConfig, GeneratorConfig, ModelConfig, RunConfig, TimeoutConfig, TrainerConfig, WeightsConfig
 from megarl.generator.client import EngineUnreachable, Parallelism
 from megarl.generator.fleet import Fleet
@@ -304,7 +303,9 @@ def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]
             stack.callback(process.kill)
             pipes.append(ours)
         for pipe in pipes:
-            asked(pipe)
+            if not pipe.poll(PATIENCE_S):
+                raise TimeoutError(f"a process of the benchmark did not answer within {PATIENCE_S:.0f} s")
+            pipe.recv()
         yield pipes
 
 
@@ -362,14 +363,16 @@ class Members:
             self.rank_of[socket] = rank
             socket.send(encode(Hello(self.map(self.engines_of_map)[0].plan_hash, host("trainer", rank))))
             socket.send(encode(WeightsOffer(0)))
-        while True:
-            for ready, _ in self.poller.poll():
-                if isinstance(ready, int):
-                    self.command(self.pipe.recv_bytes())
-                else:
-                    with contextlib.suppress(zmq.Again):
-                        while True:
-                            self.answer(ready, decode(ready.recv(zmq.NOBLOCK)))
+        with contextlib.suppress(EOFError):  # raised when the driver has closed its end
+            while True:
+                for ready, _ in self.poller.poll():
+                    if isinstance(ready, int):
+                        self.command(self.pipe.recv_bytes())
+                    else:
+                        with contextlib.suppress(zmq.Again):
+                            while True:
+                                self.answer(ready, decode(ready.recv(zmq.NOBLOCK)))
+        self.context.destroy(linger=0)
 
     def connect(self, name: str) -> zmq.Socket:
         socket, key = self.context.socket(zmq.DEALER), self.key

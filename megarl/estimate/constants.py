@@ -28,6 +28,9 @@ class Constants:
     half_width: float = 256.0  # columns at which it does
     decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
     elementwise_passes: float = 8.0  # how often a forward pass reads or writes a layer's activations beside its products
+    trainer_message_s: float = 60e-6  # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)
+    worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (the same)
+    engine_calls_s: float = 1.4e-3  # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
     step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
 
 

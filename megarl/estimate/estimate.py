@@ -14,7 +14,7 @@ from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, gene
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.served import Served, served
 from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, shadow_bytes
-from megarl.estimate.sync_time import sync_s
+from megarl.estimate.sync_time import control_s, sync_s
 from megarl.estimate.train_time import TrainTime
 from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
 from megarl.estimate.training import critic_of, training_memory, training_time
@@ -43,6 +43,7 @@ class Estimate:
     generate: GenerateTime
     sync_s: float
     delta_sync_s: float  # if it carries only what has changed, a share sync_time.CHANGED of the elements
+    control_s: float  # of either: messages and calls, whatever is carried
     shadow: float  # bytes of a trainer node's memory that hold what was sent last
     inboxes: float  # bytes of an engine node's memory into which Mooncake writes what has changed
     glue_s: float  # what belongs to neither side's work
@@ -93,9 +94,11 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
     cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
-    ranks = trainer_topology(config.trainer).world_size + generator_topology(config.generator).world_size
+    senders = trainer_topology(config.trainer).world_size
+    ranks = senders + generator_topology(config.generator).world_size
     ranks += config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
+    messages_s = control_s(senders, config.generator.engines, config.generator.tp, constants)
     landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
     return Estimate(
         workload=workload,
@@ -107,8 +110,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         static_limit=usable_static(config.generator, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
-        sync_s=full_s,
-        delta_sync_s=delta_s,
+        sync_s=full_s + messages_s,
+        delta_sync_s=delta_s + messages_s,
+        control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config, ranks, cluster) else 0.0,
         glue_s=constants.glue_s,

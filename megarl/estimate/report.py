@@ -76,8 +76,10 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
     for name, role in found.served.items():
         yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
-    yield f"           {'weight update':<14}{found.sync_s:9.3g}   the busiest rank's bytes over its link"
-    yield f"           {'':<14}{found.delta_sync_s:9.2g}   if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
+    bytes_s, delta_s = (seconds - found.control_s for seconds in (found.sync_s, found.delta_sync_s))
+    yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's bytes over its link"
+    yield f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
+    yield f"           {'':<14}{found.control_s:9.2g}   more for its messages and calls, in either case"
     mode = "the slower side" if found.asynchronous else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:
@@ -168,6 +170,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
         "too_large_gib": found.overfull,
         "delta_sync_s": found.delta_sync_s,
+        "control_s": found.control_s,
         "shadow_gib_per_node": found.shadow / GIB,
         "inboxes_gib_per_node": found.inboxes / GIB,
         "saving_gib_per_node": found.saving / GIB,

@@ -24,7 +24,7 @@ from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_toke
 from megarl.estimate.hardware import GIB, Cluster
 from megarl.estimate.knobs import Settings, problems, turned
 from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
-from megarl.estimate.sync_time import balanced_sync_s
+from megarl.estimate.sync_time import balanced_sync_s, control_s
 from megarl.estimate.training import training_memory, training_time
 from megarl.estimate.workload import Workload
 from megarl.models import ModelSpec
@@ -111,7 +111,8 @@ class Search:
         both = (trainer.seconds, generator.seconds)
         step_s = max(both) if overlaps(self.config) else sum(both)
         relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
-        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying)
+        control = control_s(senders, chosen.generator.engines, chosen.generator.tp, self.constants)
+        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying) + control
 
     def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
         sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)

@@ -1,8 +1,9 @@
-"""Seconds of a weight update: the bytes of the busiest rank over its link."""
+"""Seconds of a weight update: the bytes of the busiest rank over its link, and the generator's messages and calls."""
 
 from __future__ import annotations
 
 from megarl.config.schema import RunConfig
+from megarl.estimate.constants import Constants
 from megarl.estimate.hardware import Cluster
 from megarl.models import ModelSpec
 from megarl.models.adapter_pool import unserved
@@ -41,6 +42,12 @@ def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s
     map = ReshardMap.build(source, pool_layout(spec, topology, _engine_dtype(config), device, lora))
     prove_exactly_once(map)
     return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+
+
+def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:
+    """Seconds that the generator's only process spends on an update's messages and calls, while engines are paused."""
+    of_ranks = trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
+    return of_ranks + engines * constants.engine_calls_s
 
 
 def _engine_dtype(config: RunConfig) -> str:
