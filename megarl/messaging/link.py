@@ -33,6 +33,7 @@ M = TypeVar("M", bound=Message)
 
 UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # a handshake that ended early, whoever began it: a member's may have been too late
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | UNFINISHED
+HANDSHAKE_S = 120  # of a connection: a hub shakes hands with one member after the other, and there may be thousands
 BACKLOG = 4096  # connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
 AT_ONCE = 64  # messages that an event loop reads, or sends, before its other tasks have their turn
 LOOK_UP_S = 0.2  # interval at which a wait asks whether it is given up
@@ -200,7 +201,7 @@ class Hub(_Endpoint):
         socket.router_handover = True  # a peer whose connection broke unnoticed can come back under its name
         socket.sndhwm = socket.rcvhwm = 0
         socket.ipv6 = ":" in host
-        socket.backlog = BACKLOG
+        socket.backlog, socket.handshake_ivl = BACKLOG, HANDSHAKE_S * 1000
         socket.bind(f"tcp://{with_port(host, port)}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
@@ -345,7 +346,7 @@ class Peer(_Endpoint):
         socket.curve_serverkey = key.hub_public.encode()
         socket.curve_publickey, socket.curve_secretkey = key.peer_public.encode(), key.peer_secret.encode()
         socket.sndhwm = socket.rcvhwm = 0
-        socket.ipv6 = "[" in address
+        socket.ipv6, socket.handshake_ivl = "[" in address, HANDSHAKE_S * 1000
         socket.connect(address)
         super().__init__(name, socket)
 

@@ -1,10 +1,11 @@
 import asyncio
 import time
+from socket import create_connection
 
 import pytest
 import zmq
 
-from megarl.messaging.link import Hub, Peer, RunKey, UnknownMessage
+from megarl.messaging.link import AT_ONCE, Hub, Peer, RunKey, UnknownMessage
 from megarl.messaging.messages import Hello, WeightsOffer, encode
 
 
@@ -166,6 +167,48 @@ def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key,
     for socket in (forger._socket, plain):
         socket.close(linger=0)
     friend.close()
+
+
+def test_a_handshake_that_is_cut_short_is_not_called_one_without_the_key(hub, key, capsys):
+    """It may have been a member's, which was late among thousands and comes back."""
+    host, port = hub.address.removeprefix("tcp://").split(":")
+    with create_connection((host, int(port))):
+        pass
+    friend, heard = Peer("trainer.0", key, hub.address), ""
+    deadline = time.monotonic() + 60
+    while "before its handshake was over" not in heard:
+        friend.send(Hello("hi"))
+        assert hub.receive(Hello, 30, "a friend") == ("trainer.0", Hello("hi"))
+        heard += capsys.readouterr().out
+        assert time.monotonic() < deadline, heard
+    assert "without the run's key" not in heard
+    friend.close()
+
+
+def test_a_rush_of_messages_lets_other_tasks_have_their_turn(hub, key):
+    peer, count, turns = Peer("trainer.0", key, hub.address), 10 * AT_ONCE, []
+
+    async def take() -> int:
+        async def look_on() -> None:
+            while True:
+                turns.append(1)
+                await asyncio.sleep(0)
+
+        for version in range(count):
+            peer.send(WeightsOffer(version))
+        assert hub.wait(30)
+        time.sleep(0.2)  # so that many are there at once
+        task, found = asyncio.ensure_future(look_on()), []
+        while len(found) < count:
+            batch = await hub.arrivals(WeightsOffer, 30, "offers")
+            assert len(batch) <= count // 2
+            found += batch
+        task.cancel()
+        assert [offer.version for _, offer in found] == list(range(count))
+        return len(turns)
+
+    assert asyncio.run(take()) >= 2
+    peer.close()
 
 
 def test_what_is_read_ahead_is_there_when_somebody_looks_and_wakes_those_who_wait(hub, key):
