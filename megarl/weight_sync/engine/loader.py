@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from megarl.box import Box
 from megarl.config.named import find_callable
@@ -140,8 +139,7 @@ class Worker:
             self.neighbours = None
         self.rank, self.reply_address, self.host = command.first_rank + self.tp_rank(), command.reply_address, self.find_host()
         self.opened, self.relays = {}, []
-        if self.tp_rank() == 0:  # it answers for all
-            self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
+        self.peer = Peer(f"engine.{self.rank}.{command.connection}", RunKey.load(Path(command.key_file)), command.reply_address)
 
     def describe(self, parameters: Parameters, command: Describe) -> list[RemoteTensor] | None:
         found = [describe(name, values) for name, values in self.held(parameters).items()]
@@ -288,24 +286,7 @@ def _tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-def _gather(own: bytes) -> list[bytes]:
-    """Over the group in which SGLang's workers meet after each command."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    tp = get_tp_group()
-    if tp.world_size == 1:
-        return [own]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(tp.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=tp.cpu_group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    first = tp.rank_in_group == 0
-    found = [torch.empty_like(padded) for _ in sizes] if first else None
-    dist.gather(padded, found, dst=tp.ranks[0], group=tp.cpu_group)
-    return [each[: int(size)].numpy().tobytes() for each, size in zip(found or [], sizes)]
-
-
-_worker = Worker(_tp_rank, this_host, _gather)  # SGLang knows the loader only by its import path, so its state has to be global
+_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state has to be global
 
 
 def _post_load(model: torch.nn.Module) -> None:
