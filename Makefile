@@ -44,9 +44,9 @@ test test-all: setup libraries interpreters
 	folder=$$(mktemp -d)
 	trap 'rm -rf "$$folder"' EXIT
 	mkdir "$$folder/begun"
-	tests --meet "$$folder/begun" --backwards >"$$folder/second" 2>&1 &
+	tests --meet="$$folder/begun" --backwards >"$$folder/second" 2>&1 &
 	failed=0
-	tests --meet "$$folder/begun" || failed=$$?
+	tests --meet="$$folder/begun" || failed=$$?
 	wait $$! || failed=$$?
 	cat "$$folder/second"
 	exit $$failed

@@ -1,7 +1,7 @@
 """What every test gets: one thread per process, a working directory without leftovers, an end to a test that hangs, and no process left
 behind.
 
-    pytest --meet FOLDER & pytest --meet FOLDER --backwards      each file by the one that comes to it first
+    pytest --meet=FOLDER & pytest --meet=FOLDER --backwards      each file by the one that comes to it first
 """
 
 from __future__ import annotations
