@@ -183,13 +183,13 @@ def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[B
     """Losses, gradient norms and learning rates of every optimizer step; weights after every batch."""
     ranks = saved(runs, f"{ratio}.{layout}")
     assert len(ranks) == 2
+    rel = 1e-3 if ratio == "proximal_rloo" else 1e-4  # the ratio of a whole response, of up to ten tokens, multiplies their errors
     for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
         assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
         for rank in ranks:
             each, metrics = rank["told"][step]
             for found, want in zip(each, expected, strict=True):
-                assert found[1:] == pytest.approx(want[1:], rel=1e-4, abs=1e-6)
-                assert found[0] == pytest.approx(want[0], rel=1e-4, abs=5e-5), "terms of either sign cancel"
+                assert found == pytest.approx(want, rel=rel, abs=1e-6)
             assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
                 EPOCHS if step == 1 and ratio not in (*PENALISED, "entropy") else 0
             )
