@@ -315,7 +315,7 @@ def _play(pipe: Connection, number: int, plan: RunPlan, key: RunKey, hub: str) -
 
 
 class Members:
-    """Every second trainer rank and the workers of every second engine. Trainer ranks and engines have a connection each."""
+    """Every second trainer rank and the workers of every second engine, with a connection each."""
 
     def __init__(self, pipe: Connection, number: int, plan: RunPlan, key: RunKey, hub: str):
         self.pipe, self.plan, self.key, self.hub = pipe, plan, key, hub
@@ -325,8 +325,8 @@ class Members:
         self.trainers = range(number, plan.trainer_topology.world_size, CLIENTS)
         self.engines_of_map = plan.config.generator.engines  # how many the map is for
         self.rank_of: dict[zmq.Socket, int] = {}  # of trainers
-        self.workers: dict[int, tuple[int, zmq.Socket]] = {}  # engine → (its first generator rank, the connection of its first worker)
-        self.stopped = -1  # a trainer rank that does nothing any more
+        self.workers: dict[int, dict[int, zmq.Socket]] = {}  # engine → the connections of its workers, by generator rank
+        self.stopped = -1  # a trainer rank that offers an update and then does nothing any more
         self.sent(self.engines_of_map)
         pipe.send(None)
 
@@ -386,9 +386,7 @@ class Members:
     def answer(self, socket: zmq.Socket, message: Message) -> None:
         """What a trainer rank does."""
         rank = self.rank_of.get(socket, -1)
-        if rank == self.stopped:
-            return
-        if isinstance(message, WeightsGrant) and message.engines:
+        if isinstance(message, WeightsGrant) and message.engines and rank != self.stopped:
             self.engines_of_map = message.engines
             socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, self.shares(message.engines, rank))))
         elif isinstance(message, WeightsApplied):
@@ -401,15 +399,14 @@ class Members:
             return
         engine, command = int.from_bytes(body[:4], "little"), commands.decode(body[4:])
         if isinstance(command, commands.Connect):
-            if engine in self.workers:
-                _, earlier = self.workers[engine]
+            for earlier in self.workers.get(engine, {}).values():
                 self.poller.unregister(earlier)
                 earlier.close()
-            self.workers[engine] = command.first_rank, self.connect(f"engine.{command.first_rank}.{command.connection}")
-        first, socket = self.workers[engine]
-        payloads = [(rank, msgspec.msgpack.encode(self.worker_answers(rank, command))) for rank in range(first, first + TP)]
-        replies = [WorkerReply(rank, type(command).__name__, "", payload) for rank, payload in payloads]
-        socket.send(encode(msgspec.structs.replace(replies[0], others=replies[1:])))
+            ranks = range(command.first_rank, command.first_rank + TP)
+            self.workers[engine] = {rank: self.connect(f"engine.{rank}.{command.connection}") for rank in ranks}
+        for rank, socket in self.workers[engine].items():
+            payload = msgspec.msgpack.encode(self.worker_answers(rank, command))
+            socket.send(encode(WorkerReply(rank, type(command).__name__, "", payload)))
 
     def worker_answers(self, rank: int, command: commands.Command) -> Any:
         tensors = self.sent(self.engines_of_map)

@@ -255,8 +255,9 @@ class Hub(_Endpoint):
             self._socket.send(body)
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
-        if self._loop is not None:
-            self._look_again()
+        finally:  # also where it has failed, since it has looked at the socket's state
+            if self._loop is not None:
+                self._look_again()
 
     async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> tuple[str, M]:
         """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline. `awaited` may be a function, to

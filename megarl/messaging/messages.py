@@ -188,13 +188,12 @@ class FleetAnswer(_Message, frozen=True):
 
 
 class WorkerReply(_Message, frozen=True):
-    """One engine worker's answer to a loader command; `error` is empty on success. The first worker of an engine brings those of all."""
+    """One engine worker's answer to a loader command; `error` is empty on success."""
 
     generator_rank: int
     command: str
     error: str
     payload: bytes
-    others: list[WorkerReply] = []
 
 
 Updates = Hello | WeightsOffer | WeightsWanted | WeightsGrant | WeightsWritten | WeightsApplied

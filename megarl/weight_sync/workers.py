@@ -79,7 +79,7 @@ class Workers:
         payloads: dict[int, bytes] = {}
         while missing:
             answers = await self.hub.arrivals(WorkerReply, self.timeout_s, lambda: f"the answer of {_ranks(missing)} to {name}")
-            for sender, reply in ((sender, reply) for sender, answer in answers for reply in (answer, *answer.others)):
+            for sender, reply in answers:
                 if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in missing:
                     continue  # from an engine that was lost after it had answered
                 if reply.error:

@@ -72,16 +72,11 @@ from megarl.weight_sync.transports.pairwise import PairwiseTransport
 Parameters = dict[str, torch.Tensor]  # those of the model, and the buffers of the adapters' pool
 
 
-Gather = Callable[[bytes], list[bytes]]  # what each worker of the engine has, in order of TP ranks, at the first one; empty at the others
-_encode_reply = msgspec.msgpack.Encoder().encode
-_decode_reply = msgspec.msgpack.Decoder(WorkerReply).decode
-
-
 class Worker:
     """State of one TP worker between commands."""
 
-    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host], gather: Gather = lambda own: [own]) -> None:
-        self.tp_rank, self.find_host, self.gather = tp_rank, find_host, gather
+    def __init__(self, tp_rank: Callable[[], int], find_host: Callable[[], Host]) -> None:
+        self.tp_rank, self.find_host = tp_rank, find_host
         self.rank = -1  # generator rank
         self.host = Host()
         self.peer: Peer | None = None
@@ -110,10 +105,8 @@ class Worker:
         except Exception:
             error = traceback.format_exc()
             print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
-        own = WorkerReply(self.rank, type(command).__name__, error, payload)
-        first, *others = [_decode_reply(reply) for reply in self.gather(_encode_reply(own))] or [None]
-        if self.peer is not None and first is not None:
-            self.peer.send(msgspec.structs.replace(first, others=others))
+        if self.peer is not None:
+            self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
     def loaded(self, model: torch.nn.Module, dummy: bool = False) -> None:
         """Called as soon as the model is loaded; further calls do nothing."""
