@@ -26,7 +26,7 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.server import ServedAdapter
 from megarl.messaging.link import Hub, RunKey
-from megarl.messaging.messages import WeightsGrant
+from megarl.messaging.messages import WeightsGrant, decode
 from megarl.models import load_spec
 from megarl.models.adapter_pool import is_adapter
 from megarl.models.adapters import Lora
@@ -151,14 +151,15 @@ def channels(
 
 
 def _channel(generator: Generator, job: Job, kind: str, hub: Hub) -> Channel:
-    granted, send = [], hub.send
+    granted, send = [], hub._send
 
-    def note(peer: str, message: Any) -> None:
+    def note(peer: str, body: bytes) -> None:
+        message = decode(body)
         if isinstance(message, WeightsGrant) and peer == "trainer.0":
             granted.append("a" if message.delta else "F")
-        send(peer, message)
+        send(peer, body)
 
-    hub.send = note
+    hub._send = note
     return Channel(generator, receiver(job.plan(kind), hub, job.key_file), granted)
 
 

@@ -26,7 +26,7 @@ from weights_worker import DEADLINE_S
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import WeightsGrant
+from megarl.messaging.messages import WeightsGrant, decode
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Recall
 from megarl.weight_sync.transports.base import GLOO, SHARED_MEMORY
@@ -38,14 +38,15 @@ SHARE = 0.02  # of the elements change from version to version (weights_worker.J
 @pytest.fixture
 def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
     """What was granted to trainer rank 0: "d" changes, "F" everything."""
-    found, send = [], hub.send
+    found, send = [], hub._send
 
-    def note(peer: str, message: Any) -> None:
+    def note(peer: str, body: bytes) -> None:
+        message = decode(body)
         if isinstance(message, WeightsGrant) and peer == "trainer.0" and message.version < 99:
             found.append("d" if message.delta else "F")
-        send(peer, message)
+        send(peer, body)
 
-    monkeypatch.setattr(hub, "send", note)
+    monkeypatch.setattr(hub, "_send", note)
     return found
 
 

@@ -31,7 +31,7 @@ from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
+from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten, decode, encode
 from megarl.reshard.kinds import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import weights_map
@@ -197,8 +197,8 @@ def test_a_grant_and_an_end_of_another_version(site, hub):
 def test_an_update_that_is_confirmed_as_a_newer_one(site, hub, monkeypatch):
     """The message in which the generator says what the engines serve."""
     job = site.job(hub)
-    send = hub.send
-    monkeypatch.setattr(hub, "send", lambda peer, m: send(peer, WeightsApplied(1, True, 0.0, 0) if isinstance(m, WeightsApplied) else m))
+    send, other = hub._send, encode(WeightsApplied(1, True, 0.0, 0))
+    monkeypatch.setattr(hub, "_send", lambda peer, body: send(peer, other if isinstance(decode(body), WeightsApplied) else body))
     outcomes = [as_thread(rank, job) for rank in range(2)]
     take(site, job, hub)
     for outcome in outcomes:

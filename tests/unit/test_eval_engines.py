@@ -209,8 +209,8 @@ class Link:
 
     told: list = field(default_factory=list)
 
-    def send(self, name, message):
-        self.told.append(message)
+    async def send_all(self, names, message):
+        self.told.extend(message for _ in names)
 
 
 @dataclass

@@ -40,7 +40,7 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.megatron.account_for_loss_in_pipeline_split=true", "must be set by trainer.last_stage_layers"),
         ("trainer.megatron.recompute_granularity=some", "must be one of full, selective or null"),
         ("trainer.megatron.recompute_modules=core_attn", "must be Optional[List[str]]"),
-        ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused"),
+        ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused; did you mean flash?"),
         ("trainer.megatron.grad_sync_func=f", "must be left out; it is a Optional[Callable], which a config cannot state"),
         ("trainer.megatron.recompute_granularit=full", f"unknown to megatron-core {version()}; did you mean recompute_granularity?"),
         ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),

@@ -70,7 +70,7 @@ def test_one_source_or_several() -> None:
         return [*mixture_problems(config, "data.train", 4, "rollout.prompts_per_step")]
 
     a = MixedConfig(source="a.jsonl")
-    assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a .jsonl or .parquet file, or a hub name"]
+    assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"]
     assert of(MixtureConfig(source="x", sources={"a": a})) == [
         "data.train.source=x: must be sources, or left out, beside data.train.sources"
     ]
