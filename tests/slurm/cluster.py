@@ -128,6 +128,14 @@ class Cluster:
                 found.append(process.cmdline())
         return found
 
+    def environments(self) -> list[dict[str, str]]:
+        """Of these processes; one that ends meanwhile is left out."""
+        found = []
+        for process in self.tasks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(process.environ())
+        return found
+
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
         """Slurm names cluster and node in the environment of all that it starts."""
         try:

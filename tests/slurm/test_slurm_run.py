@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster
 from run_tools import OVERRIDES, PROMPTS, ROOT, make_model, rows
 
-from megarl.generator.server import seed_of
+from megarl.weight_sync.engine.beats import BEATS
 from megarl.plan.checkpoints import complete_checkpoints
 
 pytestmark = [
@@ -136,8 +136,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     steps("three engines", 3)
     assert cluster.run([".venv/bin/megarl", "engines", "remove", str(run_dir), "1"], cwd=ROOT).stdout == "engine 1 has left: by command\n"
     steps("two engines", 2)
-    seed = f'"random_seed": {seed_of(0, "engine.2", 0)}'
-    (node,) = {task.environ()["SLURMD_NODENAME"] for task in cluster.tasks() if seed in " ".join(task.cmdline())}
+    (node,) = {task["SLURMD_NODENAME"] for task in cluster.environments() if task.get(BEATS, "").endswith("/engine.2.beats")}
     cluster.kill_node(node)
     steps("one again", 1)
     wait_until(said("engine 2 has left"), "notice that it will not come back", START_S)
