@@ -174,7 +174,7 @@ def test_the_answer_column_is_read_as_scores_need_it() -> None:
         config.eval.reward = of_eval.get("reward")
         return answers_of(config, evaluated)
 
-    assert needed("math", "g:f", "roles.judge") == "final"
+    assert needed("math", "roles.judge") == "final" and needed("math", "g:f", "roles.judge") == "final, row"
     assert needed("g:f", "roles.rm") == needed("roles.judge", template="{response} {answer}") == "whole"
     assert needed("roles.judge", "roles.rm") == "unused" and needed("roles.rm", evaluated=True, reward="math") == "final"
 
