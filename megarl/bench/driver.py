@@ -79,7 +79,7 @@ def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: R
 
 
 def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
-    """So many engines. They answer a request for so many tokens always alike."""
+    """A number of engines. They answer requests for equally many tokens alike."""
     raise_limits()
     bodies, version = {tokens: answer_of(N, tokens) for tokens in lengths}, ["0"]
 

@@ -20,7 +20,7 @@ class Limit:
     accepts: Callable[[Any], bool]
     spelled: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case
     names: tuple[str, ...] = ()  # the values, if they are few texts
-    elsewhere: Mapping[str, str] = field(default_factory=dict)  # what is no value here, and the key=value that it is the value of
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # a wrong value → the key=value that was meant
 
     def meant(self, value: Any) -> str:
         """A question that completes the message about a wrong value; empty if no name, or no name of a list's, is like it."""

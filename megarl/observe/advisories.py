@@ -10,7 +10,7 @@ from megarl.observe.metrics import Row
 from megarl.observe.probe import describe_differences
 from megarl.rewards.failures import FAILED_EPISODES, FAILED_FRACTION, describe_failed_episodes
 
-FAILED_SHARE = 0.1  # of episodes or scores: so many failures are no accident
+FAILED_SHARE = 0.1  # of episodes or scores: more failures than that are no accident
 BINDS = 0.2  # of a step
 EQUAL_STEPS = 5  # so many steps in a row without two different rewards in any group are no accident
 

@@ -18,7 +18,7 @@ BLOCKED_S = 0.2  # without a turn for anything else of the event loop
 
 class RewardInLoop:
     """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. One that holds up the loop
-    meanwhile, since it does not await what takes time, is told of (`warn`), again when it has done so for twice as long.
+    meanwhile, since it does not await what takes time, is reported (`warn`), again when it has done so for twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """

@@ -57,7 +57,7 @@ class CheckedRollout:
     compare: Compare | None = None  # adds to rewards what the samples of a prompt score against each other
     judge: Compare | None = None  # adds what teachers say of the samples
     clock: ScoringClock = field(default_factory=ScoringClock)
-    tell: Tell = _untold  # is told of what fails at once
+    tell: Tell = _untold  # called at once with what fails
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""

@@ -67,7 +67,7 @@ class ScoringClock:
         return self._waited_s
 
     def count(self, rollouts: int = 0, waiting: int = 0) -> None:
-        """So many more rollouts are in flight, and so many more of them wait."""
+        """Adds to the rollouts in flight, and to those of them that wait."""
         self.waited_s()
         self._rollouts += rollouts
         self._waiting += waiting
