@@ -164,7 +164,8 @@ class Membership:
                 return True
         if self._left_at is not None and now - self._left_at > self.leave_s:
             raise RuntimeError(f"{_named(self.numbers)} have not left within checkpoint.on_termination_s={self.leave_s:g}")
-        if now - self._heard > self.silence_s:
+        silent_s = now - self._heard
+        if silent_s > self.silence_s and (silent_s > self.leave_s or not self.run.is_ending):
             raise RuntimeError(f"the generator of {self.run.run_dir} has given no sign of life for {self.silence_s:.0f} s")
         return False
 

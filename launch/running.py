@@ -41,6 +41,11 @@ class RunningRun:
         return not is_held(_lock(self.run_dir))
 
     @property
+    def is_ending(self) -> bool:
+        """Whether it is being stopped, or part of it has finished or failed: its generator may be gone before the last launcher is."""
+        return any(name in ("stop", "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
+
+    @property
     def on_one_host(self) -> bool:
         """Whether it listens on loopback alone. Raises ConfigError if that is another host's."""
         if not is_loopback(self.rendezvous.hub_host):

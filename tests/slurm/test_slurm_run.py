@@ -109,7 +109,7 @@ def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_pat
     """Two more engines, on two nodes: one leaves by command, the other's node loses power; the job is queued again, and they join anew."""
     run_dir, log, joins = tmp_path / "run", tmp_path / "log", tmp_path / "joins"
     made = make_model(tmp_path / "hf")
-    sizes = ["trainer.tp=1", "generator.engines=1", "max_steps=100000", "checkpoint.every=0", "timeouts.silence_s=6"]
+    sizes = ["trainer.tp=1", "generator.engines=1", "max_steps=100000", "checkpoint.every=0", "timeouts.silence_s=10"]
     more = ["async.partial_rollout=in_flight", "eval.limit=1", "observe.probe_every=0"]
     overrides = [f"run_dir={run_dir}", f"sft.output={made}", *OVERRIDES, *sizes, *more]
     driver_log = run_dir / "logs/generator.0.log"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,9 @@ from megarl.executors import fleet_calls
 from megarl.executors.fleet_calls import FleetCalls
 from megarl.generator.client import EngineUnreachable
 from megarl.launch.engines import EngineKeeper
+from megarl.launch.joining import Membership
 from megarl.launch.processes import ProcessGroup, ProcessSpec
+from megarl.launch.running import RunningRun
 from megarl.messaging.background import Background
 from megarl.messaging.departures import Departures, note_departure
 from megarl.messaging.messages import FleetAnswer, FleetCall
@@ -124,3 +128,22 @@ def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_pat
         assert keeper.names == {"engine.1", "engine.1.1"}
         keeper.poll()
         assert group.names == {"engine.10"} and "engine.1.1 has left the run, and is ended" in capsys.readouterr().out
+
+
+def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_path):
+    """Its last launcher may need longer than its generator: to save, to end processes, to write the summary."""
+    ending, silent = RunningRun("run", tmp_path, rendezvous=SimpleNamespace()), SimpleNamespace(drain=lambda kind: [])
+
+    def membership(leave_s: float) -> Membership:
+        found = Membership(ending, silent, [1], 0.0, leave_s)
+        found._beat_at, found._heard = math.inf, time.monotonic() - 1  # it asks nothing, and has heard nothing
+        return found
+
+    with pytest.raises(RuntimeError, match="no sign of life"):
+        membership(60.0).is_over(leaving=False)
+    for mark in ("stop", "finished.1", "failure"):
+        (tmp_path / mark).touch()
+        assert not membership(60.0).is_over(leaving=False)
+        with pytest.raises(RuntimeError, match="no sign of life"):
+            membership(0.0).is_over(leaving=False)
+        (tmp_path / mark).unlink()
