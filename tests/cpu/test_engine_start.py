@@ -81,6 +81,7 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
     assert named and named <= ({killed.pid} if replicas == 1 else processes)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="mounts take root")
 def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
     """What its processes share is anonymous, or lies in a folder of the launch's own. (One that lacks memory there ends by SIGBUS, which

@@ -138,7 +138,7 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: p
         assert sample.reward == 1.5
 
 
-@pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
+@pytest.mark.parametrize("server", ["boards:threads", pytest.param("boards:app", marks=pytest.mark.long)])
 def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
     """Also where one holds up the whole server."""
     with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
@@ -151,6 +151,7 @@ def test_an_episode_that_is_over_at_once_drops_its_prompt(boards: Played):
     assert sample.finish_reason == UNANSWERED and sample.metrics["failed_unanswered"] == 1
 
 
+@pytest.mark.long
 def test_fields_that_no_observation_has_are_told(capfd: pytest.CaptureFixture[str]):
     with opened(shown=["bord", "metadata"], **TEXT) as played:
         assert played(policy := Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
@@ -227,6 +228,7 @@ def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_ba
         assert played(Saying("ab"), {"reset": {}}).samples[0].reward == 1.5
 
 
+@pytest.mark.long
 def test_a_server_that_stays_away_fails_the_episode_with_the_reason(urls: list[str], servers: list[Any], capfd: pytest.CaptureFixture[str]):
     with opened(server=urls[0], retries=0, deadline_s=4.0, **TEXT) as played:
         played(Saying("ab"), {"reset": {}})
@@ -252,6 +254,7 @@ with GenericEnvClient(base_url=sys.argv[1]).sync() as session:
 """
 
 
+@pytest.mark.long
 def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(urls: list[str], servers: list[Any]):
     """Its only session is that of somebody else, who leaves after a while."""
     with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
@@ -326,7 +329,7 @@ def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str
         ({"text_field": "move"}, "text_field=move: an action has text, times"),
         ({"text_field": "times"}, "text_field=times: an action needs text too"),
         ({"server": "boards:nothing"}, "boards:nothing cannot be loaded: AttributeError"),
-        ({"server": "http://127.0.0.1:9", "start_s": 15.0}, "http://127.0.0.1:9/health: ConnectError"),
+        pytest.param({"server": "http://127.0.0.1:9", "start_s": 15.0}, "http://127.0.0.1:9/health: ConnectError", marks=pytest.mark.long),
     ],
 )
 def test_a_server_that_cannot_be_used_ends_the_run_with_the_reason(arguments: dict[str, Any], told: str):

@@ -72,6 +72,7 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
     assert addresses == ["10.77.0.1", "10.77.0.2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.sample), "gloo"])
 def test_hosts_without_ipv4(transport, model, tmp_path):
     run_dir = tmp_path / "run"

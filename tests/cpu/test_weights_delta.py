@@ -97,7 +97,7 @@ def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
         assert 0 < max(changed) < 0.5
 
 
-@pytest.mark.parametrize("engines", [[FAR] * ENGINES, [POOR] * ENGINES], ids=["mooncake", "gloo"])
+@pytest.mark.parametrize("engines", [pytest.param([FAR] * ENGINES, marks=pytest.mark.long), [POOR] * ENGINES], ids=["mooncake", "gloo"])
 def test_engines_pass_on_what_came_as_changes(engines, tmp_path):
     """One engine of their host gets them for all."""
     if engines[0] is FAR and not mooncake.imports():

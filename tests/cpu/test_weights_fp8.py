@@ -91,7 +91,7 @@ class Setting:
 NOT_LOADED = {("llama", "fp8_block")}
 SAMPLE = {
     Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
-    Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("TP2", "EP2"),
+    Setting("qwen3_moe", "fp8_channel", 2, 2, "bfloat16"): ("EP2",),
 }
 SETTINGS = [
     *SAMPLE,
