@@ -21,6 +21,7 @@ from megarl.hub import HubError, hub_file, unreachable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_LONGEST_VALUE = 2**31 - 1  # of a .csv file, in characters: more than memory has, where the module csv has 131,072 by default
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
 _OTHER_FILES = (".txt", ".gz", ".zst", ".arrow")
 
@@ -102,15 +103,19 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Comma-separated (.csv) or tab-separated values, whose first line names the columns. All values are texts."""
+    """Comma-separated (.csv) or tab-separated values, whose first line names the columns. All values are texts. A column without a name,
+    such as pandas writes for its index, is left out."""
+    csv.field_size_limit(_LONGEST_VALUE)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, restkey="", delimiter="," if path.suffix == ".csv" else "\t", strict=True)
-            if rows.fieldnames is not None and len(set(rows.fieldnames)) < len(rows.fieldnames):
+            rows = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+            named = [name for name in rows.fieldnames or () if name]
+            if len(set(named)) < len(named):
                 raise ConfigError(f"{path}: its first line names a column twice")
             for record in rows:
                 more = f"it has more values than the first line has columns: {len(rows.fieldnames or ())}"
-                yield f"{path}, line {rows.line_num}", RowProblem(more) if "" in record else record
+                known = {name: record[name] for name in named}
+                yield f"{path}, line {rows.line_num}", RowProblem(more) if rows.restkey in record else known
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
 
@@ -118,7 +123,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 def parsed(text: bytes) -> Any:
     """JSON. Raises RowProblem."""
     try:
-        found = json.loads(text.decode().rstrip())
+        found = json.loads(text.decode("utf-8-sig").rstrip())
         if _SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()
         return found

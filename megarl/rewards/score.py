@@ -47,11 +47,11 @@ _OF_VERL: dict[str, Callable[[ScoreRequest], Any]] = {
     "data_source": lambda request: request.row.get("data_source", request.source),
     "extra_info": lambda request: request.row.get("extra_info"),
 }
-_OF_TRL = {"prompts", "completions"}
+_OF_TRL = {"prompts": "prompt", "completions": "response", "completion_ids": "token_ids"}
 _FROM_TRL = (
     "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. prompts[i] "
-    "is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: def reward(prompt, "
-    "response, row): return {name}([prompt], [response], **{{key: [value] for key, value in row.items()}})[0]"
+    "is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: def reward({takes}): "
+    "return {name}({given})[0]"
 )
 
 
@@ -70,8 +70,8 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if _OF_TRL & {*names}:
-        raise ConfigError(f"{setting}: {_FROM_TRL.format(name=getattr(function, '__name__', 'it'))}")
+    if {"prompts", "completions"} & {*names}:
+        raise ConfigError(f"{setting}: {_from_trl(function)}")
     unknown = [name for name in names if name not in _FIELDS and name not in _OF_VERL]
     problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
     unnamed = ["*" * (p.kind is p.VAR_POSITIONAL) + p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
@@ -80,6 +80,18 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
         raise ConfigError(problems)
     rest = [name for name in _FIELDS if name not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
     return names + rest
+
+
+def _from_trl(function: Callable[..., Any]) -> str:
+    """How a function for TRL, which passes all by name, and as **kwargs the row's other columns, is called from one for a response."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.name in _OF_TRL]
+    columns = [p.name for p in parameters if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given = [f"{name}=[{_OF_TRL[name]}]" for name in known]
+    given += ["**{key: [value] for key, value in row.items()}"] if rest else [f"{name}=[row[{name!r}]]" for name in columns]
+    takes = [*(_OF_TRL[name] for name in known), *["row"] * bool(rest or columns)]
+    return _FROM_TRL.format(takes=", ".join(takes), name=getattr(function, "__name__", "it"), given=", ".join(given))
 
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:

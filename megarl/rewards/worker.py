@@ -50,7 +50,7 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
     """Serves until standard input closes."""
     process.prepare(parent)
     if ":" in verifier:
-        function = own_function(verifier, parameters.split(","))
+        function = own_function(verifier, parameters.split(",") if parameters else [])
         process.limit_resources(memory_mib, files_writable=True)
         process.serve(function, timeout_s)
         return

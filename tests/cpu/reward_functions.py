@@ -43,6 +43,11 @@ def constant(response: str) -> float:
     return 0.5
 
 
+def unasked() -> float:
+    """Of the response it wants to know nothing."""
+    return 0.25
+
+
 def told(response: str, prompt: str, sample_index: int, prompt_token_ids: list[int], token_ids: list[int]) -> float:
     """Tells all that it is given."""
     print(json.dumps([prompt, sample_index, response, prompt_token_ids, token_ids]), flush=True)

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 from reward_pools import DEADLINE_S, RewardPool, run
 
+from megarl.config.schema import RewardConfig
+from megarl.rewards import pool as rewards
+from megarl.rewards.score import Score, ScoreRequest
+
 ATTACKS = [
     "9**9**9**9",
     "10**10**10",
@@ -86,6 +90,14 @@ def test_attacks_score_zero_and_the_pool_works_on(tmp_path: Path):
 
     run(test)
     assert not pwned.exists()
+
+
+def test_a_function_without_parameters_is_called_without_any():
+    async def test() -> None:
+        async with rewards.RewardPool(RewardConfig(name="reward_functions:unasked", workers=1), []) as pool:
+            assert await pool.score(ScoreRequest("1", "1")) == Score(0.25)
+
+    run(test)
 
 
 def test_a_slow_answer_costs_its_worker_and_nothing_else():

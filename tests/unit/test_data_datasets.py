@@ -141,6 +141,22 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
         assert found[1].where == f"{tmp_path / name}, {where}"
 
 
+def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
+    """As pandas writes its index, spreadsheets what is beside the table, and data sets of programs their tests."""
+    (tmp_path / "a.csv").write_text(f",question,answer,tests,,\n0,1 + 1?,2,{'x' * 200_000},,\n")
+    [row] = load_rows(DatasetConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0)
+    assert (row.prompt, row.answer) == ("1 + 1?", "2")
+    assert set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
+
+
+@pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
+    rows = [json.dumps({"question": "1 + 1?", "answer": "2"})] * 2
+    (tmp_path / name).write_text("\ufeff" + ("[" + ",".join(rows) + "]" if name == "list.json" else "\n".join(rows)))
+    found = load_rows(DatasetConfig(source=str(tmp_path / name)), "data.train", seed=0)
+    assert [row.prompt for row in found] == ["1 + 1?"] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.rewards.score import Score, score_of
+from megarl.rewards.score import Score, parameters_of, score_of
 from megarl.rollouts.environments.base import sample_problems
 from megarl.rollouts.environments.loading import check_rollout, load_rollout
 from megarl.rollouts.environments.tool_calls import ToolCalls
@@ -109,7 +110,8 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
             f"{__name__}:of_trl",
             "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. "
             "prompts[i] is prompt, completions[i] is response, completion_ids[i] is token_ids, a column is row[its name]. This calls it: "
-            "def reward(prompt, response, row): return of_trl([prompt], [response], **{key: [value] for key, value in row.items()})[0]",
+            "def reward(prompt, response, row): return of_trl(prompts=[prompt], completions=[response], "
+            "**{key: [value] for key, value in row.items()})[0]",
         ),
         (f"{__name__}:compute_score", ""),
         (f"{__name__}:same_length", ""),
@@ -124,6 +126,32 @@ def test_a_reward_function_of_ones_own_is_looked_at_before_anything_starts(name:
     with pytest.raises(ConfigError) as error:
         check_rollout(found)
     assert error.value.problems == [f"reward.name={name}: {problem}"]
+
+
+def answered(completions, answer, trainer_state=None, **kwargs) -> list[float]:
+    return [float(each == wanted) for each, wanted in zip(completions, answer)]
+
+
+def one_column(completions, *, answer) -> list[float]:
+    return answered(completions, answer)
+
+
+def counted(completion_ids, completions) -> list[float]:
+    return [float(len(each) == 2) for each in completion_ids]
+
+
+def shown(prompts, completions, **kwargs) -> list[float]:
+    return [float(prompt == "1 + 1" and kwargs["level"] == [3]) for prompt in prompts]
+
+
+@pytest.mark.parametrize("function", [answered, one_column, counted, shown])
+def test_the_line_that_is_shown_for_a_function_of_trl_calls_it(function: Any):
+    with pytest.raises(ConfigError) as error:
+        parameters_of(function, "reward.name=own.py:it")
+    names = {function.__name__: function}
+    exec("def reward(" + str(error.value).partition("def reward(")[2], names)
+    known = {"prompt": "1 + 1", "response": "2", "token_ids": [5, 0], "row": {"answer": "2", "level": 3}}
+    assert names["reward"](**{name: known[name] for name in inspect.signature(names["reward"]).parameters}) == 1.0
 
 
 def test_arguments_reach_the_rollout():
