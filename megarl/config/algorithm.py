@@ -88,7 +88,7 @@ class AlgorithmConfig:
         None,
         "settings that a paper prints: it sets this section, apart from skip_zero_advantage and distill, to what docs/algorithms.md lists. "
         "Settings beside it in the file, or on the command line, win; one on the command line replaces the section of the file",
-        one_of(*PUBLISHED),
+        one_of(*PUBLISHED, elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED}),
     )
     rho: float | None = setting(
         None,

@@ -252,9 +252,12 @@ def _hint(key: str) -> str:
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
-    """False for values that OmegaConf would convert silently: null if it is not allowed, and booleans or collections to text."""
+    """False for values that OmegaConf would convert silently: null if it is not allowed, booleans or collections to text, and numbers but 0
+    and 1 to booleans."""
     if value is None:
         return setting.optional
+    if setting.type is bool and isinstance(value, int | float):
+        return value in (0, 1)
     return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 

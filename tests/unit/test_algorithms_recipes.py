@@ -137,11 +137,12 @@ def test_settings_beside_a_recipe_win_and_one_on_the_command_line_replaces_the_f
 @pytest.mark.parametrize(("override", "hint"), [
     ("algorithm.recipe=dpao", "did you mean dapo?"), ("algorithm.name=dapo", "did you mean algorithm.recipe=dapo?"),
     ("algorithm.name=cipso", "did you mean algorithm.recipe=cispo?"), ("algorithm.name=gpro", "did you mean grpo?"),
+    ("algorithm.recipe=ppo", "did you mean algorithm.name=ppo?"),
 ])  # fmt: skip
 def test_a_mistyped_name_leads_to_the_recipe(override: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(QUICKSTART, [override])
-    assert hint in str(error.value) and (", ".join(PUBLISHED) if "recipe=d" in override else ", ".join(NAMES)) in str(error.value)
+    assert hint in str(error.value) and (", ".join(PUBLISHED) if ".recipe=" in override else ", ".join(NAMES)) in str(error.value)
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)

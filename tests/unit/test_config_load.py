@@ -113,6 +113,7 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
         ("trainer.tp=${run_dir}", "trainer.tp=${run_dir}: must be an integer"),
         ("async.max_staleness=few", "async.max_staleness=few: must be an integer or null"),
         ("trainer.recompute=maybe", "trainer.recompute=maybe: must be true or false"),
+        ("trainer.recompute=2", "trainer.recompute=2: must be true or false"),
         ("trainer.optimizer.lr=fast", "trainer.optimizer.lr=fast: must be a number"),
         ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas=[0.9]: must be a list of two numbers"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas=[0.9, 1.0]: must be in [0, 1), each"),
