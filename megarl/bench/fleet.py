@@ -91,8 +91,8 @@ def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[s
 
 
 def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPlan:
-    pp = max(stages for stages in range(1, 17) if trainers % (TP * stages) == 0)
-    ends = 7 if (pp, spec.num_layers) == (16, 126) else None  # layers of the first and of the last stage
+    pp = max(stages for stages in range(1, 17) if trainers % (TP * stages) == 0 and _share(spec.num_layers, stages))
+    ends = 7 if spec.num_layers % pp else None  # layers of the first and of the last stage
     config = RunConfig(
         model=ModelConfig(path="405b", dtype="bfloat16"),
         trainer=TrainerConfig(tp=TP, pp=pp, dp=trainers // (TP * pp), first_stage_layers=ends, last_stage_layers=ends),
@@ -104,6 +104,10 @@ def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPl
     )
     topologies = trainer_topology(config.trainer), generator_topology(config.generator)
     return RunPlan(config, spec, *topologies, config.max_steps, 0, Weights("405b"))
+
+
+def _share(layers: int, stages: int) -> bool:
+    return layers % stages == 0 or (layers, stages) == (LLAMA_405B.num_layers, 16)
 
 
 def source_of(plan: RunPlan) -> Layout:
