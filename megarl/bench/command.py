@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     overlap.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     overlap.add_argument("--lanes", metavar="N", type=int, default=8, help="cells that run side by side; default: 8")
     by_name["driver"].add_argument("--engines", metavar="N", type=int, default=256, help="default: 256")
-    sizes = "trainer ranks and engine workers, both multiples of 8, and at least 16 workers; "
+    sizes = "trainer ranks and engine workers, both multiples of 8, with 16 workers or more, and as many trainer ranks or more; "
     sizes += "default: six, from 128+64 to 4096+1024, which take about 10 minutes"
     by_name["fleet"].add_argument("sizes", metavar="TRAINERS+WORKERS", nargs="*", help=sizes)
     packing.add_argument("--sequences", metavar="N", type=int, default=32, help="of a step; default: 32")
@@ -136,9 +136,10 @@ def _fleet(arguments: argparse.Namespace) -> None:
 
 def _size(text: str, multiple: int) -> tuple[int, int]:
     ranks = [int(part) if part.isdecimal() else 0 for part in text.split("+")]
-    if len(ranks) != 2 or any(count < multiple or count % multiple for count in ranks) or ranks[1] == multiple:
-        least = f"at least {2 * multiple} workers, as one engine of two is lost"
-        raise ConfigError(f"{text}: must be TRAINERS+WORKERS, two multiples of {multiple}, as in 512+64; {least}")
+    # An engine is lost, so there must be two; and of more workers than trainer ranks all would pass weights on, so all would be lost.
+    if len(ranks) != 2 or any(count % multiple for count in ranks) or not 2 * multiple <= ranks[1] <= ranks[0]:
+        limits = f"at least {2 * multiple} workers, and no more of them than trainer ranks"
+        raise ConfigError(f"{text}: must be TRAINERS+WORKERS, two multiples of {multiple}, as in 512+64; {limits}")
     return ranks[0], ranks[1]
 
 

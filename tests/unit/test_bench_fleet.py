@@ -41,13 +41,13 @@ def test_a_small_fleet_is_updated_loses_an_engine_and_misses_a_trainer_rank(monk
     assert "16 + 16" in fleet.render([row, row])
 
 
-@pytest.mark.parametrize("size", ["512", "12+64", "512+", "512+0", "a+b", "8+8"])
+@pytest.mark.parametrize("size", ["512", "12+64", "512+", "512+0", "a+b", "8+8", "16+8", "8+16"])
 def test_sizes_that_cannot_be_are_refused(size, capsys):
     assert cli.main(["bench", "fleet", size]) == 2
     assert f"{size}: must be TRAINERS+WORKERS, two multiples of 8, as in 512+64; at least 16 workers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("trainers", "stages"), [(8, 1), (32, 2), (96, 6), (112, 14), (704, 2), (1000, 1), (4096, 16)])
+@pytest.mark.parametrize(("trainers", "stages"), [(16, 2), (32, 2), (96, 6), (112, 14), (704, 2), (1000, 1), (4096, 16)])
 def test_stages_of_any_size_share_the_layers(trainers, stages, tmp_path):
     topology = fleet.plan_of(trainers, 16, fleet.LLAMA_405B, str(tmp_path)).trainer_topology
     assert (topology.pp, topology.pp * topology.tp * topology.dp) == (stages, trainers)
