@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from megarl.rewards.score import Score, ScoreRequest, arguments_of, score_of
 from megarl.sandbox.mistakes import own_line
 
 BLOCKED_S = 0.2  # without a turn for anything else of the event loop
+WINDOW_S, OFTEN_S = 5.0, 1.0  # so much in so long: many short turns hold it up as well
 
 
 class RewardInLoop:
@@ -34,7 +36,8 @@ class RewardInLoop:
     ):
         self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
         self._part, self._warn, self._now_s = part or single(config), warn, now_s
-        self._blocked_s = BLOCKED_S  # from here on it is told
+        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # from here on it is told
+        self._window_began_s, self._held_s = -math.inf, 0.0
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RewardMistake."""
@@ -59,11 +62,22 @@ class RewardInLoop:
     def _note(self, turn_s: float) -> None:
         if turn_s >= self._blocked_s:
             self._blocked_s = 2 * turn_s
-            self._warn(
-                f"{self._part.setting}: the async function held up the generator's event loop for {turn_s:.1f} s, in which no other "
-                "response is scored and no engine gets a request: await whatever takes time, or make it a plain function, which runs in "
-                "worker processes (reward.workers)"
-            )
+            self._tell(f"{turn_s:.1f} s")
+        if turn_s >= BLOCKED_S:
+            return
+        if (now_s := self._now_s()) - self._window_began_s > WINDOW_S:
+            self._window_began_s, self._held_s = now_s - turn_s, 0.0
+        self._held_s += turn_s
+        if self._held_s >= self._often_s:
+            self._often_s = 2 * self._held_s
+            self._tell(f"{self._held_s:.1f} of {WINDOW_S:g} s")
+
+    def _tell(self, held: str) -> None:
+        self._warn(
+            f"{self._part.setting}: the async function held up the generator's event loop for {held}, in which no other "
+            "response is scored and no engine gets a request: await whatever takes time, or make it a plain function, which runs in "
+            "worker processes (reward.workers)"
+        )
 
 
 class _Timed:

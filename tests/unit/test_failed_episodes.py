@@ -212,7 +212,7 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
         await asyncio.sleep(0)
         if response == "waits":
             await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-        else:
+        elif response != "rests":
             now.now_s += float(response)
         try:
             await asyncio.sleep(0)
@@ -222,12 +222,22 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
 
     async def score(*responses: str) -> list[float]:
         reward = RewardInLoop(RewardConfig(name="x:judge"), judge, ["response"], warn=told.append, now_s=now)
-        return [(await reward.score(ScoreRequest(response, ""))).reward for response in responses]
+
+        async def one(response: str) -> float:
+            now.now_s += response == "rests"  # meanwhile the loop does something else
+            return (await reward.score(ScoreRequest(response, ""))).reward
+
+        return [await one(response) for response in responses]
 
     assert asyncio.run(score("waits", str(BLOCKED_S / 2))) == [1.0, 1.0] and not told
     assert asyncio.run(score("0.5", "0.6", "1.5")) == [1.0] * 3
     assert ["0.5 s" in told[0], "1.5 s" in told[1], len(told)] == [True, True, 2], "again only when it was much longer"
     assert told[0].startswith("reward.name=x:judge: the async function held up the generator's event loop for 0.5 s")
+    told.clear()
+    assert asyncio.run(score(*["0.11"] * 15)) == [1.0] * 15
+    assert len(told) == 1 and "event loop for 1.1 of 5 s" in told[0], "many short ones, once"
+    told.clear()
+    assert asyncio.run(score(*["0.1", "rests"] * 15)) == [1.0] * 30 and not told
 
 
 def test_cancelling_a_score_reaches_the_function():
