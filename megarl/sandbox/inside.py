@@ -24,21 +24,25 @@ _ANY_NAMESPACE = sum(_NEW_NAMESPACES.values()) | 0x2000000 | 0x80  # cgroups and
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 _MOUNT_SETATTR, _AT_RECURSIVE, _AT_FDCWD = 442, 0x8000, -100
+_MS_REMOUNT = 1 << 5
 _MOST_INODES = 1 << 16
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _PDEATHSIG, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 22, 24, 36, 38  # of prctl
 _FILTER = 2  # of PR_SET_SECCOMP
 _JOIN_SESSION_KEYRING = 1
 
 # Numbers of system calls: x86-64, AArch64. No agent needs them, and each is a way past a limit or out of the sandbox: memory that no
-# process has (System V's, files without names, keys), other families of sockets, namespaces with limits of their own, work by the kernel.
+# process has (System V's, files without names, keys), a pool of the whole host (io_setup's), other families of sockets, namespaces with
+# limits of their own, work by the kernel.
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _REFUSED = {
     errno.ENOSYS: {
         "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191),
         "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
         "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-        "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
-        "perf_event_open": (298, 241), "userfaultfd": (323, 282), "clone3": (435, 435),  # its flags are in memory, where no filter looks
+        "io_setup": (206, 0), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+        "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+        "clone3": (435, 435),  # its flags are in memory, where no filter looks
     },
     errno.EPERM: {
         "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
@@ -46,7 +50,9 @@ _REFUSED = {
     },
 }  # fmt: skip
 _UNSHARE, _CLONE, _SOCKET, _SOCKETPAIR, _FALLOCATE, _IOCTL = (272, 97), (56, 220), (41, 198), (53, 199), (285, 47), (16, 29)
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+_PRCTL, _SET_DUMPABLE = (157, 167), 4
+_INTERNET = (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+_FAMILIES = (socket.AF_UNIX, *_INTERNET)
 _KEEP_SIZE = 1  # fallocate then takes no notice of RLIMIT_FSIZE
 _RESERVE, _RESERVE_64 = 0x40305828, 0x4030582A  # FS_IOC_RESVSP…, which do the same
 _TYPE_INTO_TERMINAL = 0x5412  # TIOCSTI
@@ -56,8 +62,11 @@ _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # places in seccomp_data
 _OTHER_NUMBERS = 0x40000000  # of the x32 interface
 
 
-def system_call_filter() -> bytes:
-    """The program for seccomp (struct sock_filter[], linux/seccomp.h). Empty on machines whose system calls it does not know."""
+def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
+    """The program for seccomp (struct sock_filter[], linux/seccomp.h). Empty on machines whose system calls it does not know.
+
+    `families`: of sockets that can be made. Pairs of Unix sockets always can.
+    """
     if platform.machine() not in _ARCHITECTURES:
         return b""
     audited, which = _ARCHITECTURES[platform.machine()]
@@ -68,9 +77,12 @@ def system_call_filter() -> bytes:
             code += [(_EQUAL, 0, 1, numbers[which]), _refuse(error)]
     for numbers in (_UNSHARE, _CLONE):
         code += _looking_at(numbers[which], _FIRST, [(_SET, 0, 1, _ANY_NAMESPACE), _refuse(errno.EPERM)])
-    families = [(_EQUAL, len(_FAMILIES) - place, 0, int(family)) for place, family in enumerate(_FAMILIES)]
-    for numbers in (_SOCKET, _SOCKETPAIR):
-        code += _looking_at(numbers[which], _FIRST, [*families, _refuse(errno.EAFNOSUPPORT)])
+    for numbers, allowed in ((_SOCKET, families), (_SOCKETPAIR, _FAMILIES)):
+        known = [(_EQUAL, len(allowed) - place, 0, int(family)) for place, family in enumerate(allowed)]
+        code += _looking_at(numbers[which], _FIRST, [*known, _refuse(errno.EAFNOSUPPORT)])
+    # A process that cannot be dumped hides what it has from other users. Programs that ask for it are told that they have it.
+    hide = [(_EQUAL, 0, 3, _SET_DUMPABLE), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, 0), _refuse(0)]
+    code += _looking_at(_PRCTL[which], _FIRST, hide)
     code += _looking_at(_FALLOCATE[which], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)])
     for command in (_RESERVE, _RESERVE_64, _TYPE_INTO_TERMINAL):
         code += _looking_at(_IOCTL[which], _SECOND, [(_EQUAL, 0, 1, command), _refuse(errno.EOPNOTSUPP)])
@@ -96,9 +108,9 @@ def _call(name: str, *arguments: object) -> int:
     return found
 
 
-def _filter_system_calls() -> None:
+def _filter_system_calls(families: "tuple[int, ...]" = _FAMILIES) -> None:
     """Raises OSError where the kernel has no seccomp."""
-    if code := system_call_filter():
+    if code := system_call_filter(families):
         program = ctypes.create_string_buffer(code)
         struct_ = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -106,8 +118,9 @@ def _filter_system_calls() -> None:
 
 
 def _leave_host(home: str, size_bytes: int) -> None:
-    """Goes on in namespaces of its own: a loopback device and nothing else, no System V IPC, no other processes, and all files but `home`
-    and /dev/shm read-only, which are new and memory. Returns in the first process there. Raises OSError where the kernel forbids it."""
+    """Goes on in namespaces of its own: a loopback device and nothing else, no System V IPC, no other processes, no devices but those of
+    `_own_devices`, and all files but `home` and /dev/shm read-only, which are new and memory. Returns in the first process there. Raises
+    OSError where the kernel forbids it."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", sum(_NEW_NAMESPACES.values()))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -122,6 +135,7 @@ def _leave_host(home: str, size_bytes: int) -> None:
     read_only = struct.pack("QQQQ", _MS_RDONLY, 0, 0, 0)
     _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only))
     plain = _MS_NOSUID | _MS_NODEV
+    _own_devices()
     _call("mount", b"proc", b"/proc", b"proc", plain | _MS_NOEXEC | _MS_RDONLY, None)
     for folder, mode in (("/dev/shm", "1777"), *([(home, "0700")] if home else [])):
         options = f"size={size_bytes},nr_inodes={_MOST_INODES},mode={mode}".encode()
@@ -138,12 +152,35 @@ def _leave_host(home: str, size_bytes: int) -> None:
     _call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
 
 
+def _own_devices() -> None:
+    """A /dev of its own: a read-only file system lets its user write to disks, terminals and other devices as before."""
+    there = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES if os.path.exists(f"/dev/{name}")}
+    _call("mount", b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64k,mode=0755")
+    for name, opened in there.items():
+        os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+        _call("mount", f"/proc/self/fd/{opened}".encode(), f"/dev/{name}".encode(), None, _MS_BIND, None)
+        os.close(opened)
+    for name in ("pts", "shm"):
+        os.mkdir(f"/dev/{name}")
+    _call("mount", b"devpts", b"/dev/pts", b"devpts", _MS_NOSUID | _MS_NOEXEC, b"newinstance,ptmxmode=0666,mode=620")
+    standard = {name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
+    for name, target in {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", **standard}.items():
+        os.symlink(target, f"/dev/{name}")
+    _call("mount", None, b"/dev", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)
+
+
 def _end_as(child: int) -> None:
-    """Waits for it, and for whatever orphans there are meanwhile; then ends as it did, after what it has left behind."""
+    """Waits for it, and for whatever orphans there are meanwhile; then ends as it did, after what it has left behind. After a SIGTERM it
+    ends all of them at once."""
     status = None
-    while status is None:
-        pid, ended = os.wait()
-        status = os.waitstatus_to_exitcode(ended) if pid == child else None
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        while status is None:
+            pid, ended = os.wait()
+            status = os.waitstatus_to_exitcode(ended) if pid == child else None
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except SystemExit:
+        status = -signal.SIGTERM
     with contextlib.suppress(ChildProcessError):
         while True:
             for orphan in _children():
@@ -155,6 +192,9 @@ def _end_as(child: int) -> None:
 
 
 def _children() -> "list[int]":
+    """Fast where the kernel lists them: one that begins another and ends, again and again, is to be met."""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(each) for each in file.read().split()]
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
@@ -163,12 +203,14 @@ def _children() -> "list[int]":
     return found
 
 
-def _limit(limits: "dict[str, int]") -> None:
-    for name, value in limits.items():
+def _limit(settings: dict) -> None:
+    for name, value in settings["limits"].items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
         least = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (least, least))
+    if settings["kind"] == "namespace":  # Unix sockets have places among the host's files, which no namespace of a network bounds
+        _filter_system_calls(_INTERNET)
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -190,7 +232,7 @@ async def _main(settings: dict, command: "list[str]") -> int:
     if settings["socket"]:  # the sandbox has a network of its own, in which nobody else listens
         await asyncio.start_server(lead_out, "127.0.0.1", settings["port"])
     try:
-        program = await asyncio.create_subprocess_exec(*command, preexec_fn=lambda: _limit(settings["limits"]))
+        program = await asyncio.create_subprocess_exec(*command, preexec_fn=lambda: _limit(settings))
     except OSError as error:
         print(f"{command[0]}: {error}", file=sys.stderr)
         return 127

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,11 +36,17 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
-_MOST_CHANNELS = 2048  # sockets and pipes: the kernel keeps up to 0.4 MiB for each, which no process has
+_MOST_CHANNELS = 2048  # sockets, pipes and terminals: the kernel keeps up to 0.4 MiB for each, which no process has
+_MOST_THREADS = 4096
 _INODE_BYTES = 1024  # of a file that is memory, beside what is in it
+_THREAD_BYTES = 32 << 10  # its stack in the kernel and the like
+_MAPPING_BYTES = 256
+_OF_STATUS = ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")  # in /proc/PID/status
+_LOOK_AGAIN_S = 0.05
 _PIECE = 1 << 18
 _MOST_LEFT = 16  # pieces: more than a pipe holds
 _GRACE_S = 0.1
+_ENDS_S = 5.0
 # In a bwrap. Whoever is root outside could write the kernel's settings in /proc/sys, one of which names a program that the kernel runs on
 # the host; the other two are bwrap's own, of memory without a limit.
 _READ_ONLY = ("/proc", "/dev", "/")
@@ -169,15 +176,16 @@ class Jail:
         if self._watch.done():
             self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
         running = _Running(self.printed_bytes, lines, line_s)
-        with tempfile.TemporaryDirectory(prefix="megarl-agent-") as own:
-            outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
-            texts: list[str] = []
-            try:
-                kind, why = await self._run(command, given.encode(), self._variables(own, environment), socket, own, running, outputs)
-            finally:
-                running.stop_clock()
-                texts = [output.close() for output in outputs]
-            return Ended(why, kind, *texts)
+        own = tempfile.mkdtemp(prefix="megarl-agent-")
+        outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
+        texts: list[str] = []
+        try:
+            kind, why = await self._run(command, given.encode(), self._variables(own, environment), socket, own, running, outputs)
+        finally:
+            running.stop_clock()
+            texts = [output.close() for output in outputs]
+            await asyncio.to_thread(_remove, own)
+        return Ended(why, kind, *texts)
 
     def _variables(self, own: str, environment: Mapping[str, str]) -> dict[str, str]:
         home = "/tmp" if self.kind == BWRAP else own
@@ -228,8 +236,13 @@ class Jail:
             del self._watched[process.pid]
             for task in (ending, feeds):
                 task.cancel()
-            if not waits.done():
-                self._kill(process.pid)
+            try:
+                if self.kind == LIMITS and not waits.done():
+                    process.terminate()  # its keeper then ends all, those that begin meanwhile among them
+                    await asyncio.wait({waits}, timeout=_ENDS_S)
+            finally:
+                if not waits.done() or process.returncode:
+                    self._kill(process.pid)
             await asyncio.wait({waits, feeds})
 
     async def close(self) -> None:
@@ -279,8 +292,12 @@ class Jail:
                     running.end(f"its processes had more than memory_mib={self.memory_mib} together")
                 elif used.processes > _MOST_PROCESSES:
                     running.end(f"it had more than {_MOST_PROCESSES} processes")
-                elif used.channels > _MOST_CHANNELS:
-                    running.end(f"it had more than {_MOST_CHANNELS} sockets and pipes")
+                elif used.threads > _MOST_THREADS:
+                    running.end(f"it had more than {_MOST_THREADS} threads")
+                elif len(used.channels) > _MOST_CHANNELS:
+                    running.end(f"it had more than {_MOST_CHANNELS} sockets, pipes and terminals")
+                elif used.hidden:
+                    running.end("one of its processes hides what it has: its program's file cannot be read")
 
     def _kill(self, pid: int) -> None:
         """All of it. In a sandbox of its own that is what is behind the first process; otherwise its session and whatever of its
@@ -294,11 +311,15 @@ class Jail:
 
 def unbounded(kind: str) -> str:
     """What such a sandbox does not keep a program from on this machine, for whoever starts a run."""
-    kept = "buffers of its sockets and pipes, and shared memory that no process maps any more, are not counted in memory_mib"
+    kept = (
+        "buffers of its pipes and Unix sockets, file locks, events that it watches for, and shared memory that no process maps any more, "
+        "are not counted in memory_mib"
+    )
+    hosts = "it has the host's network, and files and processes as your user has them"
     found = {
         BWRAP: [kept],
-        NAMESPACE: [kept, "it reads the host's files as your user does"],
-        LIMITS: [kept, "it has the host's network, and files and processes as your user has them; it can fill /dev/shm and disks"],
+        NAMESPACE: [kept, "it reads the host's files as your user does, and can write to named pipes"],
+        LIMITS: [kept, hosts, "it can fill /dev/shm and disks", "if it ends the process that watches it, it can go on"],
     }[kind]
     if not inside.system_call_filter():
         machine = platform.machine()
@@ -381,53 +402,113 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-class _Used(NamedTuple):
-    processes: int
-    memory_bytes: int
-    channels: int  # sockets and pipes
+@dataclass
+class _Used:
+    """What processes have together. Memory that they share counts for each, files that are memory for one."""
+
+    processes: int = 0
+    threads: int = 0
+    own_bytes: int = 0
+    files: dict[object, int] = field(default_factory=dict)  # bytes that are memory and counted nowhere else
+    channels: set[str] = field(default_factory=set)  # sockets, pipes and terminals
+    hidden: bool = False  # whether there is one whose files and mappings cannot be seen
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.own_bytes + sum(self.files.values())
+
+    def add(self, pid: int, may_hide: bool) -> None:
+        """With what the kernel keeps for it: tables of pages and mappings, stacks of threads."""
+        self.processes += 1
+        found: dict[object, int] = {}
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+            status = {name: value for name, _, value in (line.partition(":") for line in lines)}
+            threads, kib = int(status["Threads"]), sum(int(status.get(name, "0").split()[0]) for name in _OF_STATUS)
+            self.threads += threads
+            self.own_bytes += (kib << 10) + threads * _THREAD_BYTES
+            self.own_bytes += _memory_files(pid, found, self.channels) * _MAPPING_BYTES
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            return
+        except PermissionError:
+            self.hidden = self.hidden or not (may_hide or _has_ended(pid))
+        self.files |= found
 
 
 def _used_by(pids: list[int]) -> dict[int, _Used]:
-    """What each of these processes has together with all its descendants. Memory that they share counts for each, files that are memory
-    for one."""
-    children: dict[int, list[tuple[int, int]]] = {}
-    for process in psutil.process_iter(["pid", "ppid", "memory_info"]):
-        memory = process.info["memory_info"]
-        children.setdefault(process.info["ppid"], []).append((process.info["pid"], memory.rss if memory else 0))
+    """What each of these processes has together with all its descendants."""
+    children: dict[int, list[int]] = {}
+    for process in psutil.process_iter(["pid", "ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process.info["pid"])
     found = {}
     for pid in pids:
-        processes, total, waiting = 0, 0, [pid]
-        files, channels = dict[object, int](), set[str]()
+        used, waiting = _Used(), [pid]
         while waiting:
-            for child, used_bytes in children.get(waiting.pop(), ()):
-                processes, total = processes + 1, total + used_bytes
-                files |= _memory_files(child, channels)
+            parent = waiting.pop()
+            for child in children.get(parent, ()):
+                used.add(child, may_hide=parent == pid)  # that is the sandbox's own
                 waiting.append(child)
-        found[pid] = _Used(processes, total + sum(files.values()), len(channels))
+        found[pid] = used
     return found
 
 
-def _memory_files(pid: int, channels: set[str]) -> dict[object, int]:
-    """The bytes of what of its files is memory and counted nowhere else, each once: files made by memfd_create, shared mappings of no file,
-    and what a file system of memory keeps for each file. Adds its sockets and pipes to `channels`."""
-    found: dict[object, int] = {}
-    with contextlib.suppress(OSError):  # it ended meanwhile
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith("/memfd:"):
-                    there = os.stat(entry.path)
-                    found[there.st_ino] = there.st_blocks * 512
-                elif target.startswith(("socket:", "pipe:")):
-                    channels.add(target)
-        with open(f"/proc/{pid}/maps") as maps:
-            shared = [line.split() for line in maps if line.endswith("/dev/zero (deleted)\n")]
-        for ends, _, _, _, inode, *_ in shared:
-            start, end = (int(number, 16) for number in ends.split("-"))
-            found["shared", inode] = end - start
-        for folder in ("/tmp", "/dev/shm"):
+def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int:
+    """Adds to `found` the bytes of what of its files is memory and counted nowhere else, each once: files made by memfd_create, shared
+    mappings of no file, what a file system of memory keeps for each file, and what waits in a network of its own. Adds its sockets, pipes
+    and terminals to `channels`. Returns how many mappings it has. Raises OSError, PermissionError where they are not to be seen."""
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(entry.path)
+            if target.startswith("/memfd:"):
+                there = os.stat(entry.path)
+                found[there.st_ino] = there.st_blocks * 512
+            elif target.startswith(("socket:", "pipe:")):
+                channels.add(target)
+            elif target.endswith("/ptmx"):  # one name for all of them
+                channels.add(f"{pid} {entry.name}")
+    shared, mappings = list[list[str]](), 0
+    with open(f"/proc/{pid}/maps", errors="replace") as maps:
+        for line in maps:
+            mappings += 1
+            if line.endswith("/dev/zero (deleted)\n"):
+                shared.append(line.split())
+    for ends, _, _, _, inode, *_ in shared:
+        start, end = (int(number, 16) for number in ends.split("-"))
+        found["shared", inode] = end - start
+    for folder in ("/tmp", "/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):
             there = os.stat(f"/proc/{pid}/root{folder}")
-            if there.st_dev not in found and there.st_dev != os.stat(folder).st_dev:
+            if there.st_dev != os.stat(folder).st_dev:
                 system = os.statvfs(f"/proc/{pid}/root{folder}")
                 found["files", there.st_dev] = (system.f_files - system.f_ffree) * _INODE_BYTES
-    return found
+    network = os.stat(f"/proc/{pid}/ns/net").st_ino
+    if network != os.stat("/proc/self/ns/net").st_ino:
+        found["network", network] = sum(_waiting_bytes(Path(f"/proc/{pid}/net/{name}")) for name in ("tcp", "tcp6", "udp", "udp6"))
+    return mappings
+
+
+def _waiting_bytes(sockets: Path) -> int:
+    """What has been sent and not been read, by a table of sockets of the kernel (proc_net_tcp.rst). 0 where the kernel has none."""
+    if not sockets.exists():
+        return 0
+    queues = [line.split()[4].split(":") for line in sockets.read_text().splitlines()[1:]]
+    return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether it has no memory any more. While a process begins another program nobody may look, so this waits for a moment."""
+    time.sleep(_LOOK_AGAIN_S)
+    with contextlib.suppress(OSError):
+        os.scandir(f"/proc/{pid}/fd").close()
+        return True  # it can be seen at the next look
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+    return True
+
+
+def _remove(folder: str) -> None:
+    """Whatever a program has made of it: folders may be nested deeper than Python can go, or closed to their own user."""
+    try:
+        os.rmdir(folder)  # as most are empty
+    except OSError:
+        subprocess.run(["sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder], capture_output=True, check=False)

@@ -57,6 +57,7 @@ if not os.fork():
     os._exit(0)
 os.wait()
 """
+COMET = "import os\nwhile True:\n if os.fork(): os._exit(0)"  # never there for long
 # Each prints "escaped" if it has got past a bound, else "held", or is ended for it.
 ATTACKS = {
     "space behind its outputs": "escaped(*(tried(call, 'fallocate', file, 1, 0, 32 << 20) for file in (0, 1, 2)))",
@@ -78,6 +79,18 @@ ATTACKS = {
     "namespaces of its own": "escaped(tried(call, 'unshare', 0x10000000))",
     "processes in namespaces of their own": f"found = call('syscall', {(56, 220)[WHICH]}, 0x10000011, 0, 0, 0, 0)\n"
     "if found == 0: os._exit(0)\nescaped(found is not None)",
+    "a pool of the whole host": f"found = ctypes.c_ulong()\nescaped({WHICH == 0} and tried(call, 'syscall', 206, 4, ctypes.byref(found)))",
+    "tables of pages": "libc.mmap.restype, huge = ctypes.c_void_p, 1 << 21\n"  # which are memory, though the pages are not
+    "where = libc.mmap(None, ctypes.c_size_t(60_000 * huge), 1, 0x4022, -1, ctypes.c_size_t(0))\n"
+    "for place in range(60_000): ctypes.c_char.from_address(where + place * huge).value\ntime.sleep(60)",
+    "threads": "import threading\nthreading.stack_size(32768)\nend = threading.Event()\ntry:\n"
+    " for _ in range(6000): threading.Thread(target=end.wait, daemon=True).start()\nexcept RuntimeError: pass\ntime.sleep(60)",
+    "mappings of what hides": f"call('prctl', 4, 0, 0, 0, 0)\nkept = []{GROW}",
+    "mappings of what cannot be read": "import shutil\nhidden = temporary + '/hidden'\nshutil.copy('/usr/bin/python3', hidden)\n"
+    f"os.chmod(hidden, 0o111)\nos.execv(hidden, [hidden, '-c', {f'import mmap, time{chr(10)}kept = []{GROW}'!r}])",
+    "folders in folders": "os.chdir(temporary)\nfor _ in range(1200):\n os.mkdir('a')\n os.chdir('a')\nprint('held')",
+    "a program that never stays at the deadline": "if not os.fork():\n os.setsid()\n"
+    f" os.execv(sys.executable, [sys.executable, '-c', {COMET!r}, os.environ['MARK']])\ntime.sleep(60)",
     "a daemon": f"{DAEMON}time.sleep(0.5)\nprint('held')",
     "a daemon at the deadline": f"{DAEMON}time.sleep(60)",
     "sockets and pipes": "kept = []\nfor _ in range(4):\n if not os.fork():\n  for _ in range(490): kept.append(socket.socketpair())\n"
@@ -89,21 +102,30 @@ OF_THE_HOST = {  # what is open in LIMITS, and said to be
     "signals to the run": "escaped(tried(lambda: os.kill(int(os.environ['HOST']), 0) or True))",
     "memory of the run": "escaped(tried(os.open, f\"/proc/{os.environ['HOST']}/mem\", os.O_RDWR))",
     "files of the host": "escaped(tried(os.open, os.environ['FOLDER'] + '/written', os.O_CREAT | os.O_WRONLY))",
-    "sockets of the host": "there = socket.socket(socket.AF_UNIX)\n"
-    "escaped(tried(lambda: there.connect('\\0' + os.environ['ABSTRACT']) or True))",
+    "sockets of the host": "escaped(tried(lambda: socket.socket(socket.AF_UNIX).connect('\\0' + os.environ['ABSTRACT']) or True))",
+    "terminals of the host": "escaped(tried(os.open, os.environ['TERMINAL'], os.O_WRONLY | os.O_NOCTTY))",
+    "disks": "escaped(*(tried(os.open, '/dev/' + name, os.O_WRONLY) for name in ('loop0', 'loop-control', 'fuse', 'kvm')))",
+    "sockets in files": "escaped(tried(lambda: socket.socket(socket.AF_UNIX).connect(os.environ['FOLDER'] + '/socket') or True))",
+    "what waits in connections": "there, kept = socket.create_server(('127.0.0.1', 0)), []\nfor _ in range(100):\n"
+    " kept.append(socket.create_connection(there.getsockname()))\n kept.append(there.accept()[0])\n kept[-1].setblocking(False)\n"
+    " try:\n  while True: kept[-1].send(bytes(1 << 20))\n except BlockingIOError: pass\ntime.sleep(60)",
     "files in memory": "for number in range(4):\n with open(f'/dev/shm/megarl-test-{number}', 'wb') as file: file.write(bytes(4 << 20))\n"
     "print('escaped')",
     "empty files": "for number in range(200_000): os.close(os.open(f'{temporary}/{number}', os.O_CREAT))\ntime.sleep(60)",
 }
+GROWING = (
+    "mappings without pages", "sockets and pipes", "tables of pages", "threads", "mappings of what hides",
+    "mappings of what cannot be read", "what waits in connections",
+)  # fmt: skip
 FULL = ("files in memory", "empty files")  # which end by having no room
 
 
 def held(name: str, ended: dict[str, object]) -> bool:
     if ended["left"]:
         return False
-    if name == "a daemon at the deadline":
+    if "deadline" in name:
         return ended["kind"] == "deadline"
-    if name in ("mappings without pages", "sockets and pipes"):
+    if name in GROWING:
         return ended["kind"] == "limits"
     if name in FULL:
         return ended["kind"] == "limits" or "No space left" in str(ended["errors"])
@@ -117,7 +139,8 @@ def attacks_in(kind: str) -> dict[str, str]:
 async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, object]:
     cell = Jail(kind, MEMORY_MIB, FILE_MIB, 3.0 if "deadline" in name else 40.0)
     mark = f"megarl-mark-{os.getpid()}-{name}"
-    environment = {"MARK": mark, "HOST": str(os.getpid()), "FOLDER": folder, "ABSTRACT": address}
+    ours, terminal = os.openpty()
+    environment = {"MARK": mark, "HOST": str(os.getpid()), "FOLDER": folder, "ABSTRACT": address, "TERMINAL": os.ttyname(terminal)}
     try:
         ended = await cell.run([PYTHON, "-I", "-S", "-c", C + attacks_in(kind)[name]], "", environment, None)
         looks = 0
@@ -125,6 +148,8 @@ async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, o
             await asyncio.sleep(0.05)
         return {**ended._asdict(), "left": left}
     finally:
+        os.close(ours)
+        os.close(terminal)
         await cell.close()
 
 
@@ -149,9 +174,10 @@ async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
         async with places:
             return await attack(kind, name, folder, address)
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{address}")
-        listener.listen()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as in_files:
+        for each, place in ((listener, f"\0{address}"), (in_files, f"{folder}/socket")):
+            each.bind(place)
+            each.listen()
         names = attacks_in(kind)
         return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
@@ -205,7 +231,7 @@ def test_programs_stay_within_the_bounds_of_their_sandbox(kind: str, user: str, 
     found = json.loads(done.stdout)
     bad = {name: each for name, each in found.items() if not held(name, each)}
     assert len(found) == len(attacks_in(kind)) and not bad, bad
-    assert not os.listdir(folder), "nothing is left of them"
+    assert os.listdir(folder) == ["socket"], "nothing is left of them"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -154,7 +154,7 @@ class Program:
             if why:
                 self._tell(prompt, ended._replace(why=why))
             if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may have been the cause
-                told = f"ended with {_NOT_FOUND}, as a command that is not there: {ended.errors.strip()}"
+                told = f"ended with {_NOT_FOUND}, as a command that is not there; the end of its errors: {ended.errors.strip() or 'none'}"
                 raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
                 return episode, ended
