@@ -84,21 +84,20 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             problems += error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
-    trained: set[int] = set()  # hashes of prompts of data.train
+    trained: dict[int, int] = {}  # Reading.prompts of data.train, of all its sources
     for key, dataset, response_tokens in _datasets(config, command):
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
             continue
         tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
-        reading = Reading(config.data.bad_rows == DROP, tokens)
+        reading = Reading(config.data.bad_rows == DROP, tokens, prompts=trained if key.startswith("data.train") else {})
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
             problems += error.problems
             continue
         held = command == "train" and not key.startswith("data.train")
-        trained |= set() if held else reading.prompts.keys()
-        shared = len(reading.prompts.keys() & trained) if held else 0
+        shared = len(reading.prompts.keys() & trained.keys()) if held else 0
         checked.append(Checked(key, dataset.source, count, reading, tuple(rows[i] for i in range(min(len(rows), _FIRST))), shared))
     if problems:
         raise ConfigError(problems)

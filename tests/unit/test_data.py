@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import MixtureConfig
+from megarl.config.data import MixedConfig, MixtureConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import DatasetConfig, EvalConfig, ModelConfig, RunConfig, SuiteConfig
@@ -318,6 +318,18 @@ def test_check_data_reports_all_problems_together(tmp_path: Path, spec: ModelSpe
     config.data.eval = DatasetConfig(source=str(tmp_path / "c.jsonl"))
     with pytest.raises(ConfigError, match="c.jsonl, line 1: the tokenizer does not know some of the characters of 'r\u00e9sum\u00e9'"):
         check_data(config, spec, "eval")
+
+
+def test_prompts_that_another_source_has_are_counted_once(tmp_path: Path, spec: ModelSpec):
+    for name, answers in (("a", {1: 2, 3: 4}), ("b", {1: 2, 3: 5, 7: 8}), ("held_out", {1: 2, 7: 8, 9: 0})):
+        rows = [json.dumps({"question": f"{n}+1=", "answer": str(answer)}) for n, answer in answers.items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    config = chain_config()
+    config.data.train = MixtureConfig(sources={name: MixedConfig(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"})
+    config.data.eval = DatasetConfig(source=str(tmp_path / "held_out.jsonl"))
+    a, b, held_out = check_data(config, spec, "train")
+    assert (a.reading.repeated, b.reading.repeated, b.reading.otherwise) == (0, 2, 1)
+    assert (held_out.reading.repeated, held_out.shared) == (0, 2)
 
 
 def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(tmp_path: Path, spec: ModelSpec, tokenizer: Tokenizer):
