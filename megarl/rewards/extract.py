@@ -63,7 +63,8 @@ _REJECTED = re.compile(
 )  # a remark on a value
 _DOUBTED = re.compile(
     r"(?:\b(?:doubt|unlikely|impossible|false|wrong|incorrect|deny|denies)|\b(?:not|never)\s+(?:believe|think|sure|true|certain|say|the\s+case)"
-    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z",
+    r"|n['\u2019]t\s+(?:believe|think|sure|true|certain|say|know))\b(?:(?!\b(?:but|so|hence|thus|therefore)\b)[^.;])*\Z"
+    r"|\b(?:if|whether)\s+(?:(?:the|my|your|final|correct|right)\s+)*\Z",  # "I cannot determine if the answer is 18"
     re.IGNORECASE,
 )
 _APART = re.compile(
@@ -181,7 +182,7 @@ def clean(answer: str) -> str:
     before = None
     while answer != before:
         before = answer
-        answer = answer.strip().removesuffix(".").removesuffix("**").removeprefix("**").strip("` \t\r\n")
+        answer = answer.strip().removesuffix(".").removesuffix("\u3002").removesuffix("**").removeprefix("**").strip("` \t\r\n")
         for opening, closing in _WRAPPERS:
             if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
                 answer = answer[len(opening) : -len(closing)]

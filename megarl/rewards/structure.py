@@ -34,6 +34,7 @@ _OPERATORS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">="
               "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
 _SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
             "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+_TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
@@ -69,6 +70,7 @@ def read(text: str, checked: bool) -> Any:
     """The structure of an answer; None if it cannot be read. `checked`: it is a model's answer, and Refused is raised outside limits."""
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
+    text = _TIMES.sub(r" \\times ", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
     text = _NUMBER_IN_FONT.sub(r"\1", text)

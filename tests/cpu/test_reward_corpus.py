@@ -1,4 +1,4 @@
-"""The verifier on 3,400 pairs of more than 40 kinds (data/make_reward_corpus.py) and on 857 that were labelled by hand
+"""The verifier on 3,400 pairs of more than 40 kinds (data/make_reward_corpus.py) and on 1,153 that were labelled by hand
 (data/reward_corpus_by_hand.jsonl), in two processes that hash differently."""
 
 from __future__ import annotations

@@ -177,6 +177,9 @@ def test_answers_that_only_look_alike(text: str, answer: str):
     (r"\boxed{2516_{\text{eight}}}", "2516_8"),
     (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{236 \pmod{1000}}", "236"),
     (r"so it is \boxed{\frac12} or \boxed{.5}", "0.5"),
+    (r"Hence the length is $AB = 2\sqrt{3}$.", r"2\sqrt{3}"), (r"\boxed{\angle ABC = 60^\circ}", r"60^\circ"),
+    (r"\boxed{[ABC]=6}", "6"), ("答案是 721。", "721"), ("9 x 2 = 18", "18"), ("If n = 9, the answer is 18.", "18"),
+    (r"\boxed{f(x)=x(x^2-3)}", "f(x)=x^3-3x"), (r"\boxed{f(x)=x^2 \text{ and } f(x)=0}", "$f(x)=0, f(x)=x^2$"),
 ])  # fmt: skip
 def test_wrappers_and_closing_prose_hide_no_right_answer(text: str, answer: str):
     assert math_reward(text, answer) == 1.0
@@ -186,7 +189,8 @@ def test_wrappers_and_closing_prose_hide_no_right_answer(text: str, answer: str)
     (r"\boxed{2,5}", "[2,5)"), (r"\boxed{-\infty,5}", r"(-\infty,5]"), (r"\boxed{0^0}", "1"), (r"\boxed{15_{16}}", "15"),
     ("I think it's not 72", "72"),
     ("The answer is not 0.", "0"), (r"\boxed{\text{not } 0}", "0"), ("At least 72.", "72"), (r"\boxed{71} or \boxed{72}", "72"),
-    (r"\boxed{2:5:1}", r"\frac{2}{5}"), (r"\boxed{(32, 348)}", r"32,\!348"),
+    ("I cannot determine if the answer is 18.", "18"), ("$AC = 6$", "5"), (r"\boxed{f(x)=x^3}", "f(x)=x^2"),
+    (r"\boxed{g(x)=x^2}", "f(x)=x^2"), (r"\boxed{3 x 4}", "34"), (r"\boxed{2:5:1}", r"\frac{2}{5}"), (r"\boxed{(32, 348)}", r"32,\!348"),
 ])  # fmt: skip
 def test_denied_answers_and_intervals_without_brackets_are_wrong(text: str, answer: str):
     assert math_reward(text, answer) == 0.0
