@@ -7,18 +7,18 @@
 #   make gpu-kit                                     what `make gpu` needs on a machine without a network, in dist/gpu-kit (docs/gpu.md)
 #   make gpu                                         kernels, trainer and direct writes on one NVIDIA GPU: checked, and measured
 #   make setup PYTHON=/path/to/python3.12             another interpreter
+#   make lock                                        requirements/gpu.txt anew, after a change of requirements/cpu.txt or the GPU extra
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup lock clean
 
 PYTHON ?=
-PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
+PYTHONS := $(or $(PYTHON),python3.12 python3 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 ARGS ?=
 STAMP := .venv/.megarl-setup
-TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -qq
+INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python
 
 quickstart: setup
 	@.venv/bin/megarl sft configs/quickstart.yaml $(ARGS)
@@ -31,7 +31,7 @@ check: setup .venv/.megarl-check
 	.venv/bin/basedpyright --level error
 
 .venv/.megarl-check: requirements/check.txt
-	@$(PIP) --only-binary :all: -r requirements/check.txt
+	@$(INSTALL) --no-deps --only-binary :all: -r requirements/check.txt
 	touch $@
 
 # Two processes at once, one from the first file on and one from the last, until they meet (tests/conftest.py). What the second one prints
@@ -54,9 +54,8 @@ test test-all: setup libraries interpreters
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
 
-# The wheels are for KIT_PYTHON on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy are the machine's own.
+# The wheels are for Python 3.12 on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy are the machine's own.
 KIT ?= dist/gpu-kit
-KIT_PYTHON ?= 3.12
 KIT_PACKAGES := einops megatron-core msgspec omegaconf packaging pyyaml
 gpu-kit:
 	@for python in .venv/bin/python $(PYTHONS); do
@@ -72,7 +71,7 @@ gpu-kit:
 	for package in $(KIT_PACKAGES); do wanted+=("$$(grep -i "^$$package==" requirements/cpu.txt)"); done
 	platforms=$$(printf -- '--platform %s ' manylinux2014_x86_64 manylinux_2_{17,24,26,28}_x86_64)
 	"$$python" -m pip download --disable-pip-version-check -qq --no-deps --only-binary :all: --implementation cp \
-	    --python-version $(KIT_PYTHON) $$platforms -d $(KIT)/wheels "$${wanted[@]}"
+	    --python-version 3.12 $$platforms -d $(KIT)/wheels "$${wanted[@]}"
 	"$$python" -m pip wheel --disable-pip-version-check -qq --no-deps -w $(KIT)/wheels .
 	cp megarl/bench/gpu/kit.py $(KIT)/run.py
 	{ git rev-parse --short=12 HEAD && git diff --quiet HEAD || echo "with changes"; } 2>/dev/null | paste -sd' ' >$(KIT)/commit
@@ -121,46 +120,53 @@ interpreters: envs/openenv/.megarl-setup
 
 envs/openenv/.megarl-setup: requirements/openenv.txt
 	@echo "test: an interpreter with openenv in envs/openenv"
-	.venv/bin/python -m venv --clear envs/openenv
-	envs/openenv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile -qq --only-binary :all: -r $<
+	.venv/bin/uv venv --quiet --clear --python .venv/bin/python envs/openenv
+	.venv/bin/uv pip install --quiet --python envs/openenv/bin/python --no-deps --only-binary :all: -r $<
 	touch $@
 
 setup: $(STAMP)
 	@:
 
-# The stamp is written last: whatever interrupts a set-up, the next one goes on from there.
+# uv keeps what it has downloaded, and links it into environments: a second one takes seconds, and hardly any disk. The stamp is written
+# last: a set-up that was interrupted begins anew, with what lies in that cache.
 $(STAMP): pyproject.toml requirements/cpu.txt
 	@say() { echo "setup: $$*"; }
-	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
-	rm -f $@
-	if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+	if [ ! -e $@ ] || ! usable .venv/bin/python; then
 	    for python in $(PYTHONS); do
 	        if usable "$$python"; then break; else python=; fi
 	    done
-	    if [ -z "$$python" ]; then
-	        say "needs Python 3.11 or 3.12 with its venv module, found none among: $(PYTHONS)." \
-	            "On Debian or Ubuntu: apt-get install python3.11-venv; or name one: make setup PYTHON=/path/to/python3.12" >&2
+	    if [ "$$python" ]; then
+	        "$$python" -m venv --clear .venv
+	    elif [ "$(PYTHON)" ] || ! uv venv --quiet --clear --seed --python 3.12 .venv 2>/dev/null; then
+	        say "needs Python 3.12 with its venv module, found none among: $(PYTHONS)." \
+	            "On Debian or Ubuntu: apt-get install python3.12-venv; or pip install uv, which gets it; or make setup PYTHON=/path/to/python3.12" >&2
 	        exit 1
 	    fi
-	    say "1/4 virtual environment in .venv, $$("$$python" --version)"
-	    "$$python" -m venv --clear .venv
+	    say "1/4 virtual environment in .venv, $$(.venv/bin/python --version)"
 	fi
-	say "2/4 $(TORCH) for CPU"
-	$(PIP) --retries 0 --extra-index-url $(TORCH_CPU_INDEX) $(TORCH)
-	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt (a minute or two)"
-	$(PIP) --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # which is published as source alone
-	.venv/bin/python -m pip uninstall -qq -y torchvision  # an earlier set-up installed it; see requirements/cpu.txt
-	if ! problem=$$(.venv/bin/python -c 'import torch' 2>&1); then
-	    .venv/bin/python -m pip uninstall -qq -y torch
-	    say "the torch that was installed cannot be imported; is $(TORCH_CPU_INDEX) reachable? $${problem##*$$'\n'}" >&2
-	    exit 1
+	rm -f $@
+	.venv/bin/python -m pip install --disable-pip-version-check --no-compile -qq "$$(grep ^uv== requirements/cpu.txt)"
+	torch=$$(grep ^torch== requirements/cpu.txt)
+	say "2/4 $$torch"
+	if ! UV_HTTP_RETRIES=0 $(INSTALL) --no-deps --index $(TORCH_CPU_INDEX) "$$torch" 2>/dev/null; then
+	    say "    $(TORCH_CPU_INDEX) does not give it. PyPI does, for CUDA: up to 2.9 GB to download, 5.2 GB on disk"
+	    $(INSTALL) --constraints requirements/gpu.txt "$$torch"
 	fi
+	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt"
+	# A package with data for NLTK, which reads no file that has hard links.
+	$(INSTALL) --no-deps --link-mode copy "$$(grep ^llama-index-core== requirements/cpu.txt)"
+	$(INSTALL) --no-deps --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # langdetect is published as source alone
 	say "4/4 this checkout"
-	$(PIP) --no-build-isolation -e .
-	# All cores at once, instead of every process of the first runs for itself. Some packages ship files that do not compile.
-	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 	say "done in $$SECONDS s"
+
+# The versions of a machine with GPUs: those of the CPU stack, and what SGLang and the GPU extra need beside them.
+lock: setup
+	@grep -v '^#' requirements/cpu.txt >requirements/gpu.txt
+	.venv/bin/uv pip compile pyproject.toml --quiet --extra gpu --extra test --output-file requirements/gpu.txt --generate-hashes --no-annotate \
+	    --python-version 3.12 --python-platform x86_64-manylinux_2_34 --custom-compile-command "make lock"
 
 clean:
 	@rm -rf .venv build dist megarl.egg-info .pytest_cache .hypothesis

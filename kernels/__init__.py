@@ -6,8 +6,10 @@ The functions here use the kernel for CUDA tensors and the reference for all oth
 
 from __future__ import annotations
 
-if __name__ != "megarl.kernels":  # SGLang imports a PyPI package named `kernels`, and must not get this folder of the current directory
-    raise ImportError("the folder kernels/ of MegaRL is the package megarl.kernels; start Python with -P to keep it off sys.path")
+if __name__ != "megarl.kernels":
+    # Transformers and SGLang look for a package `kernels` of PyPI, and find this folder where the checkout is on sys.path. They must see
+    # that it is not theirs: it has no version and no modules. (An ImportError would end transformers 5.19, which imports what it finds.)
+    __path__ = []
 
 from typing import TYPE_CHECKING
 

@@ -75,7 +75,7 @@ class NodePart:
         return {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
-        argv = [sys.executable, "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
+        argv = [sys.executable, "-P", "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
         return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:

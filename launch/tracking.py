@@ -43,7 +43,7 @@ class Trackers:
             options = ["--deadline", str(self._deadline_s), "--project", self._observe.project, "--tags", json.dumps(self._observe.tags)]
             options += ["--title", self._observe.name or str(self._folder), *(["--entity", own] if (own := self._observe.entity) else [])]
             where = [str(self._folder), str(config_path), str(first), stale]
-            argv = [sys.executable, "-m", "megarl.observe.tracking", name, *where, *options]
+            argv = [sys.executable, "-P", "-m", "megarl.observe.tracking", name, *where, *options]
             with open(logs / f"tracker.{name}.log", "wb") as log:
                 self._processes[name] = subprocess.Popen(
                     argv,

@@ -1,4 +1,4 @@
-"""One process of a run: `python -m megarl.launch.worker ROLE RANK LAUNCH_DIR`.
+"""One process of a run: `python -P -m megarl.launch.worker ROLE RANK LAUNCH_DIR`.
 
 The launch folder holds the resolved configuration and the rendezvous of this launch; everything else follows from them.
 """

@@ -54,7 +54,7 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "megarl", *arguments]
+    return [sys.executable, "-P", "-m", "megarl", *arguments]
 
 
 def run(arguments: list[str], timeout_s: float = 480, imported: bool = True) -> subprocess.CompletedProcess[str]:

@@ -71,7 +71,7 @@ class FaultRun:
             "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.trackers": "[]",
             "observe.rollouts_per_step": 0, "trainer.optimizer.schedule": "constant",
         }  # fmt: skip
-        command = [sys.executable, "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]
+        command = [sys.executable, "-P", "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]
         for left in self.orders.iterdir():
             left.unlink()
         self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""

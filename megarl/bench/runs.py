@@ -16,7 +16,7 @@ from megarl.config.schema import RunConfig
 from megarl.files import write_whole
 from megarl.plan.resume import differences
 
-PROGRAM = ["-m", "megarl"]  # what Python runs
+PROGRAM = ["-P", "-m", "megarl"]  # what Python runs
 SETTINGS = "settings.yaml"
 _WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "checkpoint.", "observe.", "timeouts.", "launch.", "plan.")  # on results
 _running: set[subprocess.Popen[bytes]] = set()

@@ -1,4 +1,4 @@
-"""Runs one SGLang engine as its own process: `python -m megarl.generator.server '<JSON of SGLang server arguments>'`.
+"""Runs one SGLang engine as its own process: `python -P -m megarl.generator.server '<JSON of SGLang server arguments>'`.
 
 The keys come through the environment, never on the command line, where every user of the machine could read them. SGLang spawns its
 workers, and each of them imports this module again, as `__mp_main__`, before it imports SGLang. So set-up that every process of the
@@ -116,7 +116,7 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: the client drops idle connections first, never the engine
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
-    return [sys.executable, "-m", __spec__.name, json.dumps(arguments)], environment
+    return [sys.executable, "-P", "-m", __spec__.name, json.dumps(arguments)], environment
 
 
 def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
@@ -212,6 +212,7 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",  # a torch for CUDA brings NCCL, which SGLang (0.5.23) would use here too
     }
 
 

@@ -1,4 +1,4 @@
-"""Feeds a tracker from metrics.jsonl, in a process of its own: `python -m megarl.observe.tracking` (launch/tracking.py starts it).
+"""Feeds a tracker from metrics.jsonl, in a process of its own: `python -P -m megarl.observe.tracking` (launch/tracking.py starts it).
 
 The file is the truth and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file. What a tracker
 has is in trackers/NAME.json. When a run resumes, the tracker goes on with its own run, after the rows that it lacks. If the run goes back

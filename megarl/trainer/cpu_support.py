@@ -1,4 +1,4 @@
-"""Runs megatron-core 0.16.1 on CPU over gloo. Does nothing if CUDA is present.
+"""Runs megatron-core 0.19.2 on CPU over gloo. Does nothing if CUDA is present.
 
 `install()` must run before anything else of megatron.core is imported. It changes only Megatron's own modules: the name `torch` in each of
 them becomes a thin proxy (`_CpuTorch`) that stands in for CUDA devices and allocators. The exceptions are `torch.Tensor.cuda` and
@@ -190,11 +190,8 @@ def _patch_type_checks() -> None:
 
 
 def _patch_experts() -> None:
-    """Fixes places in Megatron's mixture of experts that fail without Transformer Engine, CUDA tensors or NCCL."""
-    utils = _module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None  # Megatron chooses between two kernels by it
-    original = utils.maybe_move_tensor_to_cpu
+    """Fixes places in Megatron's mixture of experts that fail without CUDA tensors or NCCL."""
+    original = _module("megatron.core.transformer.moe.moe_utils").maybe_move_tensor_to_cpu
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor  # the original converts only CUDA tensors
@@ -203,12 +200,6 @@ def _patch_experts() -> None:
     mappings = _module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = gather_uneven(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
-
-
-def _patch_latent_attention() -> None:
-    """Fixes latent attention, which takes Transformer Engine for installed, because Megatron's extension for it can be imported."""
-    latent = _module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = isinstance(latent.TELinear, type)
 
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -277,7 +268,6 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_experts()
-    _patch_latent_attention()
     _patch_type_checks()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.trainer import context
-from megarl.trainer.groups import context_group, tensor_group
+from megarl.trainer.groups import context_group
 from megarl.trainer.packing import PackedSequences
 
 
@@ -89,20 +89,12 @@ class CausalAttention(MegatronModule):
 class LatentAttention(CausalAttention):
     """Causal attention whose keys end in a part shared by all heads of all tensor ranks (DeepSeek-V2, section 2.1.3).
 
-    Megatron's local spec gives every rank the whole of that part, but its gradient only from the rank's own heads.
+    Megatron's local spec (0.19.2) gives every rank the whole of that part, but its gradient only from the rank's own heads.
     """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """query and key [t / cp, heads, d], value [t / cp, heads, v] -> [t / cp, heads * v]."""
         assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        if shared.requires_grad and self.config.tensor_model_parallel_size > 1:
-            # (Megatron's own copy_to_tensor_model_parallel_region sums a copy if a tensor is not contiguous, and returns the unsummed one.)
-            shared.register_hook(_summed_over_tensor_ranks)
+        shared = copy_to_tensor_model_parallel_region(shared)  # whose gradient is summed over the tensor ranks
         return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)
-
-
-def _summed_over_tensor_ranks(grad: torch.Tensor) -> torch.Tensor:
-    total = grad.contiguous()
-    dist.all_reduce(total, group=tensor_group())
-    return total

@@ -27,7 +27,6 @@ from megarl.models.spec import SCALAR, ModelSpec
 from megarl.topology import TrainerTopology
 from megarl.trainer.layer_spec import layer_spec
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
-from megarl.trainer.marks import mend_marks
 from megarl.trainer.supported import passed_on
 from megarl.trainer.values import ScalarHead
 
@@ -98,9 +97,8 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         # There are two ways to communicate between virtual stages; the batched one gives wrong gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
-        # On gloo a send may still be reading the tensor when its storage is freed. With overlapping virtual stages that holds for any
-        # backend: Megatron 0.16 does not wait for the send there (fixed in 0.18, Megatron-LM#4047).
-        deallocate_pipeline_outputs=cuda and topology.vpp == 1,
+        # On gloo a send may still be reading the tensor when its storage is freed.
+        deallocate_pipeline_outputs=cuda,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
         **(recompute_all if trainer.recompute else {}),
@@ -153,9 +151,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
     """This rank's part of the model (its pipeline stage and tensor slice), with unset weights: a chunk per virtual stage."""
-    chunks = [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
-    mend_marks((named for chunk in chunks for named in chunk.named_parameters()), layer_spec())
-    return chunks
+    return [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
 
 
 def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> GPTModel:

@@ -43,6 +43,7 @@ LARGEST = 1 << 17  # bytes of a request: mostly the environment
 SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # trainer ranks of tests, beside this file
 FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)  # the modules that `Run` runs in forks
 ENGINE = "megarl.generator.server"
+MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
 
 
 class Nursery:
@@ -74,17 +75,17 @@ class Nursery:
 
 
 class _Forking(subprocess.Popen):
-    """`python -m MODULE …`, MODULE among FORKED, as a fork; any other command as subprocess.Popen has it."""
+    """`python -P -m NAME …`, NAME among FORKED, as a fork; any other command as subprocess.Popen has it."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
-        if not isinstance(args, list) or args[:2] != [sys.executable, "-m"] or args[2] not in FORKED:
+        if not isinstance(args, list) or args[:3] != MODULE or args[3] not in FORKED:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
         pipes, new_session = rest[3:9], rest[14]
         streams = [given if given != -1 else usual for usual, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = self._fork(args[2:], dict(os.environ if env is None else env), streams, str(cwd or os.getcwd()), new_session)
+        self.pid = self._fork(args[3:], dict(os.environ if env is None else env), streams, str(cwd or os.getcwd()), new_session)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -97,7 +98,7 @@ class _Forking(subprocess.Popen):
 
 
 class Run(_Forking):
-    """A command of `python -m MODULE …` as subprocess.Popen takes it, MODULE among FORKED, forked from a nursery in which all
+    """A command of `python -P -m NAME …` as subprocess.Popen takes it, NAME among FORKED, forked from a nursery in which all
     parts of a run are imported. This process, which must adopt orphans (conftest.py), is its parent."""
 
     def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
@@ -111,7 +112,7 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
     """The command and environment of one of SCRIPTS, for `Run`."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "args": [sys.executable, "-m", name, *arguments],
+        "args": [*MODULE, name, *arguments],
         "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     }
 
@@ -207,7 +208,7 @@ def _become(parent: int, function: str, argv: list[str], environment: dict[str, 
 
 
 def _run_module(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
-    """Runs `python -m argv` here, in a fork, and ends this process with its status."""
+    """Runs `python -P -m argv` here, in a fork, and ends this process with its status."""
     _look_new(argv, environment, streams, cwd, new_session)
     _end(lambda: runpy.run_module(argv[0], run_name="__main__", alter_sys=True))
 
@@ -229,11 +230,11 @@ def _look_new(argv: list[str], environment: dict[str, str], streams: list[int], 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(":")), *_SITE]
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(":")), *_SITE]
     sys.argv = list(argv)
     if argv[0] != ENGINE:
         sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_CpuFinder"]
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", *argv]))
+    setproctitle.setproctitle(" ".join([*MODULE, *argv]))
     warnings.filterwarnings("ignore", message=".*found in sys.modules after import of package", category=RuntimeWarning)
     tempfile.tempdir = None
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # what the parent will remove

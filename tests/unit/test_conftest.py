@@ -20,7 +20,7 @@ def start_sleeper(folder: Path) -> str:
 def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text())
     (folder / "test_it.py").write_text(f"import subprocess, sys, time\ndef test_it():\n    {body}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "--linger=0.5", "-o", "timeout=1", "-o", "timeout_method=thread", str(folder)]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--linger=0.5", "-o", "timeout=1", "-o", "timeout_method=thread", str(folder)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, env=environment)
 
@@ -52,7 +52,7 @@ def test_two_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"test_{name}.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
     (tmp_path / "begun" / str(tmp_path / "test_c.py").replace("/", "_")).touch()  # as the other one has it
-    command = [sys.executable, "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--backwards", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--backwards", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     ran = [line.split()[0] for line in done.stdout.splitlines() if " PASSED " in line]
     assert ran == ["test_b.py::test_1", "test_b.py::test_2", "test_a.py::test_1", "test_a.py::test_2"]

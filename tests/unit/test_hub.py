@@ -25,7 +25,7 @@ def offline(tmp_path: Path) -> dict[str, str]:
 def megarl(command: str, folder: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
     config = folder / "run.yaml"
     config.write_text("model: {path: owner/model, dtype: float32}\ndata: {train: {source: owner/rows}}\ncluster: {gpu: cpu}\n")
-    argv = [sys.executable, "-m", "megarl", *command.split(), str(config), f"run_dir={folder / 'run'}", *overrides]
+    argv = [sys.executable, "-P", "-m", "megarl", *command.split(), str(config), f"run_dir={folder / 'run'}", *overrides]
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment, cwd=folder)
 
 

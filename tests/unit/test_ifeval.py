@@ -221,7 +221,7 @@ def test_without_the_sentence_data_a_run_is_refused_with_the_command_that_fetche
     if subprocess.run([sys.executable, "-c", there], env=kept, capture_output=True).returncode == 0:
         pytest.skip("this machine has the data for all users")
     arguments = ["eval", "configs/quickstart.yaml", "data.eval=null", "eval.suites.own.benchmark=ifeval", source, f"run_dir={tmp_path}"]
-    done = subprocess.run([sys.executable, "-m", "megarl", *arguments], env=kept, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-m", "megarl", *arguments], env=kept, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     wanted = "eval.suites.own.benchmark=ifeval, graded by reward.name=ifeval: needs nltk's data punkt_tab, which splits sentences: "
     assert f"{wanted}python -m nltk.downloader punkt_tab" in done.stderr and "Traceback" not in done.stderr

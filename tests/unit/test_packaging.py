@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -15,18 +16,18 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import find_packages
 
+from megarl.generator.cpu_support import ABSENT
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def lock() -> dict[str, Version]:
-    """Name -> version of requirements/cpu.txt, and torch's from the Makefile that installs it."""
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-    lines += [line.split(":=")[1] for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("TORCH :=")]
+def lock(file: str = "cpu.txt") -> dict[str, Version]:
+    """Name -> version of a file in requirements/."""
     pins: dict[str, Version] = {}
-    for line in lines:
-        if line.strip() and not line.startswith("#"):
-            name, version = line.strip().split("==")  # a line that is not an exact pin fails here
+    for line in (ROOT / "requirements" / file).read_text().splitlines():
+        if line.strip() and not line.startswith(("#", "    --hash=sha256:")):
+            name, version = line.removesuffix("\\").strip().split("==")  # a line that is not an exact pin fails here
             assert canonicalize_name(name) not in pins, f"{name} is pinned twice"
             pins[canonicalize_name(name)] = Version(version)
     return pins
@@ -58,14 +59,19 @@ def test_make_matrix_hands_pytest_what_it_takes() -> None:
     """The option for the report is that of tests/cpu: pytest knows it as long as it takes no argument for the path of a test."""
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m matrix" in line]
     command = line.strip().removeprefix("@.venv/bin/pytest").removesuffix("$(ARGS)")
-    pytest_help = [sys.executable, "-m", "pytest", *shlex.split(command), "--markers"]
+    pytest_help = [sys.executable, "-P", "-m", "pytest", *shlex.split(command), "--markers"]
     result = subprocess.run(pytest_help, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
 
 
-def test_bare_kernels_is_refused_inside_the_checkout() -> None:
-    result = subprocess.run([sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1 and "megarl.kernels" in result.stderr
+def test_transformers_does_not_take_the_folder_kernels_for_the_package_of_that_name() -> None:
+    code = (
+        "import kernels, importlib.util\n"
+        "from transformers.utils import import_utils\n"
+        "print(kernels.__file__, importlib.util.find_spec('kernels.quantise'), import_utils.is_kernels_available())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout == f"{ROOT}/kernels/__init__.py None False\n", result.stderr
 
 
 def test_entry_points_are_installed() -> None:
@@ -81,8 +87,23 @@ def test_the_lock_satisfies_every_declared_dependency() -> None:
     declared = project["dependencies"] + project["optional-dependencies"]["test"]
     for requirement in map(Requirement, declared):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
-    (sglang,) = [r for r in map(Requirement, project["optional-dependencies"]["gpu"]) if r.name == "sglang"]
-    assert sglang.specifier.contains(pins["sglang"])
+    for requirement in map(Requirement, declared + project["optional-dependencies"]["gpu"]):
+        assert requirement.specifier.contains(lock("gpu.txt")[canonicalize_name(requirement.name)]), requirement
+
+
+def test_both_locks_have_the_same_versions() -> None:
+    """So what is tested without GPUs is what runs on them. `make lock` makes it so where SGLang allows it."""
+    cpu, gpu = lock(), lock("gpu.txt")
+    differ = {name: (str(cpu[name]), str(gpu[name])) for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert not differ and cpu["mooncake-transfer-engine-non-cuda"] == gpu["mooncake-transfer-engine-cuda13"]
+
+
+def test_stand_ins_have_the_versions_of_what_they_stand_for() -> None:
+    gpu = lock("gpu.txt")
+    assert {name: Version(version) for name, (version, _) in ABSENT.items()} == {
+        "sgl_kernel": gpu["sglang-kernel"],
+        "torchvision": gpu["torchvision"],
+    }
 
 
 def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
@@ -95,18 +116,18 @@ def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
     assert ours["transformer-engine"].extras == {"pytorch", f"core_{cuda}"}
 
 
-def test_transformer_engine_is_of_a_version_that_megatron_core_works_with() -> None:
+def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for() -> None:
     """Any other, the newest included, Megatron-core imports without a word."""
-    (ours,) = [r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"]) if r.name == "transformer-engine"]
-    (theirs,) = [r for r in map(Requirement, metadata.requires("megatron-core")) if r.name == "transformer-engine"]
-    released = [f"2.{minor}" for minor in range(30)]
-    assert set(ours.specifier.filter(released)) == set(theirs.specifier.filter(released)) != set()
+    core = Path(str(metadata.distribution("megatron-core").locate_file("megatron/core")))
+    asked = re.compile(r"""is_te_min_version\(["'](\d+\.\d+)""")
+    known = max(Version(found) for file in core.rglob("*.py") for found in asked.findall(file.read_text()))
+    assert lock("gpu.txt")["transformer-engine"].release[:2] == known.release
 
 
 def test_what_is_installed_is_what_is_locked() -> None:
     import torch
 
-    if torch.version.cuda:
+    if torch.cuda.is_available():
         pytest.skip("the lock is the CPU stack's")
     wrong = {}
     for name, version in lock().items():

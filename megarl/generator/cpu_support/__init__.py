@@ -7,10 +7,10 @@ stand-ins answer both imports.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import multiprocessing
 import sys
@@ -20,14 +20,16 @@ from typing import Any
 
 from megarl.messaging.members import members_only
 
-_ABSENT = {  # (the release that this SGLang expects, why its names cannot be called)
-    "sgl_kernel": ("0.4.7", "is a CUDA kernel; it has no CPU counterpart"),
-    "torchvision": ("0.28.0", "is not there; language models read no images"),
+ABSENT = {  # (the release in requirements/gpu.txt, why its names cannot be called)
+    "sgl_kernel": ("0.4.10", "is a CUDA kernel; it has no CPU counterpart"),
+    "torchvision": ("0.29.2", "is not there; language models read no images"),
 }
 
 
 def cuda_available() -> bool:
-    if importlib.metadata.version("torch").endswith("+cpu"):
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver
+    except OSError:
         return False  # found out without importing torch, which takes seconds
     import torch
 
@@ -96,7 +98,7 @@ def _for_members_only(original: Callable[..., None], **settings: object) -> None
 class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
-        if package not in _ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
+        if package not in ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
             return None  # SGLang has fallbacks for submodules of sgl_kernel
         return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
 
@@ -106,8 +108,8 @@ class _StandInLoader(importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ in _ABSENT:
-            vars(module)["__version__"], _ = _ABSENT[module.__name__]
+        if module.__name__ in ABSENT:
+            vars(module)["__version__"], _ = ABSENT[module.__name__]
 
 
 class _StandIn(ModuleType):
@@ -130,5 +132,5 @@ class _Missing:
         return False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        _, why = _ABSENT[self.__name__.partition(".")[0]]
+        _, why = ABSENT[self.__name__.partition(".")[0]]
         raise NotImplementedError(f"{self.__name__} {why}")
