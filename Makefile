@@ -157,8 +157,12 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	# A package with data for NLTK, which reads no file that has hard links.
 	$(INSTALL) --no-deps --link-mode copy "$$(grep ^llama-index-core== requirements/cpu.txt)"
 	$(INSTALL) --no-deps --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # langdetect is published as source alone
-	say "4/4 this checkout"
+	say "4/4 this checkout, and bytecode of what a run imports"
 	$(INSTALL) --no-deps --no-build-isolation --editable .
+	imports() { env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -P -c "$$1" >/dev/null 2>&1 || true; }
+	imports "from megarl.trainer import cpu_support; cpu_support.install(); import megarl.executors.trainer, megarl.trainer.step" &
+	imports "from megarl.generator import cpu_support; cpu_support.install(); import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" &
+	wait
 	touch $@
 	say "done in $$SECONDS s"
 
