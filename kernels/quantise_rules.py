@@ -6,14 +6,13 @@ A tensor is cut into tiles over its last two dims (output channels, input channe
     scale  amax / 448                       rounded to float32
     code   x / scale        rounded to float32, clamped to +-448, then to e4m3
 
-All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. SGLang 0.5.21 produces the same as follows:
+All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. Others produce the same as follows:
 
-    BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. `bf16_to_block_fp8_128` (quantization/mxfp8_block_convert.py),
-                    for every finite input; its offline converter (multimodal_gen/tools/convert_hf_to_fp8.py, `block_fp8`) for tiles
-                    of amax >= 1e-4 (that tool turns an all-zero tile into NaN). Such checkpoints are loaded as they are.
-    CHANNEL         weight_scale [out, 1]. The converter's `channel_fp8`, for every finite input. Loaded as it is.
-    TENSOR          weight_scale [1, 1]. The converter's `tensor_fp8`, for float32 values that are bf16 numbers. (For a bf16 tensor it
-                    gives the same scale, but torch's promotion rules make it divide in bf16, by a rounded scale: codes differ.)
+    BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. SGLang's `bf16_to_block_fp8_128`
+                    (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. Such checkpoints are loaded as they are.
+    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values and rows that
+                    are not all zero. Loaded as it is.
+    TENSOR          weight_scale [1, 1]. compressed-tensors, likewise. (From bf16 values it takes a scale in bf16.)
 
 On CUDA torch's `tensor / 448.0` multiplies by the rounded reciprocal instead, so tools that use it may give scales there that differ by
 one unit in the last place from those on a CPU. Here it is a true division.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 from megarl.protocols import Executor, ReceivingEnd, SendingEnd
 
-E = TypeVar("E", bound=Executor)
 
-
-class Controller(Generic[E]):
+class Controller[E: Executor]:
     """SPMD controller: no process drives another; all run this loop, and meet in the channels.
 
     Per step: what comes in, the step, what goes out. Algorithm 1 runs all channels before the step; receiving before

@@ -69,7 +69,7 @@ class GeneratorTopology:
     """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
 
     Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run. With data-parallel attention (SGLang's
-    enable_dp_attention, dp_size = dp_attention) each run of tp / dp_attention holds attention and embedding, cut over that run.
+    attn_dp_size = dp_attention) each run of tp / dp_attention holds attention and embedding, cut over that run.
     """
 
     engines: int = 1

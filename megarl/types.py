@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -169,10 +169,7 @@ class _Branch(Protocol):
     def branch(self) -> int: ...
 
 
-S = TypeVar("S", bound=_Branch)
-
-
-def episodes(samples: Iterable[S]) -> list[list[S]]:
+def episodes[S: _Branch](samples: Iterable[S]) -> list[list[S]]:
     """The samples of each episode. A baseline is over these: all branches of one have its reward and its advantage."""
     found: list[list[S]] = []
     for sample in samples:

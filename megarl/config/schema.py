@@ -97,9 +97,7 @@ class GeneratorConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
-    dp_attention: int = setting(
-        1, "replicas of attention inside an engine, for mixtures of experts: SGLang's dp_size with enable_dp_attention", at_least(1)
-    )
+    dp_attention: int = setting(1, "replicas of attention inside an engine, for mixtures of experts: SGLang's attn_dp_size", at_least(1))
     quantization: str | None = setting(
         None,
         "keep the weights of the engines' linear layers in e4m3 with a scale per 128x128 block, per output channel, or per tensor, and all "

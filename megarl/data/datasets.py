@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
@@ -26,8 +26,6 @@ from megarl.rewards.cases import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
 from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
 
-T = TypeVar("T")
-R = TypeVar("R", Row, Pair)
 _MAX_PROBLEMS = 10  # shown at once
 _AS_IT_IS = "{prompt}"  # prompt_template
 _MISSING = object()
@@ -89,7 +87,9 @@ def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
     return cache(lambda: load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"))
 
 
-def _synthetic(made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None) -> tuple[Sequence[R], int]:
+def _synthetic[R: (Row, Pair)](
+    made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None
+) -> tuple[Sequence[R], int]:
     """Rows are made when they are asked for, and so none is left out of all; some `kept` ones are checked."""
     count = len(made) if config.size is None else min(config.size, len(made))
     if kept is None:
@@ -126,7 +126,7 @@ def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, An
         yield where, record
 
 
-def _checked_rows(
+def _checked_rows[R: (Row, Pair)](
     found: Iterable[tuple[str, Any]],
     config: SourceConfig,
     key: str,
@@ -281,7 +281,7 @@ def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Messag
     return messages_of(value, field)
 
 
-def _rendered(
+def _rendered[T](
     record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
 ) -> T:
     """What is `made` with the template and the row's tools. The template must show these and all messages. Raises RowProblem."""

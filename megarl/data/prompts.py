@@ -20,7 +20,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.models.spec import ModelSpec
 from megarl.types import Prompt
 
-KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.21, tp_worker.py: max_req_input_len)
+KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.23, tp_worker.py: max_req_input_len)
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.data.permutation import permute
@@ -186,7 +185,6 @@ class ProductCalls(Sequence[Row]):
         return Row(f"<tools>calculate<user>{row.prompt}<assistant>", row.answer, texts, where, ended=True)
 
 
-T = TypeVar("T")
 _TASKS: dict[str, Callable[[str, int], Rows]] = {
     "chain": Chain,
     "right_chain": lambda split, seed: Chain(split, seed, clamp_probability=0.0),
@@ -211,7 +209,7 @@ def synthetic_pairs(source: str, split: str, seed: int, key: str) -> Sequence[Pa
     return _task(_PAIRS, source, split, key)(split, seed)
 
 
-def _task(tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str) -> Callable[[str, int], T]:
+def _task[T](tasks: Mapping[str, Callable[[str, int], T]], source: str, split: str, key: str) -> Callable[[str, int], T]:
     task = source.removeprefix(PREFIX)
     if task not in tasks:
         raise ConfigError(f"{key}.source={source}: no such task; there is {', '.join(PREFIX + name for name in sorted(tasks))}")

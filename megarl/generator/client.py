@@ -45,7 +45,7 @@ class EngineUnreachable(EngineError):
 class Parallelism(msgspec.Struct):
     tp_size: int
     ep_size: int
-    dp_size: int = 1
+    attn_dp_size: int = 1
 
 
 class _Info(msgspec.Struct):

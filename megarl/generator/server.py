@@ -154,7 +154,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
 
 
 def _replicated(settings: EngineSettings) -> dict[str, Any]:
-    return {"dp_size": settings.dp_attention, "enable_dp_attention": True} if settings.dp_attention > 1 else {}
+    return {"attn_dp_size": settings.dp_attention} if settings.dp_attention > 1 else {}
 
 
 def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:

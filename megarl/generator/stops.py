@@ -11,7 +11,7 @@ Decode = Callable[[Sequence[int]], str]
 
 class StopStrings:
     """SGLang ends a request at a stop string, which saves sampling the tokens after it. But it checks only the request's last few tokens
-    (0.5.21, schedule_batch.py: one more than the string itself has). It misses a string that was sampled in more, shorter tokens, and one
+    (0.5.23, schedule_batch.py: one more than the string itself has). It misses a string that was sampled in more, shorter tokens, and one
     whose first part was sampled by an earlier request. So the end of a response is decided here.
 
     The string belongs to the response, its tokens and its text, since the policy sampled it.

@@ -1,4 +1,4 @@
-"""Model families: one file each, which states the family's logical tensors and where Megatron-core 0.16 and SGLang 0.5.21 keep them.
+"""Model families: one file each, which states the family's logical tensors and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
 
 A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family` names. It declares
 

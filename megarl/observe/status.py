@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 RECORD_BYTES = 256
 _CHECKSUM_BYTES = 10
@@ -79,7 +78,6 @@ class StatusBoard:
 
 
 _of_work: StatusBoard | None = None
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -117,7 +115,7 @@ def work(what: str, total: float, *, line: str = "", show: Callable[[float], str
                 (beside.folder / beside.name).unlink()
 
 
-def counted(
+def counted[T](
     items: Sequence[T],
     what: str,
     size: Callable[[T], float] = lambda item: 1,

@@ -51,6 +51,7 @@ BY_KEY = {
 }
 _LOSS = "the loss is the algorithm's alone, and its denominator would not fit another"
 _DROPS = "training and generation would compute with different experts"
+_LAYOUT = "weights are read as the layout has them, and it would put them elsewhere"
 _OTHER_MODEL = "the engines do not compute it"
 _LOSS_SCALING = "float16 is not trained in: model.dtype is float32 or bfloat16"
 _MASTERS = "checkpoints hold float32 master weights and moments, and compare them with what the model computes with"
@@ -59,12 +60,20 @@ REFUSED = {
         **dict.fromkeys(("hidden_dropout", "attention_dropout"), "log-probs that are trained on would differ from those of the engines"),
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "mtp_num_layers"), _LOSS),
         **dict.fromkeys(
-            ("moe_expert_capacity_factor", "moe_token_dropping", "moe_input_jitter_eps", "moe_router_force_load_balancing"), _DROPS
+            "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_token_dropping moe_input_jitter_eps "
+            "moe_router_force_load_balancing moe_router_force_biased".split(),
+            _DROPS,
+        ),
+        **dict.fromkeys(
+            "gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards "
+            "expert_tensor_parallel_num_weight_shards moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+            "moe_single_grouped_weight moe_single_grouped_bias mla_down_proj_fusion".split(),
+            _LAYOUT,
         ),
         **dict.fromkeys(
             "window_size experimental_attention_variant qk_l2_norm attention_output_gate no_rope_freq softmax_type glu_linear_offset "
             "activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate mrope_section "
-            "linear_attention_freq heterogeneous_block_specs".split(),
+            "linear_attention_freq heterogeneous_block_specs use_mup".split(),
             _OTHER_MODEL,
         ),
         **dict.fromkeys(("fp16", "grad_scale_func"), _LOSS_SCALING),
@@ -88,6 +97,7 @@ REFUSED = {
         "decoupled_weight_decay": "the optimizer is AdamW",
         **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"),
         **dict.fromkeys(("optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "main_params_dtype"), _MASTERS),
+        "use_layer_wise_distributed_optimizer": _MASTERS,
         **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"), _MASTERS),
         **dict.fromkeys(("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _LOSS_SCALING),
         **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),

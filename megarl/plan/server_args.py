@@ -17,7 +17,7 @@ BY_KEY = {
     "tp": "generator.tp",
     "tp_size": "generator.tp",
     "ep_size": "generator.ep",
-    "dp_size": "generator.dp_attention",
+    "attn_dp_size": "generator.dp_attention",
     "enable_dp_attention": "generator.dp_attention",
     "quantization": "generator.quantization",
     "max_total_tokens": "generator.kv_cache_tokens",
@@ -53,6 +53,7 @@ KEPT = frozenset(
     ]
 )
 _MOVED = "weights are written to the experts where the layout has them, and it would "
+_COPIES = "it may compute with copies of the weights, which nobody writes to"
 _NO_LAYOUT = "the layout that weights are written by does not know it"
 _NO_KEYS = "requests go by HTTP with a key, and it would serve them otherwise"
 REFUSED = {
@@ -63,9 +64,13 @@ REFUSED = {
     "speculative_algorithm": "nobody writes to the weights of a draft model",
     "pp_size": _NO_LAYOUT,
     "moe_dense_tp_size": _NO_LAYOUT,
+    "dp_size": _NO_LAYOUT,
     "moe_dp_size": _NO_LAYOUT,
     "attn_cp_size": _NO_LAYOUT,
     "enable_dp_lm_head": _NO_LAYOUT,
+    "enable_paged_experts": f"{_MOVED}move them",
+    "enable_nvidia_megakernel": _COPIES,
+    "enable_amd_monokernel": _COPIES,
     "cpu_offload_gb": "weights are written to where they lie, and it would move them",
     "offload_group_size": "weights are written to where they lie, and it would move them",
     "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does not score what another adds",

@@ -6,14 +6,11 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
 from megarl.config.errors import RunError
 from megarl.files import sync_folder
-
-T = TypeVar("T")
 
 
 class WriteError(RunError):
@@ -24,7 +21,7 @@ class RanksFailed(RunError):
     """Some ranks failed at a common task. The message says which and why, and is the same on every rank."""
 
 
-def together(
+def together[T](
     action: Callable[[], T],
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
@@ -48,7 +45,7 @@ def together(
     raise raises("; ".join(text if alike else f"rank {rank}: {text}" for text, rank in reversed(problems.items()))) from failure
 
 
-class Writing(Generic[T]):
+class Writing[T]:
     """A folder that all ranks write together; it appears at `path` when `finish` returns, and is complete then.
 
     Each rank calls `write` with the folder's provisional name, in a thread of its own if `beside`: then the caller goes on meanwhile, and

@@ -119,9 +119,9 @@ async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> Non
     """Raises LayoutError that names every engine with other parallel sizes than planned. Call it before `connect`, which relies on them."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
     wrong = [
-        f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.dp_size)}"
+        f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)}"
         for engine, sizes in zip(workers.engines, found)
-        if (sizes.tp_size, sizes.ep_size, sizes.dp_size) != (planned.tp, planned.ep, planned.dp_attention)
+        if (sizes.tp_size, sizes.ep_size, sizes.attn_dp_size) != (planned.tp, planned.ep, planned.dp_attention)
     ]
     if wrong:
         raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for {_sizes(planned.tp, planned.ep, planned.dp_attention)}")

@@ -30,7 +30,7 @@ def run(*command: str | Path, cwd: Path = ROOT, timeout_s: float = 280, **enviro
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kit") / "gpu-kit"
-    made = run("make", "gpu-kit", f"KIT={folder}", f"KIT_PYTHON={PYTHON}")
+    made = run("make", "gpu-kit", f"KIT={folder}")
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 

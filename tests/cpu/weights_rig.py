@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -35,7 +35,6 @@ from megarl.weight_sync.workers import Workers, connect
 RANKS = 4  # of the largest trainer
 SEQUENCES = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(n)] for i, n in enumerate((7, 12, 30))]  # to score
 
-K, V = TypeVar("K"), TypeVar("V")
 
 Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
 
@@ -195,7 +194,7 @@ def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **ex
         yield generator
 
 
-class OneAtATime(Generic[K, V]):
+class OneAtATime[K, V]:
     """What a key opens, kept until another key is asked for.
 
     For tests with parameters of their own besides the key: pytest would set up a fixture with parameters anew for each of them.

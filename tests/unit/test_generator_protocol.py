@@ -69,7 +69,7 @@ def test_server_command_of_replicas_of_attention():
     """SGLang divides the requests by itself, but not the keys and values."""
     argv, _ = server_command(dataclasses.replace(SETTINGS, dp_attention=2), EngineKeys("a", "b"))
     arguments = json.loads(argv[-1])
-    assert (arguments["tp_size"], arguments["dp_size"], arguments["enable_dp_attention"]) == (2, 2, True)
+    assert (arguments["tp_size"], arguments["attn_dp_size"]) == (2, 2)
     assert (arguments["max_running_requests"], arguments["max_total_tokens"]) == (8, 8 * 64 // 2)
 
 
@@ -211,7 +211,7 @@ def test_engines_of_other_sizes_than_planned_are_named():
         url = "http://here"
 
         async def parallelism(self, timeout_s: float) -> Parallelism:
-            return Parallelism(tp_size=2, ep_size=1, dp_size=1)
+            return Parallelism(tp_size=2, ep_size=1, attn_dp_size=1)
 
     workers = Workers([Engine()], 2, None, timeout_s=1)
     asyncio.run(check_parallelism(workers, GeneratorTopology(1, 2)))

@@ -146,9 +146,17 @@ def sglang_file(path: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def converter() -> ModuleType:
-    return sglang_file("multimodal_gen/tools/convert_hf_to_fp8.py")
+def compressed(values: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales by compressed-tensors, whose formats SGLang serves."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    values = values.float()  # in which its scales are then, too
+    least, most = values.aminmax(dim=-1, keepdim=True) if strategy == "channel" else values.aminmax()
+    how = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
+    scale, zero = calculate_qparams(least, most, how)
+    return theirs(values, scale, zero, how, torch.float8_e4m3fn), scale
 
 
 def test_block_equals_sglangs_conversion():
@@ -161,27 +169,12 @@ def test_block_equals_sglangs_conversion():
     equal(quantise(x, BLOCK, "x"), (bits(wanted[0]), wanted[1].numpy()))
 
 
-def test_block_equals_sglangs_converter(converter):
-    x = torch.randn(300, 260, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for rule in (BLOCK, block_rule(32, 32)):
-        wanted = converter.block_fp8(x, [rule.rows, rule.cols])
-        equal(quantise(x, rule, "x"), (bits(wanted[0]), wanted[1].numpy()))
-
-
-def test_channel_equals_sglangs_converter(converter):
+@pytest.mark.parametrize(("rule", "strategy"), [(CHANNEL, "channel"), (TENSOR, "tensor")])
+def test_channel_and_tensor_equal_compressed_tensors(rule, strategy):
     x = spread(200, 90)
-    x[7] = 0
-    for values in (x, torch.zeros(3, 5, dtype=torch.bfloat16), x[:9] * 1e-12):
-        codes, scales = converter.channel_fp8(values)
-        equal(quantise(values, CHANNEL, "x"), (bits(codes), scales.numpy()))
-
-
-def test_tensor_equals_sglangs_converter(converter):
-    x = spread(60, 90)
-    codes = converter.tensor_fp8(x.float())[0]  # of bf16 values it would divide in bf16
-    scale = converter.tensor_fp8(x)[1]
-    equal(quantise(x, TENSOR, "x"), (bits(codes), scale.view(1, 1).numpy()))
-    assert converter.tensor_fp8(x * 0)[1] == quantise(x * 0, TENSOR, "x")[1]
+    for values in (x, x[:9] * 1e-12):
+        codes, scales = compressed(values, strategy)
+        equal(quantise(values, rule, "x"), (bits(codes), scales.view(-1, 1).numpy()))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -46,7 +46,7 @@ def sleep_briefly(original: Callable[..., None], sleeper: Any) -> None:
     rank, which then waits for this one."""
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().enable_dp_attention:
+    if get_parallel().attn_dp_enabled:
         sleeper.poller.poll(_IDLE_MS)
     else:
         original(sleeper)

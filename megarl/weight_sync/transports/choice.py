@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ TABLE = {
     NCCL: "megarl.weight_sync.transports.nccl:NcclTransport",
     GLOO: "megarl.weight_sync.transports.gloo:GlooTransport",
 }
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ def transport_class(name: str) -> type[Transport]:
     return found
 
 
-def _is_complete(found: object, base: type[T]) -> TypeGuard[type[T]]:
+def _is_complete[T](found: object, base: type[T]) -> TypeGuard[type[T]]:
     return isinstance(found, type) and issubclass(found, base) and not inspect.isabstract(found)
 
 
