@@ -10,8 +10,8 @@ All roundings are to nearest even, so a rule defines one result, bit for bit, on
 
     BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. SGLang's `bf16_to_block_fp8_128`
                     (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. Such checkpoints are loaded as they are.
-    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values and rows that
-                    are not all zero. Loaded as it is.
+    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values, but for
+                    rows of amax < floor. Loaded as it is.
     TENSOR          weight_scale [1, 1]. compressed-tensors, likewise. (From bf16 values it takes a scale in bf16.)
 
 On CUDA torch's `tensor / 448.0` multiplies by the rounded reciprocal instead, so tools that use it may give scales there that differ by

@@ -16,7 +16,7 @@ HALF_DECADES = 10.0 ** (np.arange(19) / 2 - 7)
 
 def meters(sequences: Sequence[Sequence[np.ndarray]]) -> tuple[dict[str, float], dict[str, list[int]]]:
     """(metrics, histograms) of sequences (log pi, log mu, ages), each of the tokens that count."""
-    d = [np.float64(pi) - np.float64(mu) for pi, mu, _ in sequences]
+    d = [pi.astype(np.float64) - mu.astype(np.float64) for pi, mu, _ in sequences]
     flat, ages = np.concatenate(d), np.concatenate([each for *_, each in sequences])
     found, histograms = _of("agreement", flat)
     found["agreement/ess_sequences"] = _effective(np.exp([each.sum() for each in d if len(each)]))

@@ -112,15 +112,16 @@ def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Calla
         normalized = getattr(config, "norm_topk_prob", True)  # Mixtral always does
         return logits, chosen / chosen.sum(dim=-1, keepdim=True) if normalized else chosen, ids
 
-    def sigmoid_choice(layer: int, own: Callable[..., Any], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = choose(layer, own(logits)[0])
+    def sigmoid_gate(layer: int, own: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, _, ids = own(x)
+        ids = choose(layer, ids)
         chosen = logits.sigmoid().gather(1, ids)
-        return ids, chosen / chosen.sum(dim=-1, keepdim=True) * config.routed_scaling_factor
+        return logits, chosen / chosen.sum(dim=-1, keepdim=True) * config.routed_scaling_factor, ids
 
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     for number, block in enumerate(blocks):
-        if hasattr(block, "route_tokens_to_experts"):
-            block.route_tokens_to_experts = partial(sigmoid_choice, number, block.route_tokens_to_experts)
+        if hasattr(block.gate, "e_score_correction_bias"):
+            block.gate.forward = partial(sigmoid_gate, number, block.gate.forward)
         else:
             block.gate.forward = partial(softmax_gate, number, block.gate, block.gate.forward)
 

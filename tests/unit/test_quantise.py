@@ -172,9 +172,8 @@ def test_block_equals_sglangs_conversion():
 @pytest.mark.parametrize(("rule", "strategy"), [(CHANNEL, "channel"), (TENSOR, "tensor")])
 def test_channel_and_tensor_equal_compressed_tensors(rule, strategy):
     x = spread(200, 90)
-    for values in (x, x[:9] * 1e-12):
-        codes, scales = compressed(values, strategy)
-        equal(quantise(values, rule, "x"), (bits(codes), scales.view(-1, 1).numpy()))
+    codes, scales = compressed(x, strategy)
+    equal(quantise(x, rule, "x"), (bits(codes), scales.view(-1, 1).numpy()))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
