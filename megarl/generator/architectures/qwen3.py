@@ -3,11 +3,11 @@ from sglang.srt.models import qwen3, qwen3_classification
 
 
 class Qwen3ForSequenceClassification(qwen3_classification.Qwen3ForSequenceClassification):
-    """SGLang's adds a bias to the scores, of random numbers, since checkpoints have none."""
+    """SGLang's (0.5.23) adds a bias to the scores, of random numbers, since checkpoints have none."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.score = torch.nn.Linear(self.config.hidden_size, self.config.num_labels, bias=False)
+        self.score = torch.nn.Linear(self.score.in_features, self.score.out_features, bias=False)
 
 
 EntryClass = [qwen3.Qwen3ForCausalLM, Qwen3ForSequenceClassification]
