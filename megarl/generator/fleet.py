@@ -291,6 +291,7 @@ class Fleet:
         abort:              aborted, and submitted again from the prompt after `release`; responses that were aborted at an earlier
                             update finish first, so that each gets done
         """
+        await asyncio.sleep(0)  # so what the last `release` has let go is submitted, even if this is called right after it
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
