@@ -67,7 +67,7 @@ REFUSED = {
         **dict.fromkeys(
             "gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards "
             "expert_tensor_parallel_num_weight_shards moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
-            "moe_single_grouped_weight moe_single_grouped_bias mla_down_proj_fusion".split(),
+            "moe_single_grouped_weight moe_single_grouped_bias".split(),
             _LAYOUT,
         ),
         **dict.fromkeys(

@@ -112,6 +112,8 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "async.chunk_tokens=1024: must be below rollout.max_tokens=1024, or nothing is ever cut",
         ),
         ("generator.server_args.tp_size=2", "generator.server_args.tp_size=2: must be set by generator.tp"),
+        ("generator.server_args.attn_dp_size=2", "generator.server_args.attn_dp_size=2: must be set by generator.dp_attention"),
+        ("generator.server_args.dp_size=2", f"generator.server_args.dp_size=2: must be left out; {server_args.REFUSED['dp_size']}"),
         ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
         (
             "generator.server_args.enable_eplb=true",
