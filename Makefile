@@ -159,10 +159,15 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	$(INSTALL) --no-deps --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # langdetect is published as source alone
 	say "4/4 this checkout, and bytecode of what a run imports"
 	$(INSTALL) --no-deps --no-build-isolation --editable .
-	imports() { env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -P -c "$$1" >/dev/null 2>&1 || true; }
-	imports "from megarl.trainer import cpu_support; cpu_support.install(); import megarl.executors.trainer, megarl.trainer.step" &
-	imports "from megarl.generator import cpu_support; cpu_support.install(); import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" &
-	wait
+	# Bytecode is kept beside what uv keeps: linked files have the times that it was made for.
+	kept=$$(.venv/bin/uv cache dir)/megarl-bytecode-$$(sha256sum requirements/cpu.txt | cut -c1-16).tar
+	if ! tar -xf "$$kept" 2>/dev/null; then
+	    imports() { env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -P -c "$$1" >/dev/null 2>&1 || true; }
+	    imports "from megarl.trainer import cpu_support; cpu_support.install(); import megarl.executors.trainer, megarl.trainer.step" &
+	    imports "from megarl.generator import cpu_support; cpu_support.install(); import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" &
+	    wait
+	    { find .venv/lib -name '*.pyc' -print0 | tar -cf "$$kept.$$$$" --null -T - && mv "$$kept.$$$$" "$$kept"; } || rm -f "$$kept.$$$$"
+	fi
 	touch $@
 	say "done in $$SECONDS s"
 
