@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from pathlib import Path
 
+from megarl.launch import doctor
 from megarl.launch.binding import VISIBLE, cores_near, gpus
 from megarl.launch.placement import EnginePart
 from megarl.launch.worker import CORES
@@ -55,9 +58,32 @@ def network(interface: str | None, wanted: bool, address: str = "") -> dict[str,
 
 
 def scratch(folder: Path) -> dict[str, str]:
-    """Makes `folder` the TMPDIR. Compiled code is kept elsewhere, so that the next launch finds it."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    return {"TMPDIR": str(folder), name: os.environ.get(name, os.path.expanduser("~/.cache/torchinductor"))}
+    """Makes `folder` the TMPDIR."""
+    return {"TMPDIR": str(folder)}
+
+
+def compiling(folder: str | None) -> dict[str, str]:
+    """Where compiled kernels are kept, so that the next launch finds them: in `folder` (launch.compile_cache), or in ~/.cache. Each host
+    has its own, since all nodes compile at the same time, and a home is often shared. On GPUs also where compilers are: jobs call an
+    environment's programs without activating it."""
+    base = Path(folder or "~/.cache/megarl/compiled").expanduser() / socket.gethostname()
+    caches = {name: os.environ.get(name, str(base / kind)) for name, kind in _COMPILED.items()}
+    if not doctor.has_driver():
+        return caches
+    programs, nvcc = str(Path(sys.executable).parent), doctor.find_nvcc()
+    path = os.environ.get("PATH", os.defpath)
+    home = {"CUDA_HOME": str(nvcc.parents[1])} if nvcc and not os.environ.get("CUDA_HOME") else {}
+    return caches | home | ({} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"})
+
+
+_COMPILED = {
+    "SGLANG_CACHE_DIR": "sglang",  # also where it keeps DeepGEMM's kernels, CUTLASS's, TileLang's and CUDA's
+    "SGLANG_JIT_CACHE_DIR": "sglang-jit",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
 
 
 def weight_group(transport: str) -> dict[str, str]:

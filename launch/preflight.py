@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.launch.binding import nvidia_smi
+from megarl.launch import doctor
 from megarl.launch.meeting import NodeReport
 from megarl.plan.resolve import RunPlan
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
-INFINIBAND = Path("/sys/class/infiniband")
 
 
 def versions() -> dict[str, str]:
@@ -28,9 +27,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def problems_here(plan: RunPlan) -> list[str]:
-    """The reasons why this node cannot run its part."""
-    return [*_missing_files(plan), *dead_nvlinks(nvidia_smi("nvlink", "--status"))]
+def problems_here(plan: RunPlan, trains: bool, shared: bool) -> list[str]:
+    """The reasons why this node cannot run its part. `shared`: whether other nodes have parts too."""
+    gpu = doctor.has_driver()
+    lacking = (finding for finding in doctor.look(doctor.node(gpu)) if finding.state == doctor.LACKS)
+    found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
+    if gpu and trains and not plan.config.trainer.local_layers and importlib.util.find_spec("transformer_engine") is None:
+        found.append("trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)")
+    return [*(_missing_files(plan) if shared else ()), *found]
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -40,21 +44,10 @@ def _missing_files(plan: RunPlan) -> Iterator[str]:
             yield f"{path} is not there: is it on a file system that all nodes share?"
 
 
-def infiniband_ports(devices: Path = INFINIBAND) -> dict[str, bool]:
+def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
     """Port names, such as mlx5_0:1, and whether each port is up."""
     states = sorted(devices.glob("*/ports/*/state"))
     return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
-
-
-def dead_nvlinks(status: str) -> Iterator[str]:
-    """Finds NVLinks that are down in the output of `nvidia-smi nvlink --status`. NCCL silently routes around them, if need be over PCIe.
-
-    GPUs without any NVLink are fine, as long as no GPU of the node has one.
-    """
-    up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu)) for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]]
-    for gpu, count in enumerate(up):
-        if count < max(up):
-            yield f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(max(up))} has {max(up)}"
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:

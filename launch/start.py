@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config.roles import REWARD_MODEL
 from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
 from megarl.kept_sets import MOST_KEPT
-from megarl.launch.environment import engine_devices, network, one_thread, scratch, trainer_environment, weight_group
+from megarl.launch.environment import compiling, engine_devices, network, one_thread, scratch, trainer_environment, weight_group
 from megarl.launch.meeting import NodeReport
 from megarl.launch.placement import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
@@ -49,7 +49,7 @@ class NodePart:
             server_args = self.plan.config.generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
-            specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._network(), **scratch(self.scratch)}))
+            specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._environment()}))
         return specs
 
     def numbered(self, part: EnginePart) -> EnginePart:
@@ -62,17 +62,19 @@ class NodePart:
         store = self.scratch / "trainers" if self.alone else None
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
             environment = trainer_environment(self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store)
-            specs.append(self._worker(role, rank, {**environment, **self._network()}))
+            specs.append(self._worker(role, rank, {**environment, **self._environment()}))
         return specs
 
     def driver(self, role: str) -> ProcessSpec:
         """The driver of the engines, in the given role."""
         return self._worker(role, 0, one_thread())
 
-    def _network(self) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
+        """That of all which computes: trainer ranks and engines."""
         config = self.plan.config
         wanted = config.launch.interface is not None or self.alone
-        return {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
+        joined = {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
+        return {**joined, **scratch(self.scratch), **compiling(config.launch.compile_cache)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-P", "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]

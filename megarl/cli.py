@@ -23,7 +23,7 @@ from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
-from megarl.launch import engine_commands
+from megarl.launch import doctor, engine_commands
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import warm_start_due
 from megarl.report import command as report
@@ -71,11 +71,12 @@ EXAMPLES = {
         "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
     "engines": engine_commands.EXAMPLES,
+    "doctor": doctor.EXAMPLES,
     "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
-WITHOUT_CONFIG = {"init": init, "engines": engine_commands, "report": report, "bench": bench}
+WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": engine_commands, "report": report, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.limits import Limit, above, at_least, between, one_of, seconds, setting
+from megarl.config.limits import OUTPUT, Limit, above, at_least, between, one_of, seconds, setting
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
@@ -72,6 +72,12 @@ class LaunchConfig:
     )
     interface: str | None = setting(
         None, "network interface by which nodes reach each other, a name or a pattern such as ib*; null: the default route's"
+    )
+    compile_cache: str | None = setting(
+        None,
+        "folder that keeps the kernels which engines and trainers compile (DeepGEMM's take 10 to 20 minutes at the first start), for each "
+        "host in a folder of its own name. null: ~/.cache/megarl/compiled",
+        path=OUTPUT,
     )
 
 

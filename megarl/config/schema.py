@@ -59,6 +59,9 @@ class TrainerConfig:
     )
     first_stage_layers: int | None = setting(None, "layers of the first pipeline stage; null: as many as the others", at_least(1))
     last_stage_layers: int | None = setting(None, "layers of the last pipeline stage; null: as many as the others", at_least(1))
+    local_layers: bool = setting(
+        False, "on GPUs without Transformer Engine: train with Megatron's own layers, which are much slower, instead of refusing to start"
+    )
     sequence_parallel: bool = setting(False, "split norms and residuals along the sequence over the tp ranks")
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
     routing_replay: bool = setting(

@@ -1,0 +1,347 @@
+"""`megarl doctor`: what a run needs of this machine, what of it is there, and how to get the rest.
+
+Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/preflight.py). Until its
+packages are looked at, only the standard library is needed, so an installation asks it first:
+
+    PYTHONPATH=. python3 -m megarl.launch.doctor          in a checkout without an environment; --gpu: as for a node with GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.launch.binding import nvidia_smi
+
+OK, NOTE, LACKS = "ok", "note", "lacks"  # NOTE: a run goes on without it, but slower, or not with everything
+DRIVER = (580,)  # the first for CUDA 13
+GLIBC = (2, 34)  # of the wheels of the GPU lock
+PYTHON = (3, 12)
+SHM_BYTES, DISK_BYTES = 8 << 30, 30 << 30
+OPEN_FILES = 65536
+IMPORT_S, TRY_S = 300.0, 60.0
+STA_UNSYNC = 0x40  # linux/timex.h
+INFINIBAND, MODULES, LIBRARIES = Path("/sys/class/infiniband"), Path("/proc/modules"), Path("/usr")
+NIC_MODULES = {"mlx5": "ibverbs-providers", "bnxt_re": "ibverbs-providers", "efa": "the EFA installer"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    state: str  # OK | NOTE | LACKS
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:<6}{self.what:<22}{self.found}" + (f"\n{'':<28}-> {self.remedy}" if self.remedy else "")
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is loaded here, with or without a GPU that works. Asks no library: torch takes seconds to import."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def system(gpu: bool) -> list[Check]:
+    """What is looked at before anything is installed."""
+    checks: list[Check] = [_system, _python, _limits, _room, _clock]
+    return checks + node(gpu)
+
+
+def node(gpu: bool) -> list[Check]:
+    """What each node of a run looks at before anything starts: it takes two seconds."""
+    return [_driver, _nvlinks, _compilers, _network] if gpu else []
+
+
+def look(checks: Sequence[Check]) -> Iterator[Finding]:
+    """A check that fails is a finding too: none of the others is left out because of it."""
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding(check.__name__.strip("_"), LACKS, f"could not be looked at: {error!r}")
+
+
+def _system() -> Iterator[Finding]:
+    machine = f"{platform.system()} {platform.machine()}"
+    right = machine == "Linux x86_64"
+    yield Finding("system", OK if right else LACKS, machine, "" if right else "the locks are for Linux on x86-64")
+    library, version = platform.libc_ver()
+    right = library == "glibc" and _numbers(version) >= GLIBC
+    remedy = "" if right else f"wheels of the GPU lock need {_dotted(GLIBC)}: Debian 12, Ubuntu 22.04, RHEL 9 or newer, or a container"
+    yield Finding("glibc", OK if right else LACKS, version or "no glibc", remedy)
+
+
+def _python() -> Iterator[Finding]:
+    right = sys.version_info[:2] == PYTHON
+    remedy = "" if right else f"megatron-core needs {_dotted(PYTHON)}, and SGLang has packages without wheels for newer ones"
+    yield Finding("python", OK if right else LACKS, f"{platform.python_version()}, {sys.executable}", remedy)
+
+
+def _limits() -> Iterator[Finding]:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    enough = most == resource.RLIM_INFINITY or most >= OPEN_FILES
+    remedy = "" if enough else f"raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE): every request has a connection"
+    yield Finding("open files", OK if enough else NOTE, "unlimited" if most < 0 else f"{most} at most", remedy)
+
+
+def _room() -> Iterator[Finding]:
+    for what, path, wanted, why in (
+        ("/dev/shm", "/dev/shm", SHM_BYTES, "a container needs --shm-size=16g or --ipc=host"),
+        (
+            "disk for caches",
+            os.path.expanduser("~"),
+            DISK_BYTES,
+            "packages and compiled kernels take it; set UV_CACHE_DIR and launch.compile_cache",
+        ),
+        ("TMPDIR", tempfile.gettempdir(), 1 << 30, "sockets and stores of a launch lie there"),
+    ):
+        if not os.path.isdir(path):
+            yield Finding(what, LACKS, f"{path} is not there", why)
+            continue
+        free = shutil.disk_usage(path).free
+        found = f"{free / (1 << 30):.1f} GiB free in {path}"
+        yield Finding(what, OK if free >= wanted else NOTE, found, "" if free >= wanted else f"{wanted >> 30} GiB are wanted: {why}")
+
+
+def _clock() -> Iterator[Finding]:
+    """Nodes' logs and traces are read side by side. The kernel knows whether something keeps its clock."""
+    status = ctypes.create_string_buffer(512)  # struct timex, mode 0: only read
+    ctypes.CDLL(None, use_errno=True).adjtimex(status)
+    unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC  # after modes, offset, freq, maxerror and esterror
+    remedy = "run chrony or systemd-timesyncd: traces of several nodes are laid side by side" if unsynchronised else ""
+    yield Finding("clock", NOTE if unsynchronised else OK, "nothing keeps it right" if unsynchronised else "kept right", remedy)
+
+
+def _driver() -> Iterator[Finding]:
+    shown = nvidia_smi("--query-gpu=driver_version,name,memory.total,compute_mode", "--format=csv,noheader").splitlines()
+    if not shown:
+        remedy = (
+            f"install NVIDIA's driver {_dotted(DRIVER)} or newer; in a container, start it with --gpus all (docker) or --nv (apptainer)"
+        )
+        yield Finding("driver", LACKS, "nvidia-smi shows no GPU", remedy)
+        return
+    rows = [line.split(", ") for line in shown]
+    version = rows[0][0]
+    right = _numbers(version) >= DRIVER
+    yield Finding("driver", OK if right else LACKS, version, "" if right else f"CUDA 13 needs {_dotted(DRIVER)} or newer")
+    kinds = sorted({row[1] for row in rows})
+    remedy = (
+        "" if len(kinds) == 1 else "trainer ranks and engines take GPUs by number: unlike ones are told apart by CUDA_VISIBLE_DEVICES alone"
+    )
+    yield Finding("GPUs", OK if len(kinds) == 1 else NOTE, f"{len(rows)}: {', '.join(kinds)}, {rows[0][2]}", remedy)
+    if exclusive := [str(number) for number, row in enumerate(rows) if "Exclusive" in row[3] or "Prohibited" in row[3]]:
+        yield Finding("compute mode", LACKS, f"GPU {', '.join(exclusive)}: {rows[int(exclusive[0])][3]}", "nvidia-smi --compute-mode=0")
+
+
+def _nvlinks() -> Iterator[Finding]:
+    dead = list(dead_nvlinks(nvidia_smi("nvlink", "--status")))
+    for problem in dead:
+        yield Finding("NVLink", LACKS, problem, "NCCL would go over PCIe without a word: reset the GPUs, or take the node out")
+    if not dead:
+        yield Finding("NVLink", OK, "no GPU has fewer links than another")
+
+
+def _compilers() -> Iterator[Finding]:
+    """Engines compile kernels for CUDA when they start, and Triton compiles its launchers with C."""
+    nvcc, ninja, compiler = find_nvcc(), find_program("ninja"), shutil.which("c++") or shutil.which("g++")
+    for what, path, remedy in (
+        ("nvcc", nvcc, "it is in the GPU lock (nvidia-cuda-nvcc), or install CUDA's toolkit 13 and set CUDA_HOME"),
+        ("ninja", ninja, "it is in the GPU lock: activate the environment, or apt-get install ninja-build"),
+        ("C++ compiler", compiler, "apt-get install g++"),
+    ):
+        yield Finding(what, OK if path else LACKS, str(path or "is not there"), "" if path else remedy)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    remedy = "" if header.exists() else "apt-get install python3.12-dev, or take a Python that uv installs: Triton compiles against it"
+    yield Finding("Python.h", OK if header.exists() else LACKS, str(header) if header.exists() else "is not there", remedy)
+
+
+def find_nvcc() -> Path | None:
+    """CUDA's compiler: that of CUDA_HOME, of PATH, or of the wheels in this environment. Returns None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = [Path(home) / "bin/nvcc"] if home else []
+    found += [Path(path)] if (path := shutil.which("nvcc")) else []
+    found += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    return next((each for each in found if os.access(each, os.X_OK)), None)
+
+
+def find_program(name: str) -> str | None:
+    """On PATH, or beside this Python: jobs often call an environment's programs without activating it."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def _network() -> Iterator[Finding]:
+    """Between nodes. Mooncake links RDMA's libraries also where it goes by TCP."""
+    devices = sorted(INFINIBAND.glob("*"))
+    for library, package in (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4")):
+        there, lacks = ctypes.util.find_library(library), LACKS if devices else NOTE
+        yield Finding(f"lib{library}", OK if there else lacks, there or "is not there", "" if there else f"apt-get install {package}")
+    if not devices:
+        yield Finding("InfiniBand", NOTE, "no device", "weights between nodes go by NCCL or TCP then; nothing is wrong on a single node")
+        return
+    drivers = {(device / "device/driver").resolve().name.removesuffix("_core") for device in devices}
+    names = ", ".join(device.name for device in devices)
+    if drivers == {"efa"}:
+        yield Finding(
+            "InfiniBand", NOTE, f"{names}: EFA, which is not InfiniBand", "Mooncake cannot write over it: set weights.transport=nccl"
+        )
+        return
+    yield Finding("InfiniBand", OK, names)
+    for driver in sorted(drivers & NIC_MODULES.keys()):
+        if not any(LIBRARIES.glob(f"lib*/**/lib{driver}*-rdmav*.so")):
+            remedy = f"install {NIC_MODULES[driver]}: Mooncake's library does not load without it, and weights would go by NCCL"
+            yield Finding(f"lib{driver}", LACKS, "its provider for libibverbs is not there", remedy)
+    yield _registration()
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    enough = resource.RLIM_INFINITY in (soft, hard)
+    remedy = "" if enough else "ulimit -l unlimited (limits.conf; Slurm: PropagateResourceLimitsExcept=MEMLOCK)"
+    yield Finding("locked memory", OK if enough else LACKS, "unlimited" if enough else f"{hard >> 10} KiB at most", remedy)
+
+
+def _registration() -> Finding:
+    """Whether a network card can be given GPU memory."""
+    modules = {line.split()[0] for line in MODULES.read_text().splitlines()}
+    if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
+        return Finding("GPU memory by RDMA", OK, "nvidia_peermem is loaded")
+    if "nvidia" in modules and _numbers(platform.release()) >= (5, 12):
+        return Finding("GPU memory by RDMA", OK, "by dmabuf (open kernel modules of the driver), as far as can be told without trying")
+    return Finding("GPU memory by RDMA", LACKS, "neither nvidia_peermem nor dmabuf", "modprobe nvidia_peermem")
+
+
+def dead_nvlinks(status: str) -> Iterator[str]:
+    """Finds NVLinks that are down in the output of `nvidia-smi nvlink --status`. NCCL silently routes around them, if need be over PCIe.
+
+    GPUs without any NVLink are fine, as long as no GPU of the node has one.
+    """
+    up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu)) for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]]
+    for gpu, count in enumerate(up):
+        if count < max(up):
+            yield f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(max(up))} has {max(up)}"
+
+
+# What a run imports. An empty folder would pass for a package, so what is imported is a module with code, or its extension.
+EVERYWHERE = {"torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "sglang": "sglang.srt.server_args"}
+ON_GPUS = {
+    "transformer-engine": "transformer_engine.pytorch",
+    "sglang's kernels": "sgl_kernel",
+    "flashinfer": "flashinfer",
+    "triton": "triton",
+}
+MOONCAKE = {"mooncake": "mooncake.engine"}
+
+
+def packages(gpu: bool) -> list[Check]:
+    """A check for each package, which imports it in a process of its own."""
+    wanted = EVERYWHERE | MOONCAKE | (ON_GPUS if gpu else {})
+    return [lambda name=name, module=module: _imported(name, module) for name, module in wanted.items()]
+
+
+def _imported(name: str, module: str) -> Iterator[Finding]:
+    code = f"import {module} as found; print(getattr(found, '__file__', None))"
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        yield Finding(name, LACKS, f"import {module} took longer than {IMPORT_S:.0f} s", "is it on a slow file system?")
+        return
+    if done.returncode == 0 and done.stdout.strip() not in ("", "None"):
+        yield Finding(name, OK, f"{_version(name)}, import {module}")
+        return
+    why = "it is an empty folder" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it died"])[-1]
+    optional = name == "mooncake"
+    remedy = "weights.transport=mooncake is not there, auto takes another" if optional else "make setup, on GPUs make setup-gpu"
+    yield Finding(name, NOTE if optional else LACKS, f"import {module}: {why}", remedy)
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    for package in (name, "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "sglang-kernel", "flashinfer-python"):
+        if package == name or name.split("'")[0].split("-")[0] in package:
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+    return "of an unknown version"
+
+
+def peers() -> Iterator[Finding]:
+    """Whether the GPUs of this machine can open each other's memory, as torch finds it."""
+    code = (
+        "import json, torch; n = torch.cuda.device_count(); "
+        "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not torch.cuda.can_device_access_peer(a, b)]))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=TRY_S)
+    if done.returncode:
+        yield Finding("CUDA", LACKS, (done.stderr.strip().splitlines() or ["it died"])[-1], "does torch fit the driver?")
+        return
+    apart = json.loads(done.stdout)
+    found = "every GPU opens every other's memory" if not apart else f"GPU {apart[0][0]} cannot open the memory of GPU {apart[0][1]}"
+    remedy = "" if not apart else "nvidia-smi topo -p2p r says why; weights between them go by shared memory or NCCL then"
+    yield Finding("peer access", NOTE if apart else OK, found, remedy)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", version)[:3])
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+DESCRIPTION = "what a run needs of this machine, what of it is there, and how to get the rest"
+EXAMPLES = ["megarl doctor", "megarl doctor --json", "megarl doctor --gpu"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", action="store_true", help="as for a node with GPUs; default: where NVIDIA's driver is loaded")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+
+
+def run(arguments: argparse.Namespace, installed: bool = True) -> None:
+    """`installed`: looks at packages too. Raises RuntimeError if something is lacking."""
+    gpu = arguments.gpu or has_driver()
+    checks = system(gpu) + (packages(gpu) + [peers] * gpu if installed else [])
+    found = []
+    for finding in look(checks):
+        found.append(finding)
+        if not arguments.json:
+            print(finding, flush=True)
+    lacking = [finding.what for finding in found if finding.state == LACKS]
+    if arguments.json:
+        print(json.dumps({"ok": not lacking, "gpu": gpu, "findings": [asdict(each) for each in found]}))
+    if lacking:
+        raise RuntimeError(f"this machine lacks what a run {'on GPUs' if gpu else 'on CPUs'} needs: {', '.join(lacking)}")
+    if not arguments.json:
+        print(f"all that a run {'on GPUs' if gpu else 'on CPUs'} needs is there")
+
+
+def main() -> int:
+    """Before an installation."""
+    parser = argparse.ArgumentParser("megarl doctor", description=DESCRIPTION)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(), installed=False)
+    except RuntimeError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
