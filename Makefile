@@ -7,16 +7,18 @@
 #   make gpu-kit                                     what `make gpu` needs on a machine without a network, in dist/gpu-kit (docs/gpu.md)
 #   make gpu                                         kernels, trainer and direct writes on one NVIDIA GPU: checked, and measured
 #   make setup PYTHON=/path/to/python3.12             another interpreter
+#   make setup-gpu                                 the environment of a machine with GPUs (docs/cluster.md)
 #   make lock                                        requirements/gpu.txt anew, after a change of requirements/cpu.txt or the GPU extra
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup lock clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup setup-gpu lock clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.12 python3 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 ARGS ?=
 STAMP := .venv/.megarl-setup
+JOBS ?= $(shell nproc)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python
 
@@ -127,26 +129,30 @@ envs/openenv/.megarl-setup: requirements/openenv.txt
 setup: $(STAMP)
 	@:
 
-# uv keeps what it has downloaded, and links it into environments: a second one takes seconds, and hardly any disk. The stamp is written
-# last: a set-up that was interrupted begins anew, with what lies in that cache.
+# A virtual environment with uv. uv keeps what it has downloaded or built, and links it into environments: a second one takes seconds, and
+# hardly any disk. The stamp is written last: a set-up that was interrupted begins anew, with what lies in that cache.
+define ENVIRONMENT
+say() { echo "setup: $$*"; }
+usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+if [ ! -e $(STAMP) ] || ! usable .venv/bin/python; then
+    for python in $(PYTHONS); do
+        if usable "$$python"; then break; else python=; fi
+    done
+    if [ "$$python" ]; then
+        "$$python" -m venv --clear .venv
+    elif [ "$(PYTHON)" ] || ! uv venv --quiet --clear --seed --python 3.12 .venv 2>/dev/null; then
+        say "needs Python 3.12 with its venv module, found none among: $(PYTHONS)." \
+            "On Debian or Ubuntu: apt-get install python3.12-venv; or pip install uv, which gets it; or make setup PYTHON=/path/to/python3.12" >&2
+        exit 1
+    fi
+    say "1/4 virtual environment in .venv, $$(.venv/bin/python --version)"
+fi
+rm -f $(STAMP)
+.venv/bin/python -m pip install --disable-pip-version-check --no-compile -qq "$$(grep ^uv== requirements/cpu.txt)"
+endef
+
 $(STAMP): pyproject.toml requirements/cpu.txt
-	@say() { echo "setup: $$*"; }
-	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
-	if [ ! -e $@ ] || ! usable .venv/bin/python; then
-	    for python in $(PYTHONS); do
-	        if usable "$$python"; then break; else python=; fi
-	    done
-	    if [ "$$python" ]; then
-	        "$$python" -m venv --clear .venv
-	    elif [ "$(PYTHON)" ] || ! uv venv --quiet --clear --seed --python 3.12 .venv 2>/dev/null; then
-	        say "needs Python 3.12 with its venv module, found none among: $(PYTHONS)." \
-	            "On Debian or Ubuntu: apt-get install python3.12-venv; or pip install uv, which gets it; or make setup PYTHON=/path/to/python3.12" >&2
-	        exit 1
-	    fi
-	    say "1/4 virtual environment in .venv, $$(.venv/bin/python --version)"
-	fi
-	rm -f $@
-	.venv/bin/python -m pip install --disable-pip-version-check --no-compile -qq "$$(grep ^uv== requirements/cpu.txt)"
+	@$(ENVIRONMENT)
 	torch=$$(grep ^torch== requirements/cpu.txt)
 	say "2/4 $$torch"
 	if ! UV_HTTP_RETRIES=0 $(INSTALL) --no-deps --index $(TORCH_CPU_INDEX) "$$torch" 2>/dev/null; then
@@ -170,6 +176,26 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	fi
 	touch $@
 	say "done in $$SECONDS s"
+
+# For GPUs; it may be a machine without one that installs. Transformer Engine has its torch extension as source alone: it is compiled with the
+# headers and the compiler that are wheels in this environment, so no toolkit of CUDA is needed, and uv keeps the wheel.
+setup-gpu:
+	@$(ENVIRONMENT)
+	PYTHONPATH=. .venv/bin/python -m megarl.launch.doctor
+	say "2/4 the $$(grep -c == requirements/gpu.txt) packages of requirements/gpu.txt (about 6 GB to download, 11 GB on disk)"
+	wheels=$$(mktemp) source=$$(mktemp) environment=$$PWD/.venv
+	trap 'rm -f "$$wheels" "$$source"' EXIT
+	awk -v source="$$source" -v wheels="$$wheels" '/^[^ #]/ {to = /^transformer-engine-torch==/ ? source : wheels} to {print > to}' requirements/gpu.txt
+	$(INSTALL) --no-deps --link-mode copy --require-hashes --only-binary :all: -r <(awk '/^[^ ]/ {on = /^llama-index-core==/} on' "$$wheels")
+	$(INSTALL) --no-deps --require-hashes --only-binary :all: --no-binary langdetect -r "$$wheels"
+	say "3/4 the torch extension of Transformer Engine, compiled (an hour and a half on one core; $(JOBS) at once here, JOBS=… for others)"
+	CUDA_HOME=$$(echo "$$environment"/lib/python3.12/site-packages/nvidia/cu13) PATH="$$environment/bin:$$PATH" \
+	    NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch MAX_JOBS=$(JOBS) \
+	    $(INSTALL) --no-deps --no-build-isolation --require-hashes -r "$$source"
+	say "4/4 this checkout"
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+	say "done in $$SECONDS s; megarl doctor says what this machine has"
 
 # The versions of a machine with GPUs: those of the CPU stack, and what SGLang and the GPU extra need beside them.
 lock: setup

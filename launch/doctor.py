@@ -3,7 +3,7 @@
 Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/preflight.py). Until its
 packages are looked at, only the standard library is needed, so an installation asks it first:
 
-    PYTHONPATH=. python3 -m megarl.launch.doctor          in a checkout without an environment; --gpu: as for a node with GPUs
+    PYTHONPATH=. python3.12 -m megarl.launch.doctor          in a checkout without an environment
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ def has_driver() -> bool:
 
 
 def system(gpu: bool) -> list[Check]:
-    """What is looked at before anything is installed."""
-    checks: list[Check] = [_system, _python, _limits, _room, _clock]
-    return checks + node(gpu)
+    return [_system, _python, _limits, _room, _clock, *node(gpu)]
+
+
+def installing() -> list[Check]:
+    """What `make setup-gpu` needs of a machine, which may be one without a GPU."""
+    return [_system, _python, _room, _compilers]
 
 
 def node(gpu: bool) -> list[Check]:
     """What each node of a run looks at before anything starts: it takes two seconds."""
-    return [_driver, _nvlinks, _compilers, _network] if gpu else []
+    return [_driver, _nvlinks, _cuda_compilers, _compilers, _network] if gpu else []
 
 
 def look(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -158,15 +161,19 @@ def _nvlinks() -> Iterator[Finding]:
         yield Finding("NVLink", OK, "no GPU has fewer links than another")
 
 
-def _compilers() -> Iterator[Finding]:
-    """Engines compile kernels for CUDA when they start, and Triton compiles its launchers with C."""
-    nvcc, ninja, compiler = find_nvcc(), find_program("ninja"), shutil.which("c++") or shutil.which("g++")
+def _cuda_compilers() -> Iterator[Finding]:
+    """Engines compile kernels when they start."""
     for what, path, remedy in (
-        ("nvcc", nvcc, "it is in the GPU lock (nvidia-cuda-nvcc), or install CUDA's toolkit 13 and set CUDA_HOME"),
-        ("ninja", ninja, "it is in the GPU lock: activate the environment, or apt-get install ninja-build"),
-        ("C++ compiler", compiler, "apt-get install g++"),
+        ("nvcc", find_nvcc(), "make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA 13"),
+        ("ninja", find_program("ninja"), "make setup-gpu installs it; or apt-get install ninja-build"),
     ):
         yield Finding(what, OK if path else LACKS, str(path or "is not there"), "" if path else remedy)
+
+
+def _compilers() -> Iterator[Finding]:
+    """Triton compiles its launchers with C, nvcc calls C++, and Transformer Engine's extension is compiled when it is installed."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    yield Finding("C++ compiler", OK if compiler else LACKS, compiler or "is not there", "" if compiler else "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     remedy = "" if header.exists() else "apt-get install python3.12-dev, or take a Python that uv installs: Triton compiles against it"
     yield Finding("Python.h", OK if header.exists() else LACKS, str(header) if header.exists() else "is not there", remedy)
@@ -313,35 +320,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
 
 
-def run(arguments: argparse.Namespace, installed: bool = True) -> None:
-    """`installed`: looks at packages too. Raises RuntimeError if something is lacking."""
+def run(arguments: argparse.Namespace) -> None:
+    """Raises RuntimeError if something is lacking."""
     gpu = arguments.gpu or has_driver()
-    checks = system(gpu) + (packages(gpu) + [peers] * gpu if installed else [])
+    of_what = f"a run on {'GPUs' if gpu else 'CPUs'}"
+    tell([*system(gpu), *packages(gpu), *([peers] if gpu else [])], of_what, gpu=gpu, as_json=arguments.json)
+
+
+def tell(checks: Sequence[Check], of_what: str, gpu: bool, as_json: bool = False) -> None:
+    """Raises RuntimeError if something is lacking that `of_what` needs."""
     found = []
     for finding in look(checks):
         found.append(finding)
-        if not arguments.json:
+        if not as_json:
             print(finding, flush=True)
     lacking = [finding.what for finding in found if finding.state == LACKS]
-    if arguments.json:
+    if as_json:
         print(json.dumps({"ok": not lacking, "gpu": gpu, "findings": [asdict(each) for each in found]}))
     if lacking:
-        raise RuntimeError(f"this machine lacks what a run {'on GPUs' if gpu else 'on CPUs'} needs: {', '.join(lacking)}")
-    if not arguments.json:
-        print(f"all that a run {'on GPUs' if gpu else 'on CPUs'} needs is there")
-
-
-def main() -> int:
-    """Before an installation."""
-    parser = argparse.ArgumentParser("megarl doctor", description=DESCRIPTION)
-    add_arguments(parser)
-    try:
-        run(parser.parse_args(), installed=False)
-    except RuntimeError as error:
-        print(f"megarl: {error}", file=sys.stderr)
-        return 1
-    return 0
+        raise RuntimeError(f"this machine lacks what {of_what} needs: {', '.join(lacking)}")
+    if not as_json:
+        print(f"all that {of_what} needs is there")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        tell(installing(), "an installation for GPUs", gpu=True)
+    except RuntimeError as error:
+        sys.exit(f"megarl: {error}")
