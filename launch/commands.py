@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
+from megarl.launch.binding import gpus
 from megarl.launch.first_lines import headline, role_lines, sampling_lines, sandbox_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
 from megarl.launch.node import Node, this_node
 from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.launch.room import check_room_for_weights
+from megarl.launch.scratch import scratch_folder
 from megarl.launch.stopping import Stopped
 from megarl.launch.tracking import Trackers
 from megarl.observe.evaluations import best_checkpoint, note_lost, read_results, sets
@@ -29,8 +33,8 @@ from megarl.observe.rollouts import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.best import scores_to_choose_by
 from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
-from megarl.plan.resolve import RunPlan
-from megarl.plan.weights import begin_with, needs_first_weights, why_first_weights
+from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.weights import WARM, begin_with, find_weights, needs_first_weights, why_first_weights
 from megarl.rollouts.ledger import Ledger
 from megarl.trainer.hf_files import fingerprint
 
@@ -201,6 +205,20 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     if node.is_head:
         result = _read_result(folder / "result.json")
         print(json.dumps(result) if json_output else evaluation_text(result, plan.weights_path))
+
+
+def warm(plan: RunPlan) -> None:
+    """Starts one of the policy's engines on this machine, with random weights, and has it generate: what it compiles is kept
+    (launch.compile_cache), and the engines of a run start at once. Raises ConfigError if an engine needs more GPUs than are here."""
+    tp, here = plan.generator_topology.tp, len(gpus())
+    if here and tp > here:
+        raise ConfigError(f"generator.tp={tp}: must be at most {here} to warm this machine, which has as many GPUs")
+    began = time.monotonic()
+    with scratch_folder() as run_dir:
+        config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))
+        alone = replace(resolve(config, WARM), weights=find_weights(config, WARM), served=[])
+        launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
+    print(f"an engine of generator.tp={tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def evaluation_text(result: Mapping[str, Any], weights: str) -> str:

@@ -24,8 +24,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.launch.binding import nvidia_smi
+
+if TYPE_CHECKING:
+    from megarl.plan.resolve import RunPlan
 
 OK, NOTE, LACKS = "ok", "note", "lacks"  # NOTE: a run goes on without it, but slower, or not with everything
 DRIVER = (580,)  # the first for CUDA 13
@@ -312,19 +316,38 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 DESCRIPTION = "what a run needs of this machine, what of it is there, and how to get the rest"
-EXAMPLES = ["megarl doctor", "megarl doctor --json", "megarl doctor --gpu"]
+EXAMPLES = ["megarl doctor", "megarl doctor --json", "megarl doctor --gpu", "megarl doctor --warm configs/8b_aipo.yaml"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    compiled = "also start an engine of CONFIG here, so that what it compiles is kept (launch.compile_cache); overrides may follow CONFIG"
+    parser.add_argument("--warm", metavar="CONFIG", help=compiled)
+    parser.add_argument("settings", metavar="dotted.key=value", nargs="*", default=[], help="with --warm: overrides of CONFIG")
     parser.add_argument("--gpu", action="store_true", help="as for a node with GPUs; default: where NVIDIA's driver is loaded")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises RuntimeError if something is lacking."""
+    """Raises ConfigError, and RuntimeError if something is lacking."""
     gpu = arguments.gpu or has_driver()
     of_what = f"a run on {'GPUs' if gpu else 'CPUs'}"
+    plan = _planned(arguments.warm, arguments.settings)
     tell([*system(gpu), *packages(gpu), *([peers] if gpu else [])], of_what, gpu=gpu, as_json=arguments.json)
+    if plan is not None:
+        from megarl.launch.commands import warm
+
+        warm(plan)
+
+
+def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
+    """Raises ConfigError."""
+    from megarl.config.errors import ConfigError
+    from megarl.config.load import load_config
+    from megarl.plan.resolve import resolve
+
+    if config is None and settings:
+        raise ConfigError(f"{settings[0]}: settings go with --warm CONFIG")
+    return resolve(load_config(config, settings)) if config else None
 
 
 def tell(checks: Sequence[Check], of_what: str, gpu: bool, as_json: bool = False) -> None:

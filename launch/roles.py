@@ -129,6 +129,20 @@ def evaluate(rank: int, launch_dir: Path) -> None:
     write_whole(launch_dir / "result.json", json.dumps(result))
 
 
+def warm(rank: int, launch_dir: Path) -> None:
+    """Waits for the engines, which compile when they start, and has each compile what only requests lead to."""
+    from megarl.generator.completions import Sampling
+    from megarl.rollouts.rollout import open_fleet
+
+    async def ask() -> None:
+        plan, sampling = load_plan(launch_dir, "warm"), Sampling(temperature=1.0, max_tokens=8)
+        async with contextlib.AsyncExitStack() as resources:
+            fleet = await open_fleet(plan, Rendezvous.load(launch_dir), resources)
+            await asyncio.gather(*(engine.generate([1] * 16, sampling, n=4) for engine in fleet.engines))
+
+    asyncio.run(ask())
+
+
 def export(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the export of a checkpoint to HF format."""
     plan = load_plan(launch_dir)
@@ -177,4 +191,5 @@ ROLES: dict[str, Callable[[int, Path], None]] = {
     "reward_model": reward_model,
     "evaluate": evaluate,
     "export": export,
+    "warm": warm,
 }

@@ -54,7 +54,7 @@ def main() -> None:
     end_with_any_thread()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["trainer", "generator", "evaluator", "sft", "reward_model", "evaluate", "export"])
+    parser.add_argument("role", choices=["trainer", "generator", "evaluator", "sft", "reward_model", "evaluate", "export", "warm"])
     parser.add_argument("rank", type=int)
     parser.add_argument("launch_dir", type=Path)
     arguments = parser.parse_args()

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 if [ ! -x .venv/bin/megarl ]; then
-    echo "slurm: $PWD/.venv/bin/megarl is not there: call sbatch in the checkout, after make setup (CPUs) or pip (GPUs; docs/cluster.md)" >&2
+    echo "slurm: $PWD/.venv/bin/megarl is not there: call sbatch in the checkout, after make setup (CPUs) or make setup-gpu (docs/cluster.md)" >&2
     exit 2
 fi
 

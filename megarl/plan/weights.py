@@ -22,6 +22,7 @@ from megarl.files import write_whole
 from megarl.plan.checkpoints import check_names, complete_checkpoints
 
 WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings of the megarl sft that made them
+WARM = "warm"  # the command that only has engines compile: any weights will do
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
 
@@ -48,6 +49,8 @@ class Weights:
 def find_weights(config: RunConfig, command: str | None) -> Weights:
     """The weights that `command` begins with; with None, those of a new run."""
     model = Weights(config.model.path)
+    if command == WARM:
+        return Weights(config.model.path, are_gone=True)
     if command == "sft" or (command == "export" and not config.lora.rank):  # neither uses the result of megarl sft
         return model
     if command not in ("train", "dry-run", "export") or not complete_checkpoints(config.run_dir):

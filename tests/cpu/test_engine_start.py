@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from run_tools import run
 from sglang_engine import make_checkpoint
 
 from megarl.generator.children import LOOK_S
@@ -98,3 +100,15 @@ def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
     with ProcessGroup(tmp_path) as group:
         group.start(spec)
         asyncio.run(ready(group))
+
+
+@pytest.mark.long
+def test_doctor_has_an_engine_compile_without_weights_or_a_run(tmp_path):
+    """What is compiled is kept in a folder of this host; nothing else is left behind."""
+    kept = tmp_path / "compiled"
+    done = run(["doctor", "--warm", "configs/quickstart.yaml", f"launch.compile_cache={kept}", f"run_dir={tmp_path / 'run'}"])
+    assert done.returncode == 0, done.stderr
+    assert (
+        "all that a run on CPUs needs is there" in done.stdout and "an engine of generator.tp=1 has compiled and answered in" in done.stdout
+    )
+    assert not (tmp_path / "run").exists() and [path.name for path in kept.iterdir()] in ([], [socket.gethostname()])
