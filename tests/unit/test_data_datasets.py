@@ -144,7 +144,7 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
 def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
     """As pandas writes its index, spreadsheets what is beside the table, and data sets of programs their tests."""
     (tmp_path / "a.csv").write_text(f",question,answer,tests,,\n0,1 + 1?,2,{'x' * 200_000},,\n")
-    [row] = load_rows(DatasetConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0)
+    [row] = load_rows(DatasetConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole")
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
     assert set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
 
