@@ -50,7 +50,7 @@ def test_another_user_reaches_nothing(open_folder):
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, run, "first step", 240)
         processes = [psutil.Process(run.pid), *descendants(run)]
-        scratch = Path(next(each.environ()["TMPDIR"] for each in processes[1:]))
+        scratch = Path(next(folder for each in processes[1:] if (folder := each.environ().get("TMPDIR"))))
         listeners = {each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
         assert {address.ip for address in listeners} == {"127.0.0.1"}, listeners
         keys = secrets_of(run_dir)
