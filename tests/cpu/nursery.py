@@ -92,6 +92,8 @@ class _Forking(subprocess.Popen):
     def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Python 3.12 warns of a fork beside threads, on the stderr that tests read. Those here are pools of libraries, and wait.
+        warnings.filterwarnings("ignore", message=r"This process \(pid=\d+\) is multi-threaded", category=DeprecationWarning)
         if (child := os.fork()) == 0:
             _run_module(argv, environment, streams, cwd, new_session)
         return child
