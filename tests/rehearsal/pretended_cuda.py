@@ -1,0 +1,382 @@
+"""Pretends that this machine has GPUs, for PyTorch's CUDA build: what a program allocates, copies and waits for there is recorded.
+
+Every tensor is a fake one, which has a shape, a dtype and a device, but no values: FakeTensorMode refuses operations on tensors of different
+devices. A collective moves nothing, and a Triton kernel is not launched. What reads values is told zeros, or what `answers` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = "libcuda.so.1"
+GIB = 2**30
+H100, B200 = ("NVIDIA H100 80GB HBM3", (9, 0), 132, 80), ("NVIDIA B200", (10, 0), 148, 180)
+# Reading these waits for the GPU.
+_DATA_DEPENDENT = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive", "aten::equal")
+_OURS = {f"{ROOT}/megarl/": "megarl/", f"{ROOT}/kernels/": "kernels/"}
+_VENDORS = ("megatron/core/", "transformer_engine/")
+
+
+def preload() -> None:
+    """Starts this program anew with the pretended driver. Raises FileNotFoundError without a C compiler."""
+    if LIBRARY in os.environ.get("LD_PRELOAD", ""):
+        return
+    folder = Path(tempfile.mkdtemp())
+    source = Path(__file__).with_suffix(".c")
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", folder / LIBRARY, source], check=True)
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(folder / LIBRARY), "MEGARL_REHEARSAL": str(folder)})
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the host waits for, or copies to a GPU."""
+
+    kind: str
+    ours: str  # the innermost function of MegaRL's: file:function
+    inner: str  # the innermost function of MegaRL's, Megatron's or Transformer Engine's
+    line: str  # of `ours`
+
+
+@dataclass
+class Record:
+    events: Counter[Event] = field(default_factory=Counter)
+    launches: dict[str, Any] = field(default_factory=dict)  # of Triton kernels, by what they are compiled for
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    peak_at: str = ""
+
+    def note(self, kind: str) -> None:
+        ours, inner, line = where()
+        self.events[Event(kind, ours, inner, line)] += 1
+
+    def take(self) -> Counter[Event]:
+        """The events since the last call; the peak begins anew."""
+        events, self.events, self.peak_bytes = self.events, Counter(), self.held_bytes
+        return events
+
+
+def where() -> tuple[str, str, str]:
+    """file:function of MegaRL's innermost frame, of the innermost one of its or a vendor's, and file:line of the first."""
+    frame, inner = sys._getframe(1), ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        name = next((short + file.removeprefix(root) for root, short in _OURS.items() if file.startswith(root)), "")
+        vendors = "" if name else next((vendor + file.split(vendor, 1)[1] for vendor in _VENDORS if vendor in file), "")
+        inner = inner or (f"{name or vendors}:{frame.f_code.co_name}" if name or vendors else "")
+        if name:
+            return f"{name}:{frame.f_code.co_name}", inner, f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "", inner, ""
+
+
+class _Stream:
+    def __init__(self, record: Record, *args: Any, **kwargs: Any):
+        self.record, self.cuda_stream, self.stream_id, self.device_index, self.device_type = record, 0, 0, 0, 1
+        self.device = torch.device("cuda", 0)
+
+    def synchronize(self) -> None:
+        self.record.note("stream.synchronize")
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Done:
+        return _Done(self.record)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+class _Done:
+    def __init__(self, record: Record, *args: Any, **kwargs: Any):
+        self._record = record
+
+    def synchronize(self) -> None:
+        self._record.note("event.synchronize")
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class _Work:
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8) -> None:
+    """Changes torch.cuda, torch.distributed and Triton of this process, which `preload` has started, for good."""
+    name, capability, multiprocessors, gib = gpu
+    torch._C._ensureCUDADeviceGuardSet()
+    ctypes.CDLL(LIBRARY).pretend_devices(devices)
+
+    class Stream(_Stream):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(record)
+
+    class Event(_Done):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(record)
+
+    stream, generators = Stream(), tuple(torch.Generator() for _ in range(devices))
+    properties = types.SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=gib * GIB, multi_processor_count=multiprocessors,
+        max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", uuid="GPU-0", L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
+    )  # fmt: skip
+    replaced = dict(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _lazy_init=lambda: None,
+        init=lambda: None,
+        device_count=lambda: devices,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        synchronize=lambda *args: record.note("cuda.synchronize"),
+        Stream=Stream,
+        Event=Event,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        get_device_capability=lambda *args: capability,
+        get_device_name=lambda *args: name,
+        get_device_properties=lambda *args: properties,
+        empty_cache=lambda: None,
+        memory_allocated=lambda *args: record.held_bytes,
+        max_memory_allocated=lambda *args: record.peak_bytes,
+        memory_reserved=lambda *args: record.held_bytes,
+        mem_get_info=lambda *args: (gib * GIB - record.held_bytes, gib * GIB),
+        reset_peak_memory_stats=lambda *args: None,
+        get_rng_state=lambda *args, **kwargs: generators[0].get_state(),
+        set_rng_state=lambda *args, **kwargs: None,
+        default_generators=generators,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        initial_seed=lambda: 0,
+        is_bf16_supported=lambda *args, **kwargs: True,
+        can_device_access_peer=lambda *args: True,
+        is_current_stream_capturing=lambda: False,
+    )
+    for attribute, value in replaced.items():
+        setattr(torch.cuda, attribute, value)
+    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.nn.Module.cuda = _to_gpu  # type: ignore[method-assign]
+    _pretend_collectives(record)
+    _pretend_triton(record)
+
+
+def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
+    """nn.Module.cuda, which cannot exchange fake tensors."""
+    for part in module.modules():
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if tensor.device.type != "cuda":
+                moved = tensor.detach().to("cuda")
+                setattr(part, name, torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved)
+    return module
+
+
+def _pretend_collectives(record: Record) -> None:
+    """Every process group is a fake one, whose collectives return at once. Those of objects give this rank's own."""
+    original = dist.new_group
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, group_desc: Any = None, **kwargs: Any) -> Any:
+        return original(ranks=ranks, backend="fake", group_desc=group_desc)
+
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        record.note("objects through the GPU")
+        objects[:] = [mine] * len(objects)
+
+    def broadcast_object_list(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        record.note("objects through the GPU")
+
+    @contextlib.contextmanager
+    def coalescing(*args: Any, **kwargs: Any) -> Iterator[_Work]:
+        yield _Work()
+
+    def barrier(*args: Any, **kwargs: Any) -> None:
+        record.note("barrier")
+
+    def nothing(*args: Any, **kwargs: Any) -> _Work:
+        return _Work()
+
+    replaced = dict(new_group=new_group, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list, barrier=barrier)
+    coalesced = dict(_coalescing_manager=coalescing, batch_isend_irecv=lambda ops: [_Work() for _ in ops])
+    moving = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_gather", "reduce",
+              "_all_gather_base", "_reduce_scatter_base", "isend", "irecv", "send", "recv", "scatter", "gather")  # fmt: skip
+    for module in (dist, dist.distributed_c10d):
+        for name, value in (replaced | coalesced | {name: _checked(name, nothing) for name in moving}).items():
+            setattr(module, name, value)
+
+
+def _checked(name: str, nothing: Callable[..., _Work]) -> Callable[..., _Work]:
+    """A collective that refuses tensors of the host, as NCCL does."""
+
+    def collective(*args: Any, **kwargs: Any) -> _Work:
+        for tensor in _tensors((args, [*kwargs.values()])):
+            if tensor.device.type != "cuda":
+                raise RuntimeError(f"{name} of a tensor {tuple(tensor.shape)} on {tensor.device}: NCCL knows GPUs alone")
+        return nothing()
+
+    return collective
+
+
+def _pretend_triton(record: Record) -> None:
+    """A launch binds its arguments, checks that every tensor is on a GPU, and notes what the kernel would be compiled for."""
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "num_ctas") if name in kwargs}
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor) and value.device.type != "cuda":
+                raise RuntimeError(f"kernel {self.__name__}: {name} {tuple(value.shape)} is on {value.device}")
+        record.launches.setdefault(f"{self.__module__}.{self.__name__}", []).append((self, dict(bound.arguments), options))
+
+    JITFunction.run = run  # type: ignore[method-assign]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+class _Functions(TorchFunctionMode):
+    """What FakeTensorMode cannot see or do: tensors made from Python's numbers, values that the host reads, pinned memory."""
+
+    def __init__(self, record: Record):
+        super().__init__()
+        self.record, self.pinned = record, weakref.WeakSet[Any]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = kwargs["device"] = torch.device("cuda", device)
+        if function in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
+            if not isinstance(args[0], torch.Tensor):
+                self.record.note("blocking copy to the GPU")
+                kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+                made = torch.tensor(*args, **kwargs)
+                return torch.empty(made.shape, dtype=made.dtype, device=device)
+        if function is torch.Tensor.pin_memory:
+            copy = args[0].clone()
+            self.pinned.add(copy.untyped_storage())
+            return copy
+        if function is torch.Tensor.is_pinned:
+            return args[0].untyped_storage() in self.pinned
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], FakeTensor):
+            assert function is torch.Tensor.tolist or args[0].device.type == "cpu", "numpy() of a tensor on the GPU"
+            if args[0].device.type == "cuda":
+                self.record.note("tolist")
+            values = np.zeros(tuple(args[0].shape), _numpy_dtype(args[0].dtype))
+            return values.tolist() if function is torch.Tensor.tolist else values
+        if function is torch.Tensor.record_stream:
+            return None
+        return function(*args, **kwargs)
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return torch.empty(0, dtype=dtype, device="meta").new_empty(0, device="cpu").numpy().dtype if dtype != torch.bfloat16 else np.float32
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what waits for the GPU, what is copied to it, and the bytes of all storages there."""
+
+    def __init__(self, record: Record, pinned: Any):
+        super().__init__()
+        self.record, self.pinned, self.sizes = record, pinned, dict[int, int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function._schema.name
+        if name == "aten::_local_scalar_dense":
+            if args[0].device.type == "cuda":
+                self.record.note("item")
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
+            self.record.note(name.removeprefix("aten::"))
+        if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda":
+            for index in args[1]:
+                if index is not None and index.device.type == "cpu" and index.dim():
+                    self.record.note("blocking copy to the GPU")
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    self.record.note("boolean index")
+        if name == "aten::_to_copy" and kwargs.get("device") is not None:
+            self._copy(args[0], torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
+        if name == "aten::copy_" and args[1].dim():
+            self._copy(args[1], args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        out = function(*args, **kwargs)
+        for tensor in _tensors(out):
+            if tensor.device.type == "cuda":
+                self._track(tensor)
+        return out
+
+    def _copy(self, source: torch.Tensor, device: torch.device, asynchronous: bool) -> None:
+        if source.device.type == "cuda" and device.type == "cpu":
+            self.record.note("copy to the host" if not asynchronous else "asynchronous copy to the host")
+        if source.device.type == "cpu" and device.type == "cuda":
+            pinned = source.untyped_storage() in self.pinned
+            self.record.note("asynchronous copy to the GPU" if pinned and asynchronous else "blocking copy to the GPU")
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        size = self.sizes[key] = storage.nbytes()
+        record = self.record
+        record.held_bytes += size
+        if record.held_bytes > record.peak_bytes:
+            record.peak_bytes, record.peak_at = record.held_bytes, where()[1]
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.record.held_bytes -= self.sizes.pop(key)
+
+
+@contextlib.contextmanager
+def rehearsing(record: Record) -> Iterator[None]:
+    """Within it all tensors are fake."""
+    functions = _Functions(record)
+    with torch.autograd.set_multithreading_enabled(False), functions, FakeTensorMode(allow_non_fake_inputs=True):
+        with _Operations(record, functions.pinned):
+            yield

@@ -1,0 +1,200 @@
+"""One rank of a run's trainer on a pretended GPU: it is built, scores a batch, makes optimizer steps, and gives its weights and its state.
+
+    python tests/rehearsal/rank.py CONFIG [--rank N] [--layers N] [--json FILE] [dotted.key=value …]
+
+`--layers` leaves a pipeline stage that many of its layers. Exit status 1: something went wrong, such as a tensor on the wrong device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pretended_cuda
+from pretended_cuda import GIB, ROOT, Event, Record
+
+if TYPE_CHECKING:
+    from megarl.plan.resolve import RunPlan
+    from megarl.trainer.step import MegatronTrainer
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    pretended_cuda.preload()
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megarl.config.load import load_config
+    from megarl.plan.resolve import resolve
+
+    plan = resolve(load_config(options.config, options.overrides))
+    if options.layers:
+        plan = with_layers(plan, options.layers)
+    rank = options.rank % plan.trainer_topology.world_size
+    record = Record()
+    pretended_cuda.pretend(record)
+    import te_extension
+
+    te_extension.install()
+    dist.init_process_group("fake", rank=rank, world_size=plan.trainer_topology.world_size, store=FakeStore())
+    with pretended_cuda.rehearsing(record):
+        try:
+            report = rehearse(plan, record, options.microbatches)
+        except Exception:
+            traceback.print_exc()
+            print(f"rank {rank} of {options.config}: {innermost(sys.exc_info()[2])}", file=sys.stderr)
+            return 1
+    report |= {"config": options.config, "rank": rank, "ranks": plan.trainer_topology.world_size}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    show(report)
+    return 0
+
+
+def with_layers(plan: RunPlan, layers: int) -> RunPlan:
+    spec, topology = plan.spec, plan.trainer_topology
+    dense = min(spec.first_dense_layers, layers)
+    spec = dataclasses.replace(spec, num_layers=layers * topology.pp * topology.vpp, first_dense_layers=dense)
+    even = {"first_stage_layers": None, "last_stage_layers": None}
+    config = dataclasses.replace(plan.config, trainer=dataclasses.replace(plan.config.trainer, **even))
+    return dataclasses.replace(plan, spec=spec, trainer_topology=dataclasses.replace(topology, **even), config=config)
+
+
+def innermost(trace: Any) -> str:
+    """file:line of MegaRL's innermost frame of a traceback."""
+    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename.startswith(f"{ROOT}/megarl/") or f"{ROOT}/kernels/" in frame.filename]
+    return f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}" if frames else "outside MegaRL"
+
+
+def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]:
+    import torch
+
+    from megarl.algorithms.registry import make_algorithm
+    from megarl.executors.batch_steps import BatchSteps
+    from megarl.trainer.step import MegatronTrainer
+
+    phases: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def phase(name: str, count: int = 1) -> Iterator[None]:
+        record.take()
+        before, started = record.held_bytes, time.monotonic()
+        yield
+        phases[name] = {
+            "peak_gib": record.peak_bytes / GIB, "peak_at": record.peak_at, "held_gib": record.held_bytes / GIB,
+            "before_gib": before / GIB, "s": time.monotonic() - started, "microbatches": count, "events": table(record.take()),
+        }  # fmt: skip
+
+    config = plan.config
+    with phase("build"):
+        trainer = MegatronTrainer(
+            plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps, timeout_s=60
+        )
+    parts = held(trainer)
+    batch = made_batch(plan, microbatches)
+    steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
+    sequences = list(steps._cut(batch)[0].values())
+    count = len(trainer._plan(sequences))
+    with stages(trainer):
+        for name in ("first step", "step"):
+            with phase(name, count):
+                steps.train(batch)
+        with phase("score", count):
+            trainer.token_logprobs(sequences, config.rollout.temperature)
+    return {"phases": phases, "parts": {name: size / GIB for name, size in parts.items()}, "plan": planned(plan, trainer)}
+
+
+def made_batch(plan: RunPlan, microbatches: int) -> Any:
+    """Rollouts of random lengths that fill `microbatches` microbatches of every data-parallel rank."""
+    import numpy as np
+
+    from megarl.types import Batch, GroupSummary, SampleNumbers, SampleSummary
+
+    rng, config = np.random.default_rng(0), plan.config
+    prompt, longest = config.plan.prompt_tokens, config.trainer.max_tokens_per_microbatch
+    left, groups, numbers = plan.trainer_topology.dp * microbatches * longest * 0.93, [], {}
+    while left > 0:
+        samples = []
+        for place in range(config.rollout.n):
+            length = int(np.clip(rng.exponential(config.plan.response_tokens), 8, min(config.rollout.max_tokens, longest - prompt)))
+            numbers[len(numbers)] = SampleNumbers(
+                rng.integers(0, plan.spec.vocab_size, prompt, np.int32), rng.integers(0, plan.spec.vocab_size, length, np.int32),
+                np.zeros(length, np.float32), None, b"", None,
+            )  # fmt: skip
+            samples.append(SampleSummary(length, [(0, length)], 1, float(place % 2), "stop"))
+            left -= prompt + length - 1
+        groups.append(GroupSummary(len(groups), prompt, samples))
+    return Batch(1, groups, 0.0, 0.0, numbers=numbers)
+
+
+def held(trainer: MegatronTrainer) -> dict[str, int]:
+    """Bytes of the rank's weights, gradients and optimizer: distinct storages."""
+    def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
+        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
+        return sum(size for key, size in found.items() if key not in without), {*found}
+
+    weights, keys = total(p.data for chunk in trainer.chunks for p in chunk.parameters())
+    buffers = [buffer for chunk in trainer.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients, _ = total(buffer.grad_data for buffer in buffers)
+    adams = [part.optimizer for part in trainer.optimizer.chained_optimizers if part.optimizer is not None]
+    masters = [p for adam in adams for group in adam.param_groups for p in group["params"]]
+    moments = [adam.state[p][name] for adam in adams for p in adam.state for name in ("exp_avg", "exp_avg_sq")]
+    optimizer, _ = total([*masters, *moments], keys)
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
+def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
+    """What `megarl plan` says of this rank's stage, GiB a part."""
+    from megarl.estimate.hardware import GPUS
+    from megarl.estimate.trainer_memory import stage_memory
+
+    memory = stage_memory(plan.spec, plan.config.trainer, plan.config.model.dtype, GPUS[plan.config.cluster.gpu])[trainer.coordinate.pp]
+    return {name: size / GIB for name, size in vars(memory).items()}
+
+
+@contextlib.contextmanager
+def stages(trainer: MegatronTrainer) -> Iterator[None]:
+    """Pipeline stages learn from each other, and ranks with experts from the router, what the host needs to know. It is told here."""
+    yield
+
+
+def table(events: Counter[Event]) -> list[dict[str, Any]]:
+    lines: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for event, count in events.items():
+        lines[event.kind, event.ours, event.inner][event.line] += count
+    return [
+        {"kind": kind, "ours": ours, "inner": inner, "count": sum(of.values()), "lines": sorted(of)}
+        for (kind, ours, inner), of in sorted(lines.items())
+    ]
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"{report['config']}, rank {report['rank']} of {report['ranks']}")
+    for name, size in report["parts"].items():
+        print(f"  {name:12s} {size:7.2f} GiB, planned {report['plan'][name]:7.2f}")
+    print(f"  planned      {json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}")
+    for name, phase in report["phases"].items():
+        print(f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, at most {phase['peak_gib']:.2f} (in {phase['peak_at']})")
+        for event in phase["events"]:
+            print(f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{'' if event['inner'] == event['ours'] else ' → ' + event['inner']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
