@@ -150,7 +150,8 @@ def _chunks(
         rows, sets = slice(start, start + chunk_tokens), None
         if kept is not None:
             sizes, ids = kept[0][rows], kept[1]
-            held = (torch.arange(int(sizes.max())) < sizes.unsqueeze(1)).to(ids.device, non_blocking=True)
+            held = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)
+            held = held.pin_memory().to(ids.device, non_blocking=True) if ids.is_cuda else held
             end = done + int(sizes.sum())
             local = ids[done:end].long() - first
             local = torch.where((local >= 0) & (local < real), local, -1)

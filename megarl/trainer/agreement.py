@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megarl.algorithms.segments import segment_sums
 from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
 from megarl.trainer.microbatch import MicroBatch
+from megarl.trainer.sending import sent
 
 _MOST = 300.0  # bound of a log-ratio whose exponential is squared, so that float64 holds the square
 
@@ -17,8 +18,8 @@ class Tally:
 
     def __init__(self, device: torch.device):
         zeros = {"dtype": torch.float64, "device": device}
-        self._ages = torch.tensor(YOUNGEST[1:], device=device)
-        self._edges = torch.from_numpy(EDGES).to(device)
+        self._ages = sent(torch.tensor(YOUNGEST[1:]), device)
+        self._edges = sent(torch.from_numpy(EDGES), device)
         # Tokens that do not count go into one more row.
         self._sums = torch.zeros((len(AGES) + 1, 6), **zeros)
         self._bins = torch.zeros((len(AGES) + 1) * 2 * BINS, **zeros)

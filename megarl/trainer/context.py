@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.trainer.sending import sent
+
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
     """[t / ranks] int64: the positions of a row that `rank` of `ranks` holds, in its order."""
@@ -31,7 +33,7 @@ def all_positions(boundaries: Sequence[int], ranks: int) -> torch.Tensor:
 
 def cut(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part, [t / n, ...], of x [t, ...]."""
-    return x if group.size() == 1 else x[held_positions(boundaries, group.size(), group.rank()).to(x.device)]
+    return x if group.size() == 1 else x[sent(held_positions(boundaries, group.size(), group.rank()), x.device)]
 
 
 def join(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, summed: bool = False) -> torch.Tensor:
@@ -43,7 +45,7 @@ def join(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, s
     if group.size() == 1:
         return x
     parts = _Gather.apply(x, group, summed)
-    return torch.empty_like(parts).index_copy(0, all_positions(boundaries, group.size()).to(x.device), parts)
+    return torch.empty_like(parts).index_copy(0, sent(all_positions(boundaries, group.size()), x.device), parts)
 
 
 class _Gather(torch.autograd.Function):

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.trainer import context
 from megarl.trainer.groups import context_group
 from megarl.trainer.packing import PackedSequences
+from megarl.trainer.sending import sent
 
 
 class RMSNorm(torch.nn.Module):
@@ -76,7 +77,7 @@ class CausalAttention(MegatronModule):
         for (count, length), parts in zip(runs, zip(queries, keys, values)):
             mask = None
             if ranks > 1:
-                mine = context.held_positions((0, length), ranks, group.rank()).to(query.device)
+                mine = sent(context.held_positions((0, length), ranks, group.rank()), query.device)
                 mask = mine[:, None] >= torch.arange(length, device=query.device)
             q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
             out = F.scaled_dot_product_attention(

@@ -12,6 +12,7 @@ from megarl.kernels import linear_logprobs
 from megarl.trainer import context
 from megarl.trainer.groups import context_group, tensor_group
 from megarl.trainer.microbatch import MicroBatch
+from megarl.trainer.sending import sent
 
 
 class Rows(NamedTuple):
@@ -32,7 +33,7 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
     if ranks.size() > 1:
         held = context.held_positions(microbatch.plan.boundaries, ranks.size(), ranks.rank()).numpy()
     here = np.flatnonzero(scored[held])
-    chosen = torch.from_numpy(here).to(hidden.device)
+    chosen = sent(torch.from_numpy(here), hidden.device)
     if sequence_parallel:
         rows = gather_from_sequence_parallel_region(hidden, group=tensor)[chosen]
     else:
@@ -57,7 +58,7 @@ def token_logprobs(
     The results are the same on all tensor and context ranks, and differentiable if all of them go on to the same loss. The gradient of
     `weight` is added to its main_grad, where Megatron's DDP has given it one.
     """
-    targets = microbatch.targets[torch.from_numpy(rows.positions).to(rows.rows.device)]
+    targets = microbatch.targets[sent(torch.from_numpy(rows.positions), rows.rows.device)]
     kept = microbatch.kept.of(rows.positions, rows.rows.device) if microbatch.kept else None
     total = main_grad(weight)
     values = linear_logprobs(rows.rows, weight, targets, tensor_group(), vocab_size, temperature, chunk_tokens, total, kept)

@@ -29,6 +29,7 @@ from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, bui
 from megarl.trainer.model import DTYPES, build_chunks, output_weight, parameters_by_name, transformer_config
 from megarl.trainer.packing import packed_sequences
 from megarl.trainer.routing_replay import RoutingReplay
+from megarl.trainer.sending import sent
 from megarl.trainer.supported import check_transformer_engine, passed_on
 from megarl.trainer.values import token_values
 from megarl.trainer.vendor_warnings import refuse_corruption
@@ -111,7 +112,7 @@ class MegatronModel:
                 for start, index in zip(microbatch.boundaries, microbatch.indices):
                     slices[index][1:] = outputs[start : start + lengths[index] - 1]
         if self.topology.world_size > 1:
-            flat = flat.to(self.device)
+            flat = sent(flat, self.device)
             dist.all_reduce(flat)
         return [part.numpy() for part in flat.cpu().split(lengths)]
 

@@ -23,6 +23,7 @@ import torch
 from megarl.algorithms.distill import Taught
 from megarl.models.routing import RoutingFormat
 from megarl.topology import TrainerTopology
+from megarl.trainer.sending import sent
 from megarl.types import Elsewhere, TrainSequence
 
 
@@ -66,7 +67,7 @@ class KeptRows:
         """The sizes, on the host, and the ids of these positions, as linear_logprobs takes them."""
         sizes, begins = self.sizes[positions], (np.cumsum(self.sizes) - self.sizes)[positions]
         places = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
-        return torch.from_numpy(sizes), torch.from_numpy(self.ids[places]).to(device)
+        return torch.from_numpy(sizes), sent(torch.from_numpy(self.ids[places]), device)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def build(
     held = {index: _held(sequences[index]) for index in plan.indices}
 
     def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
-        return torch.from_numpy(lay(plan, values, dtype, part=part)).to(device)
+        return sent(torch.from_numpy(lay(plan, values, dtype, part=part)), device)
 
     def given(rows: Sequence[np.ndarray] | None) -> torch.Tensor | None:
         return None if rows is None else laid(lambda i: rows[i], np.float32)
@@ -183,8 +184,8 @@ def build(
     return MicroBatch(
         inputs=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),
         targets=laid(lambda i: held[i].token_ids, np.int64),
-        boundaries=torch.tensor(plan.boundaries, dtype=torch.int32, device=device),
-        loss_mask=torch.from_numpy(scored).to(device),
+        boundaries=sent(torch.tensor(plan.boundaries, dtype=torch.int32), device),
+        loss_mask=sent(torch.from_numpy(scored), device),
         scored=scored,
         mu_logprobs=laid(lambda i: held[i].mu_logprobs, np.float32),
         advantages=laid(lambda i: held[i].advantages, np.float32),
@@ -193,7 +194,7 @@ def build(
         old_values=given(old_values),
         returns=given(returns),
         ages=None if ages is None else laid(lambda i: ages[i], np.int32),
-        routing=None if routing is None else _routing(plan, held, routing).to(device),
+        routing=None if routing is None else sent(_routing(plan, held, routing), device),
         kept=_kept(plan, held, scored),
         plan=plan,
     )

@@ -57,10 +57,20 @@ def data_parallel(
     pass. `settings` are further fields of DistributedDataParallelConfig."""
     overlap = torch.cuda.is_available() and topology.dp * topology.cp > 1
     chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": topology.zero == 1, "overlap_grad_reduce": overlap, **settings}
+    if chosen["use_distributed_optimizer"]:
+        _give_up_zeros(chunks)
     of_chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(**chosen), chunk) for chunk in chunks]
     if chosen["overlap_grad_reduce"]:  # no reduction before the last microbatch
         config.no_sync_func = partial(_no_reduction, of_chunks)
     return of_chunks
+
+
+def _give_up_zeros(chunks: Sequence[torch.nn.Module]) -> None:
+    """Takes the memory of trained matrices of zeros, as all are until weights are loaded. DDP, with the distributed optimizer, moves every
+    trained parameter into a buffer, which it makes first: weights would be there twice, beside all gradients."""
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 
 @contextlib.contextmanager

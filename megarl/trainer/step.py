@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -151,7 +151,7 @@ class MegatronTrainer(MegatronModel):
         given |= {"old_values": old_values, "returns": returns, "ages": ages}
         tally = None if ages is None else Tally(self.device)
         here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
-        kept: dict[int, TokenRow] = {}
+        kept: dict[int, torch.Tensor] = {}
         watch = partial(_keep, keep if here else (), kept)
         outputs = self._run(
             self._plan(sequences),
@@ -162,6 +162,7 @@ class MegatronTrainer(MegatronModel):
         learning_rate = self.learning_rate.advance()
         _, grad_norm, _ = self.optimizer.step()
         assert grad_norm is not None  # it is None only with loss scaling, which bf16 does not need
+        grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient of step {self.learning_rate.position} is not finite (norm {grad_norm})")
         sums = parallel.global_sums(outputs, self.topology.dp, self.topology.pp)
@@ -173,7 +174,7 @@ class MegatronTrainer(MegatronModel):
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
         agreement = None if tally is None else tally.totals(here)
         counts = sums, len(sequences), tokens, entropy, learning_rate, padded, routing
-        return StepResult(mean_loss, float(grad_norm), *counts, self._flops([len(s) for s in sequences]), agreement, kept)
+        return StepResult(mean_loss, grad_norm, *counts, self._flops([len(s) for s in sequences]), agreement, _token_rows(kept, sequences))
 
     def _flops(self, lengths: Sequence[int]) -> float:
         """A backward pass takes twice a forward one; the gradient of frozen matrices, of an adapter's base, is not taken."""
@@ -199,7 +200,7 @@ class MegatronTrainer(MegatronModel):
             microbatch = self._taught(hidden, microbatch, temperature, teachers)
         out = loss(outputs, dataclasses.replace(microbatch, entropy=entropy))
         computed = hidden.size(1) * self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
-        counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.tensor(computed, device=self.device)}
+        counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.full((), computed, device=self.device)}
         sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
         # Megatron would divide by this token count; see the head of this file.
         return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
@@ -261,12 +262,26 @@ class MegatronTrainer(MegatronModel):
         self.optimizer.reload_model_params()
 
 
-def _keep(wanted: Collection[int], kept: dict[int, TokenRow], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:
-    """Takes the numbers of the `wanted` sequences of a microbatch into `kept`."""
+def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:
+    """Takes the log-probs of the `wanted` sequences of a microbatch into `kept`. They stay where they are: reading them here would make
+    the host wait for the GPU."""
     plan = microbatch.plan
     for index, begin, end in zip(plan.indices, plan.boundaries, plan.boundaries[1:]):
         if index in wanted:
-            positions = np.flatnonzero(microbatch.scored[begin:end])
-            rows = (microbatch.targets, logprobs.detach(), microbatch.mu_logprobs, microbatch.advantages)
-            ids, *numbers = (row[begin:end].cpu().numpy()[positions] for row in rows)
-            kept[index] = TokenRow(ids, positions + 1, *numbers)
+            kept[index] = logprobs.detach()[begin:end]
+
+
+def _token_rows(kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]) -> dict[int, TokenRow]:
+    """What TokenRow says of these sequences; `kept`: log-probs of their positions."""
+    if not kept:
+        return {}
+    host = torch.cat([*kept.values()]).cpu().split([len(logprobs) for logprobs in kept.values()])
+    found = {}
+    for index, logprobs in zip(kept, host):
+        sequence = sequences[index]
+        assert isinstance(sequence, TrainSequence)
+        positions = np.flatnonzero(np.asarray(sequence.loss_mask)[1:])
+        given = (sequence.token_ids, np.int64), (sequence.mu_logprobs, np.float32), (sequence.advantages, np.float32)
+        ids, mu_logprobs, advantages = (np.asarray(row, dtype)[positions + 1] for row, dtype in given)
+        found[index] = TokenRow(ids, positions + 1, logprobs.numpy()[positions], mu_logprobs, advantages)
+    return found

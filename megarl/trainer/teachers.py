@@ -21,6 +21,7 @@ from megarl.trainer.logprobs import Rows, main_grad, spread
 from megarl.trainer.megatron_model import MegatronModel
 from megarl.trainer.microbatch import MicroBatch, lay
 from megarl.trainer.model import output_weight
+from megarl.trainer.sending import sent
 
 Divergence = Callable[[Callable[[np.ndarray], Teacher]], torch.Tensor]
 """[t] float32 the policy's divergence from a teacher, of whom the argument makes what is known at given positions [N]."""
@@ -33,7 +34,7 @@ class OfTokens:
     logprobs: Sequence[np.ndarray]  # [L] of each sequence; NaN where the teacher has said nothing
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
-        row = torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)).to(microbatch.targets.device)
+        row = sent(torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)), microbatch.targets.device)
         return Taught(row.nan_to_num(), microbatch.loss_mask & ~row.isnan())
 
 
@@ -53,9 +54,9 @@ class OfLikeliest:
 
         def at(positions: np.ndarray) -> Teacher:
             some = np.where(known[positions][:, None], ids[positions], np.arange(shape[0]))
-            return Likeliest(torch.from_numpy(some).to(device), torch.from_numpy(np.nan_to_num(logprobs[positions])).to(device))
+            return Likeliest(sent(torch.from_numpy(some), device), sent(torch.from_numpy(np.nan_to_num(logprobs[positions])), device))
 
-        return Taught(divergence(at), microbatch.loss_mask & torch.from_numpy(known).to(device))
+        return Taught(divergence(at), microbatch.loss_mask & sent(torch.from_numpy(known), device))
 
 
 class OfModel:

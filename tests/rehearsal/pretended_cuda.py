@@ -1,7 +1,7 @@
 """Pretends that this machine has GPUs, for PyTorch's CUDA build: what a program allocates, copies and waits for there is recorded.
 
-Every tensor is a fake one, which has a shape, a dtype and a device, but no values: FakeTensorMode refuses operations on tensors of different
-devices. A collective moves nothing, and a Triton kernel is not launched. What reads values is told zeros, or what `answers` says.
+A tensor on a GPU is a fake one, which has a shape, a dtype and a device, but no values: FakeTensorMode refuses operations on tensors of
+different devices. A collective moves nothing, and a Triton kernel is not launched. What reads a GPU's values is told zeros or ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libcuda.so.1"
 GIB = 2**30
+TRITON_TYPES = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int16: "i16",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64", torch.bool: "i1",
+}  # fmt: skip
 H100, B200 = ("NVIDIA H100 80GB HBM3", (9, 0), 132, 80), ("NVIDIA B200", (10, 0), 148, 180)
 # Reading these waits for the GPU.
 _DATA_DEPENDENT = ("aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive", "aten::equal")
@@ -44,7 +48,9 @@ def preload() -> None:
     folder = Path(tempfile.mkdtemp())
     source = Path(__file__).with_suffix(".c")
     subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", folder / LIBRARY, source], check=True)
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(folder / LIBRARY), "MEGARL_REHEARSAL": str(folder)})
+    os.execve(
+        sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(folder / LIBRARY), "MEGARL_REHEARSAL": str(folder)}
+    )
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,14 @@ class Event:
     line: str  # of `ours`
 
 
+Launch = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+"""A Triton kernel, what it is compiled for (_specialisation), and its options."""
+
+
 @dataclass
 class Record:
     events: Counter[Event] = field(default_factory=Counter)
-    launches: dict[str, Any] = field(default_factory=dict)  # of Triton kernels, by what they are compiled for
+    launches: Counter[Launch] = field(default_factory=Counter)
     held_bytes: int = 0
     peak_bytes: int = 0
     peak_at: str = ""
@@ -81,6 +91,7 @@ def where() -> tuple[str, str, str]:
     while frame is not None:
         file = frame.f_code.co_filename
         name = next((short + file.removeprefix(root) for root, short in _OURS.items() if file.startswith(root)), "")
+        name = "" if name == "megarl/trainer/sending.py" else name
         vendors = "" if name else next((vendor + file.split(vendor, 1)[1] for vendor in _VENDORS if vendor in file), "")
         inner = inner or (f"{name or vendors}:{frame.f_code.co_name}" if name or vendors else "")
         if name:
@@ -195,6 +206,13 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
     for attribute, value in replaced.items():
         setattr(torch.cuda, attribute, value)
     torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+
+    def tolist(self: FakeTensor) -> Any:
+        if self.device.type == "cuda":
+            record.note("tolist")
+        return np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist()
+
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
     torch.nn.Module.cuda = _to_gpu  # type: ignore[method-assign]
     _pretend_collectives(record)
     _pretend_triton(record)
@@ -266,9 +284,30 @@ def _pretend_triton(record: Record) -> None:
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cuda":
                 raise RuntimeError(f"kernel {self.__name__}: {name} {tuple(value.shape)} is on {value.device}")
-        record.launches.setdefault(f"{self.__module__}.{self.__name__}", []).append((self, dict(bound.arguments), options))
+        record.launches[self, tuple(_specialisation(self, bound.arguments)), tuple(options.items())] += 1
 
     JITFunction.run = run  # type: ignore[method-assign]
+
+
+def _specialisation(kernel: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(name, type or "constexpr", the constant, or whether it can be divided by 16) of each argument, as Triton's launcher has it. Memory
+    that PyTorch gives out begins at multiples of 512 bytes; a view's offset is that of its storage."""
+    for parameter in kernel.params:
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            yield parameter.name, "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            aligned = value.storage_offset() * value.element_size() % 16 == 0
+            yield parameter.name, "*" + TRITON_TYPES[value.dtype], aligned
+        elif isinstance(value, bool):
+            yield parameter.name, "u1", False
+        elif isinstance(value, int):
+            if value == 1:
+                yield parameter.name, "constexpr", 1
+            else:
+                yield parameter.name, "i32" if -(1 << 31) <= value < 1 << 31 else "i64", value % 16 == 0
+        else:
+            yield parameter.name, "fp32", False
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -284,7 +323,7 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, record: Record):
         super().__init__()
-        self.record, self.pinned = record, weakref.WeakSet[Any]()
+        self.record = record
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -297,33 +336,33 @@ class _Functions(TorchFunctionMode):
                 kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
                 made = torch.tensor(*args, **kwargs)
                 return torch.empty(made.shape, dtype=made.dtype, device=device)
-        if function is torch.Tensor.pin_memory:
-            copy = args[0].clone()
-            self.pinned.add(copy.untyped_storage())
-            return copy
-        if function is torch.Tensor.is_pinned:
-            return args[0].untyped_storage() in self.pinned
-        if function in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], FakeTensor):
-            assert function is torch.Tensor.tolist or args[0].device.type == "cpu", "numpy() of a tensor on the GPU"
-            if args[0].device.type == "cuda":
-                self.record.note("tolist")
-            values = np.zeros(tuple(args[0].shape), _numpy_dtype(args[0].dtype))
-            return values.tolist() if function is torch.Tensor.tolist else values
+        if function is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
+            if args[0].device.type != "cpu":
+                raise TypeError("numpy() of a tensor on the GPU")
+            return np.zeros(tuple(args[0].shape), _numpy_dtype(args[0].dtype))
         if function is torch.Tensor.record_stream:
             return None
         return function(*args, **kwargs)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=dtype, device="meta").new_empty(0, device="cpu").numpy().dtype if dtype != torch.bfloat16 else np.float32
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+def _is_of_host(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing of a GPU takes part: then the operation is a real one."""
+    device = kwargs.get("device")
+    on_gpu = device is not None and torch.device(device).type != "cpu"
+    return not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, [*kwargs.values()])))
 
 
 class _Operations(TorchDispatchMode):
     """Notes what waits for the GPU, what is copied to it, and the bytes of all storages there."""
 
-    def __init__(self, record: Record, pinned: Any):
+    def __init__(self, record: Record):
         super().__init__()
-        self.record, self.pinned, self.sizes = record, pinned, dict[int, int]()
+        self.record, self.sizes = record, dict[int, int]()
+        self.pinned: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -332,9 +371,15 @@ class _Operations(TorchDispatchMode):
             if args[0].device.type == "cuda":
                 self.record.note("item")
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if name == "aten::is_pinned":
+            return args[0].untyped_storage()._cdata in self.pinned
+        if name in ("aten::pin_memory", "aten::_pin_memory"):
+            with unset_fake_temporarily():
+                return self._pinned(args[0].clone())
         if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
             self.record.note(name.removeprefix("aten::"))
-        if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda":
+        filled = name == "aten::index_put_" and args[2].numel() == 1  # PyTorch fills by the mask then, without waiting
+        if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda" and not filled:
             for index in args[1]:
                 if index is not None and index.device.type == "cpu" and index.dim():
                     self.record.note("blocking copy to the GPU")
@@ -344,7 +389,18 @@ class _Operations(TorchDispatchMode):
             self._copy(args[0], torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
         if name == "aten::copy_" and args[1].dim():
             self._copy(args[1], args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        out = function(*args, **kwargs)
+        pins = kwargs.get("pin_memory")
+        if pins:
+            kwargs = kwargs | {"pin_memory": False}
+        if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) and torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
+        elif _is_of_host(args, kwargs):
+            with unset_fake_temporarily():
+                out = function(*args, **kwargs)
+        else:
+            out = function(*args, **kwargs)
+        if pins:
+            self._pinned(out)
         for tensor in _tensors(out):
             if tensor.device.type == "cuda":
                 self._track(tensor)
@@ -354,8 +410,14 @@ class _Operations(TorchDispatchMode):
         if source.device.type == "cuda" and device.type == "cpu":
             self.record.note("copy to the host" if not asynchronous else "asynchronous copy to the host")
         if source.device.type == "cpu" and device.type == "cuda":
-            pinned = source.untyped_storage() in self.pinned
+            pinned = source.untyped_storage()._cdata in self.pinned
             self.record.note("asynchronous copy to the GPU" if pinned and asynchronous else "blocking copy to the GPU")
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self.pinned.add(storage._cdata)
+        weakref.finalize(storage, self.pinned.discard, storage._cdata)
+        return tensor
 
     def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -375,8 +437,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def rehearsing(record: Record) -> Iterator[None]:
-    """Within it all tensors are fake."""
-    functions = _Functions(record)
-    with torch.autograd.set_multithreading_enabled(False), functions, FakeTensorMode(allow_non_fake_inputs=True):
-        with _Operations(record, functions.pinned):
-            yield
+    """Within it all tensors of GPUs are fake, and those made from them."""
+    fake, operations = FakeTensorMode(allow_non_fake_inputs=True), _Operations(record)
+    with torch.autograd.set_multithreading_enabled(False), _Functions(record), fake, operations:
+        yield

@@ -79,7 +79,11 @@ def with_layers(plan: RunPlan, layers: int) -> RunPlan:
 
 def innermost(trace: Any) -> str:
     """file:line of MegaRL's innermost frame of a traceback."""
-    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename.startswith(f"{ROOT}/megarl/") or f"{ROOT}/kernels/" in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if frame.filename.startswith(f"{ROOT}/megarl/") or f"{ROOT}/kernels/" in frame.filename
+    ]
     return f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].lineno}" if frames else "outside MegaRL"
 
 
@@ -88,8 +92,9 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
 
     from megarl.algorithms.registry import make_algorithm
     from megarl.executors.batch_steps import BatchSteps
-    from megarl.trainer.step import MegatronTrainer
+    from megarl.trainer.step import MegatronTrainer, StepResult
 
+    StepResult.check_tokens = lambda self, expected: None  # fake tensors have no sums
     phases: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -112,12 +117,13 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     sequences = list(steps._cut(batch)[0].values())
     count = len(trainer._plan(sequences))
-    with stages(trainer):
-        for name in ("first step", "step"):
-            with phase(name, count):
-                steps.train(batch)
-        with phase("score", count):
-            trainer.token_logprobs(sequences, config.rollout.temperature)
+    tell_shapes(trainer)
+    tell_routing()
+    for name in ("first step", "step"):
+        with phase(name, count):
+            steps.train(batch)
+    with phase("score", count):
+        trainer.token_logprobs(sequences, config.rollout.temperature)
     return {"phases": phases, "parts": {name: size / GIB for name, size in parts.items()}, "plan": planned(plan, trainer)}
 
 
@@ -146,6 +152,7 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
 
 def held(trainer: MegatronTrainer) -> dict[str, int]:
     """Bytes of the rank's weights, gradients and optimizer: distinct storages."""
+
     def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
         found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
         return sum(size for key, size in found.items() if key not in without), {*found}
@@ -169,10 +176,57 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     return {name: size / GIB for name, size in vars(memory).items()}
 
 
-@contextlib.contextmanager
-def stages(trainer: MegatronTrainer) -> Iterator[None]:
-    """Pipeline stages learn from each other, and ranks with experts from the router, what the host needs to know. It is told here."""
-    yield
+def tell_shapes(trainer: MegatronTrainer) -> None:
+    """Pipeline stages tell each other the shapes of their tensors, and the host reads them. The answers come from the plan here."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    shapes: dict[str, Iterator[list[int]]] = {}
+    run, ask = trainer._run, P2PCommunicator._communicate_shapes
+    split = trainer.topology.cp * (trainer.topology.tp if trainer.sequence_parallel else 1)
+
+    def planned_run(plan: Any, *args: Any, **kwargs: Any) -> Any:
+        for direction in ("forward", "backward"):
+            shapes[direction] = iter([[each.positions // split, 1, trainer.spec.hidden_size] for each in plan])
+        return run(plan, *args, **kwargs)
+
+    def told(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
+        ask(self, send_next, send_prev, recv_prev, recv_next)
+        none = [0, 0, 0]
+        return next(shapes["forward"]) if recv_prev else none, next(shapes["backward"]) if recv_next else none
+
+    trainer._run, P2PCommunicator._communicate_shapes = planned_run, told
+
+
+def tell_routing() -> None:
+    """The host reads how many tokens each expert has, and each rank is sent: here every expert has the same number."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    read = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def told(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        import numpy as np
+        import torch
+
+        found = read(self, point, tokens_per_expert)
+        if point == self.cuda_dtoh_point:
+            tokens, local = int(self.num_out_tokens), self.num_local_experts
+            sent = _even(tokens, self.ep_size * local).reshape(self.ep_size, local)
+            if self.ep_size > 1 or self.tp_size > 1:
+                self.input_splits = self.output_splits = sent.sum(axis=1)
+                self.output_splits_tp = np.full(self.tp_size, tokens)
+            everyone = np.tile(sent, (self.tp_size, 1))
+            if local > 1 and self.num_global_tokens_per_local_expert.device.type == "cpu":
+                self.num_global_tokens_per_local_expert = torch.from_numpy(everyone)
+            self._told = torch.from_numpy(everyone.sum(axis=0))
+        return self._told if found is not None and found.device.type == "cpu" else found
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = told
+
+
+def _even(total: int, parts: int) -> Any:
+    import numpy as np
+
+    return np.diff(np.arange(parts + 1) * total // parts)
 
 
 def table(events: Counter[Event]) -> list[dict[str, Any]]:
@@ -191,9 +245,13 @@ def show(report: dict[str, Any]) -> None:
         print(f"  {name:12s} {size:7.2f} GiB, planned {report['plan'][name]:7.2f}")
     print(f"  planned      {json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}")
     for name, phase in report["phases"].items():
-        print(f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, at most {phase['peak_gib']:.2f} (in {phase['peak_at']})")
+        print(
+            f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
+        )
         for event in phase["events"]:
-            print(f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{'' if event['inner'] == event['ours'] else ' → ' + event['inner']}")
+            print(
+                f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{'' if event['inner'] == event['ours'] else ' → ' + event['inner']}"
+            )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ they do on a GPU. A name that is not here raises.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import importlib.util
@@ -45,7 +46,9 @@ class _Enumeration:
 
 FP8FwdTensors = _enum("FP8FwdTensors", "GEMM1_INPUT", "GEMM1_WEIGHT", "GEMM1_OUTPUT", "GEMM2_INPUT", "GEMM2_WEIGHT", "GEMM2_OUTPUT", "GEMM3_INPUT", "GEMM3_WEIGHT", "GEMM3_OUTPUT")  # fmt: skip
 FP8BwdTensors = _enum("FP8BwdTensors", "GRAD_OUTPUT1", "GRAD_INPUT1", "GRAD_OUTPUT2", "GRAD_INPUT2", "GRAD_OUTPUT3", "GRAD_INPUT3")
-NVTE_Fused_Attn_Backend = _enum("NVTE_Fused_Attn_Backend", "NVTE_No_Backend", "NVTE_F16_max512_seqlen", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8")
+NVTE_Fused_Attn_Backend = _enum(
+    "NVTE_Fused_Attn_Backend", "NVTE_No_Backend", "NVTE_F16_max512_seqlen", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8"
+)
 NVTE_QKV_Layout, NVTE_QKV_Format, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type, CommOverlapType, CommOverlapAlgo, Float8BlockScaleTensorFormat = (_Enumeration() for _ in range(8))  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    return 91900
+    return 92400
 
 
 def get_num_cublas_streams() -> int:
@@ -118,7 +121,9 @@ def rmsnorm_fwd(
     return out, None, torch.empty(rows, dtype=torch.float32, device=input.device)
 
 
-def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered_gamma: bool) -> Any:
+def rmsnorm_bwd(
+    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> Any:
     _on_gpu(dz, x, rsigma, gamma)
     return torch.empty_like(x), torch.empty_like(gamma)
 
@@ -170,6 +175,10 @@ def multi_tensor_scale(chunk_size: int, noop: torch.Tensor, lists: list[list[tor
     _on_gpu(noop, *(tensor for tensors in lists for tensor in tensors))
 
 
+def multi_tensor_scale_tensor(chunk_size: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], scale: torch.Tensor) -> None:
+    _on_gpu(noop, scale, *(tensor for tensors in lists for tensor in tensors))
+
+
 def multi_tensor_adam(chunk_size: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], lr: float, beta1: float, beta2: float, epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:  # fmt: skip
     _on_gpu(noop, *(tensor for tensors in lists for tensor in tensors))
 
@@ -208,3 +217,7 @@ def install() -> None:
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
     parent.common, parent.pytorch = common, importlib.import_module("transformer_engine.pytorch")  # type: ignore[attr-defined]
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    chosen = utils.get_attention_backend  # type: ignore[attr-defined]
+    # It takes tensors of exactly this type.
+    utils.get_attention_backend = lambda given: chosen(dataclasses.replace(given, qkv_type=torch.Tensor))  # type: ignore[attr-defined]
