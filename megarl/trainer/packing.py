@@ -27,8 +27,8 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
     boundaries = microbatch.boundaries if layer_spec() == "te" else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
     # (The greatest length must be exact. Where a table of rotary angles is as long as the whole row, Megatron takes it for one that goes on
     # from sequence to sequence.)
-    # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same object, by which it sees that there is
-    # nothing between sequences: padding is part of them.
+    # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same: padding is part of sequences, and there is
+    # none between them. If it were not told so, it would compare them, and wait for the GPU, in every layer.
     padded = boundaries if cp > 1 else None
     return PackedSequences(
         qkv_format="thd",
@@ -36,6 +36,7 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
         cu_seqlens_kv=boundaries,
         cu_seqlens_q_padded=padded,  # type: ignore[arg-type]
         cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
+        pad_between_seqs=False,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         boundaries=microbatch.plan.boundaries,

@@ -212,6 +212,7 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
             record.note("tolist")
         return np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist()
 
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
     torch.nn.Module.cuda = _to_gpu  # type: ignore[method-assign]
     _pretend_collectives(record)
@@ -256,8 +257,9 @@ def _pretend_collectives(record: Record) -> None:
     coalesced = dict(_coalescing_manager=coalescing, batch_isend_irecv=lambda ops: [_Work() for _ in ops])
     moving = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_gather", "reduce",
               "_all_gather_base", "_reduce_scatter_base", "isend", "irecv", "send", "recv", "scatter", "gather")  # fmt: skip
+    replaced |= coalesced | {name: _checked(name, nothing) for name in moving}
     for module in (dist, dist.distributed_c10d):
-        for name, value in (replaced | coalesced | {name: _checked(name, nothing) for name in moving}).items():
+        for name, value in replaced.items():
             setattr(module, name, value)
 
 
@@ -340,8 +342,6 @@ class _Functions(TorchFunctionMode):
             if args[0].device.type != "cpu":
                 raise TypeError("numpy() of a tensor on the GPU")
             return np.zeros(tuple(args[0].shape), _numpy_dtype(args[0].dtype))
-        if function is torch.Tensor.record_stream:
-            return None
         return function(*args, **kwargs)
 
 
@@ -370,14 +370,16 @@ class _Operations(TorchDispatchMode):
         if name == "aten::_local_scalar_dense":
             if args[0].device.type == "cuda":
                 self.record.note("item")
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+            return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
+            self.record.note(name.removeprefix("aten::"))
+        if name == "aten::equal" and args[0].device.type == "cuda":
+            return True
         if name == "aten::is_pinned":
             return args[0].untyped_storage()._cdata in self.pinned
         if name in ("aten::pin_memory", "aten::_pin_memory"):
             with unset_fake_temporarily():
                 return self._pinned(args[0].clone())
-        if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
-            self.record.note(name.removeprefix("aten::"))
         filled = name == "aten::index_put_" and args[2].numel() == 1  # PyTorch fills by the mask then, without waiting
         if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda" and not filled:
             for index in args[1]:

@@ -92,6 +92,7 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
 
     from megarl.algorithms.registry import make_algorithm
     from megarl.executors.batch_steps import BatchSteps
+    from megarl.trainer import checkpoint_state
     from megarl.trainer.step import MegatronTrainer, StepResult
 
     StepResult.check_tokens = lambda self, expected: None  # fake tensors have no sums
@@ -124,7 +125,50 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
             steps.train(batch)
     with phase("score", count):
         trainer.token_logprobs(sequences, config.rollout.temperature)
+    with phase("checkpoint"):
+        for box in checkpoint_state.shared_boxes(trainer, checkpoint_state.SAVED):
+            box.copied()
+    with phase("hash the state"):
+        checkpoint_state.totals(trainer, checkpoint_state.live_boxes(trainer))
+    weigh_update(plan, trainer, phase)
     return {"phases": phases, "parts": {name: size / GIB for name, size in parts.items()}, "plan": planned(plan, trainer)}
+
+
+def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
+    """A full update and one of changes: amax, payloads and their hashes as the audit wants them, what is kept, what has changed."""
+    from megarl.reshard.amax import amax_parts
+    from megarl.reshard.execute import AmaxTable, Payloads
+    from megarl.reshard.schedule import scheduled_writes
+    from megarl.weight_sync.common import weights_map
+    from megarl.weight_sync.deltas import Deltas
+    from megarl.weight_sync.writing import send
+
+    map = weights_map(plan, trainer.layout)
+    rank, deltas, payloads = trainer.topology.rank(trainer.coordinate), Deltas(plan.config.weights), Payloads()
+    copies, model = scheduled_writes(map, rank), trainer.merged_parameters()
+    ranks = {copy.destination_rank for copy in copies}
+    shapes = {rank: {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)} for rank in ranks}
+    with phase("amax"):
+        amax = AmaxTable.measure(amax_parts(map, rank), model)
+    with phase("update"):
+        send(Discard(), copies, model, shapes, True, amax, payloads)
+        deltas.keep(1, copies, amax, payloads, False)
+    with phase("changes"):
+        payloads.begin(model)
+        deltas.find(1, copies, shapes, True, amax, payloads)
+
+
+class Discard:
+    """A transport to nowhere."""
+
+    def prepare(self, sources: Iterable[Any]) -> None: ...
+
+    def write(self, copy: Any, values: Any) -> None:
+        assert values.device.type == "cuda", f"{copy.destination_tensor}: a GPU sends from its own memory alone"
+
+    def write_changes(self, rank: int, changes: Any, version: int) -> None: ...
+
+    def fence(self) -> None: ...
 
 
 def made_batch(plan: RunPlan, microbatches: int) -> Any:

@@ -166,6 +166,26 @@ def fused_attn_bwd(
     return [torch.empty_like(Q), torch.empty_like(K), torch.empty_like(V), None, None]
 
 
+def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half: int) -> torch.Tensor:
+    """One of the two halves of each sequence: of [t, heads, d], or of [2, t, heads, d]."""
+    _on_gpu(tensor, cu_seqlens)
+    dim = tensor.dim() - 3
+    return torch.empty((*tensor.shape[:dim], tensor.shape[dim] // 2, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device)
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, packed: bool, seqlen: int) -> torch.Tensor:
+    _on_gpu(lse, cu_seqlens)
+    return torch.empty((lse.shape[0], seqlen), dtype=lse.dtype, device=lse.device)
+
+
+def _corrected(*tensors: Any) -> None:
+    """In place."""
+    _on_gpu(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor)))
+
+
+thd_second_half_lse_correction = thd_out_correction = thd_grad_correction = _corrected
+
+
 def multi_tensor_l2norm(chunk_size: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool = False) -> Any:
     _on_gpu(noop, *(tensor for tensors in lists for tensor in tensors))
     return torch.empty(1, device=noop.device), torch.empty(len(lists[0]) if per_tensor else 0, device=noop.device)
