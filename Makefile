@@ -6,13 +6,14 @@
 #   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
 #   make gpu-kit                                     what `make gpu` needs on a machine without a network, in dist/gpu-kit (docs/gpu.md)
 #   make gpu                                         kernels, trainer and direct writes on one NVIDIA GPU: checked, and measured
+#   make rehearse                                    the GPU's code paths on a machine without one (docs/gpu.md)
 #   make setup PYTHON=/path/to/python3.12             another interpreter
-#   make setup-gpu                                 the environment of a machine with GPUs (docs/cluster.md)
+#   make setup-gpu                                   the environment of a machine with GPUs (docs/cluster.md)
 #   make lock                                        requirements/gpu.txt anew, after a change of requirements/cpu.txt or the GPU extra
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix gpu-kit gpu libraries interpreters setup setup-gpu lock clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu rehearse libraries interpreters setup setup-gpu lock clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.12 python3 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
@@ -117,8 +118,27 @@ libraries:
 	        echo "test: could not install $$package; the tests that need it are skipped"
 	done
 
-interpreters: envs/openenv/.megarl-setup
+interpreters: envs/openenv/.megarl-setup envs/rehearsal/.megarl-setup
 	@:
+
+# The Python part of Transformer Engine, which has no dependencies that count here (4 MB); its compiled part is stood in for.
+envs/rehearsal/.megarl-setup: requirements/gpu.txt
+	@version=$$(grep -o '^transformer-engine==[^ ]*' $<)
+	echo "test: $$version, its Python part, in envs/rehearsal"
+	rm -rf envs/rehearsal
+	$(INSTALL) --no-deps --only-binary :all: --target envs/rehearsal "$$version"
+	touch $@
+
+# The GPU's code paths without a GPU (docs/gpu.md): calls of vendors, kernels, and a whole step of a first and a last rank of each config.
+rehearse: setup envs/rehearsal/.megarl-setup
+	@.venv/bin/python tests/rehearsal/calls.py
+	.venv/bin/python tests/rehearsal/compile_kernels.py
+	failed=0
+	for config in configs/{8b,70b,70b_32k,405b,qwen3_30b_a3b,qwen3_235b_a22b}_aipo.yaml; do
+	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config $(ARGS) || failed=1
+	    if grep -q '^  pp:' $$config; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
+	done
+	exit $$failed
 
 envs/openenv/.megarl-setup: requirements/openenv.txt
 	@echo "test: an interpreter with openenv in envs/openenv"

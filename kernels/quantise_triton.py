@@ -1,9 +1,9 @@
 """Block quantisation in Triton. It equals kernels/quantise.py bit for bit, on the GPU and under Triton's interpreter.
 
-One program handles one tile: it finds the amax, or writes the codes for a given scale. All rounding is explicit: division is correctly
-rounded (Triton's `/` is not), and the cast to e4m3 uses integer arithmetic (the interpreter's own cast is wrong where rounding carries into
-the next power of two). The amax is a maximum over integers, because bit patterns of non-negative numbers are ordered as the numbers are,
-with infinity and then NaN on top: so no NaN gets lost.
+One program handles one tile, or some of its rows: it finds the amax, or writes the codes for a given scale. All rounding is explicit:
+division is correctly rounded (Triton's `/` is not), and the cast to e4m3 uses integer arithmetic (the interpreter's own cast is wrong where
+rounding carries into the next power of two). The amax is a maximum over integers, because bit patterns of non-negative numbers are ordered
+as the numbers are, with infinity and then NaN on top: so no NaN gets lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 from megarl.box import Box
 from megarl.kernels.quantise import FP8, require_finite
 from megarl.kernels.quantise_rules import Rule
+
+PARTS = 4  # of a tile whose codes cannot be written many at a time: a program that had it whole would run out of registers
 
 
 @triton.jit
@@ -59,12 +61,13 @@ def _tile_kernel(
     rows, cols, top, left,  # extent of the box; where it starts in its first tile
     value_lead, value_row, value_col, scale_lead, scale_row, scale_col,  # strides
     tiles_across,
-    AMAX: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, INTERPRETED: tl.constexpr,
+    AMAX: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    tile_row = tl.program_id(0) // tiles_across
-    tile_col = tl.program_id(0) % tiles_across
+    tile_row = tl.program_id(0) // PARTS // tiles_across
+    tile_col = tl.program_id(0) // PARTS % tiles_across
     lead = tl.program_id(1).to(tl.int64)
-    r = (tile_row * TILE_ROWS - top + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]
+    part_row = tl.program_id(0) % PARTS * (TILE_ROWS // PARTS)
+    r = (tile_row * TILE_ROWS - top + part_row + tl.arange(0, TILE_ROWS // PARTS)).to(tl.int64)[:, None]
     c = (tile_col * TILE_COLS - left + tl.arange(0, TILE_COLS)).to(tl.int64)[None, :]
     inside = (r >= 0) & (r < rows) & (c >= 0) & (c < cols)
     bits = tl.load(values + lead * value_lead + r * value_row + c * value_col, mask=inside, other=0).to(tl.int32) << 16
@@ -104,10 +107,13 @@ def _launch(values: torch.Tensor, codes: torch.Tensor | None, scales: torch.Tens
     lead, down, across = scales.shape
     _, rows, cols = source.shape
     strides = *source.stride(), *scales.stride()
-    _tile_kernel[(down * across, lead)](
-        source, source if codes is None else codes, scales, rows, cols, row_start % rule.rows, col_start % rule.cols, *strides,
-        tiles_across=across, AMAX=codes is None, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, INTERPRETED=triton.knobs.runtime.interpret,
-        num_warps=8,
+    top, left = row_start % rule.rows, col_start % rule.cols
+    ragged = any(number % 16 for number in (rows, cols, top, left, *source.stride()[:2]))
+    parts = min(PARTS, rule.rows) if ragged and codes is not None else 1
+    _tile_kernel[(down * across * parts, lead)](
+        source, source if codes is None else codes, scales, rows, cols, top, left, *strides,
+        tiles_across=across, AMAX=codes is None, TILE_ROWS=rule.rows, TILE_COLS=rule.cols, PARTS=parts,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=8,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from megarl.box import Box, whole_box
+from megarl.kernels.audit import Hashes
 from megarl.reshard.kinds import LocalTensor, Piece
 from megarl.reshard.layout import Layout, hf_layout
 from megarl.reshard.shards import flat_boxes
@@ -100,11 +101,12 @@ def saved_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
     """(elements, hash) of each tensor, summed over all ranks: one that is held k times counts k times. Collective."""
     names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
-    sums = {name: [0, 0, 0] for name in names}
+    sums, hashes = {name: [0, 0, 0] for name in names}, Hashes()
     for part in held:
-        share = part.share
-        for i, value in enumerate((part.box.numel, share & 0xFFFFFFFF, share >> 32)):  # halves: their sums do not overflow
-            sums[part.name][i] += value
+        sums[part.name][0] += part.box.numel
+        hashes.add(part.name, part.values, part.box, part.shape)
+    for name, share in hashes.totals().items():
+        sums[name][1:] = share & 0xFFFFFFFF, share >> 32  # halves: their sums over ranks do not overflow
     total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
     dist.all_reduce(total)
     return {name: (row[0], (row[1] + (row[2] << 32)) % 2**64) for name, row in zip(names, total.tolist()) if row[0]}

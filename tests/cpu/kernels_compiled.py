@@ -35,7 +35,7 @@ def accesses(text: str, kind: str) -> set[str]:
 @pytest.mark.parametrize("amax", [True, False], ids=["amax", "codes"])
 def test_quantise(amax):
     text = ptx(
-        quantise_triton._tile_kernel, dict(values="*i16"), AMAX=amax, TILE_ROWS=128, TILE_COLS=128, INTERPRETED=False,
+        quantise_triton._tile_kernel, dict(values="*i16"), AMAX=amax, TILE_ROWS=128, TILE_COLS=128, PARTS=1, INTERPRETED=False,
         value_col=1, scale_col=1,
     )  # fmt: skip
     assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32: a given scale

@@ -30,9 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libcuda.so.1"
 GIB = 2**30
+KNOWN = 4096  # elements at most of tensors of integers whose values are kept
 TRITON_TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64", torch.bool: "i1",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64",
+    torch.bool: "i1",
 }  # fmt: skip
 H100, B200 = ("NVIDIA H100 80GB HBM3", (9, 0), 132, 80), ("NVIDIA B200", (10, 0), 148, 180)
 # Reading these waits for the GPU.
@@ -210,7 +212,8 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
     def tolist(self: FakeTensor) -> Any:
         if self.device.type == "cuda":
             record.note("tolist")
-        return np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist()
+        known = getattr(self, "known", None)
+        return np.zeros(tuple(self.shape), _numpy_dtype(self.dtype)).tolist() if known is None else known.tolist()
 
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
@@ -370,6 +373,9 @@ class _Operations(TorchDispatchMode):
         if name == "aten::_local_scalar_dense":
             if args[0].device.type == "cuda":
                 self.record.note("item")
+            if (known := getattr(args[0], "known", None)) is not None:
+                with unset_fake_temporarily():
+                    return known.item()
             return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         if name in _DATA_DEPENDENT and args[0].device.type == "cuda":
             self.record.note(name.removeprefix("aten::"))
@@ -396,17 +402,33 @@ class _Operations(TorchDispatchMode):
             kwargs = kwargs | {"pin_memory": False}
         if name == "aten::_to_copy" and not isinstance(args[0], FakeTensor) and torch.device(kwargs.get("device") or "cpu").type != "cpu":
             out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
+            if args[0].numel() <= KNOWN and not args[0].is_floating_point():
+                with unset_fake_temporarily():
+                    out.known = args[0].to(out.dtype, copy=True)
         elif _is_of_host(args, kwargs):
             with unset_fake_temporarily():
                 out = function(*args, **kwargs)
         else:
             out = function(*args, **kwargs)
+            self._know(function, args, kwargs, out)
         if pins:
             self._pinned(out)
         for tensor in _tensors(out):
             if tensor.device.type == "cuda":
                 self._track(tensor)
         return out
+
+    def _know(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        """Small integers that the host has sent, such as the boundaries of sequences, and what is made of them, keep their values: Megatron
+        splits by them."""
+        tensors = [*_tensors((args, [*kwargs.values()]))]
+        if function._schema.is_mutable:
+            for tensor in tensors:
+                tensor.__dict__.pop("known", None)
+        elif isinstance(out, FakeTensor) and tensors and all(hasattr(tensor, "known") for tensor in tensors):
+            host = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+            with unset_fake_temporarily():
+                out.known = function(*(arg.known if isinstance(arg, FakeTensor) else arg for arg in args), **host)
 
     def _copy(self, source: torch.Tensor, device: torch.device, asynchronous: bool) -> None:
         if source.device.type == "cuda" and device.type == "cpu":

@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--plant", metavar="NAME", help="a fault of planted.py")
+    options = parser.parse_intermixed_args(arguments)
     pretended_cuda.preload()
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,6 +57,10 @@ def main(arguments: list[str]) -> int:
     dist.init_process_group("fake", rank=rank, world_size=plan.trainer_topology.world_size, store=FakeStore())
     with pretended_cuda.rehearsing(record):
         try:
+            if options.plant:
+                import planted
+
+                getattr(planted, options.plant)()
             report = rehearse(plan, record, options.microbatches)
         except Exception:
             traceback.print_exc()
@@ -88,8 +93,6 @@ def innermost(trace: Any) -> str:
 
 
 def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]:
-    import torch
-
     from megarl.algorithms.registry import make_algorithm
     from megarl.executors.batch_steps import BatchSteps
     from megarl.trainer import checkpoint_state
@@ -120,6 +123,7 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     count = len(trainer._plan(sequences))
     tell_shapes(trainer)
     tell_routing()
+    tell_sums()
     for name in ("first step", "step"):
         with phase(name, count):
             steps.train(batch)
@@ -241,6 +245,15 @@ def tell_shapes(trainer: MegatronTrainer) -> None:
     trainer._run, P2PCommunicator._communicate_shapes = planned_run, told
 
 
+def tell_sums() -> None:
+    """The last stage sends the sums of a step to the others."""
+    from megarl.trainer import parallel, step
+
+    sums = parallel.global_sums
+    nothing = dict.fromkeys(("loss", step.ENTROPY, step.ENTROPY_TOKENS, step.POSITIONS), 0.0)
+    parallel.global_sums = lambda *args: sums(*args) or {**nothing}
+
+
 def tell_routing() -> None:
     """The host reads how many tokens each expert has, and each rank is sent: here every expert has the same number."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -289,13 +302,11 @@ def show(report: dict[str, Any]) -> None:
         print(f"  {name:12s} {size:7.2f} GiB, planned {report['plan'][name]:7.2f}")
     print(f"  planned      {json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}")
     for name, phase in report["phases"].items():
-        print(
-            f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
-        )
+        peak = f"at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
+        print(f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, {peak}")
         for event in phase["events"]:
-            print(
-                f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{'' if event['inner'] == event['ours'] else ' → ' + event['inner']}"
-            )
+            inner = "" if event["inner"] == event["ours"] else f" → {event['inner']}"
+            print(f"    {event['count']:5d} {event['kind']:30s} {' '.join(event['lines'])}{inner}")
 
 
 if __name__ == "__main__":

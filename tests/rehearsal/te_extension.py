@@ -44,12 +44,13 @@ class _Enumeration:
         return self._members.setdefault(name, len(self._members))
 
 
-FP8FwdTensors = _enum("FP8FwdTensors", "GEMM1_INPUT", "GEMM1_WEIGHT", "GEMM1_OUTPUT", "GEMM2_INPUT", "GEMM2_WEIGHT", "GEMM2_OUTPUT", "GEMM3_INPUT", "GEMM3_WEIGHT", "GEMM3_OUTPUT")  # fmt: skip
+FP8FwdTensors = _enum("FP8FwdTensors", *(f"GEMM{n}_{of}" for n in (1, 2, 3) for of in ("INPUT", "WEIGHT", "OUTPUT")))
 FP8BwdTensors = _enum("FP8BwdTensors", "GRAD_OUTPUT1", "GRAD_INPUT1", "GRAD_OUTPUT2", "GRAD_INPUT2", "GRAD_OUTPUT3", "GRAD_INPUT3")
 NVTE_Fused_Attn_Backend = _enum(
     "NVTE_Fused_Attn_Backend", "NVTE_No_Backend", "NVTE_F16_max512_seqlen", "NVTE_F16_arbitrary_seqlen", "NVTE_FP8"
 )
-NVTE_QKV_Layout, NVTE_QKV_Format, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type, CommOverlapType, CommOverlapAlgo, Float8BlockScaleTensorFormat = (_Enumeration() for _ in range(8))  # fmt: skip
+NVTE_QKV_Layout, NVTE_QKV_Format, NVTE_Bias_Type, NVTE_Mask_Type, NVTE_Softmax_Type = (_Enumeration() for _ in range(5))
+CommOverlapType, CommOverlapAlgo, Float8BlockScaleTensorFormat = (_Enumeration() for _ in range(3))
 
 
 class CommOverlap: ...
@@ -131,7 +132,9 @@ def rmsnorm_bwd(
 layernorm_fwd = layernorm_bwd = None  # looked up in a table beside those of RMSNorm
 
 
-def fused_rope_forward(input: torch.Tensor, freqs: torch.Tensor, start: Any, format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int) -> torch.Tensor:  # fmt: skip
+def fused_rope_forward(
+    input: torch.Tensor, freqs: torch.Tensor, start: Any, format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int
+) -> torch.Tensor:  # fmt: skip
     _on_gpu(input, freqs, cu_seqlens)
     return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
@@ -199,7 +202,10 @@ def multi_tensor_scale_tensor(chunk_size: int, noop: torch.Tensor, lists: list[l
     _on_gpu(noop, scale, *(tensor for tensors in lists for tensor in tensors))
 
 
-def multi_tensor_adam(chunk_size: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], lr: float, beta1: float, beta2: float, epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:  # fmt: skip
+def multi_tensor_adam(
+    chunk_size: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], lr: float, beta1: float, beta2: float, epsilon: float, step: int,
+    mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
     _on_gpu(noop, *(tensor for tensors in lists for tensor in tensors))
 
 

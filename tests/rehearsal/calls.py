@@ -1,0 +1,204 @@
+"""Checks MegaRL's calls of its vendors, also those under CUDA alone, against the vendors' sources, which are parsed and not imported.
+
+    python tests/rehearsal/calls.py [SITE_PACKAGES]
+
+A call is checked if what it calls was imported by name, or is an attribute of a module that was: that the name is there, and that its
+parameters take the arguments. Methods of objects are not: their classes are not known without running the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VENDORS = ("megatron", "sglang", "mooncake", "transformer_engine")
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Sources:
+    """The vendors' modules in a folder of packages."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.module = functools.cache(self._module)
+        self.find = functools.cache(self._find)
+
+    def path(self, module: str) -> Path | None:
+        place = self.folder / module.replace(".", "/")
+        return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
+
+    def _module(self, module: str) -> ast.Module | None:
+        path = self.path(module)
+        return ast.parse(path.read_text()) if path else None
+
+    def is_module(self, module: str) -> bool:
+        return self.path(module) is not None or (self.folder / module.replace(".", "/")).is_dir()
+
+    def is_compiled(self, module: str) -> bool:
+        place = self.folder / module.replace(".", "/")
+        return any(place.parent.glob(f"{place.name}*.so"))
+
+    def _find(self, module: str, name: str) -> Any:
+        """The definition of `name` in `module`, or what stands there instead (a statement, "module"); None if nothing does."""
+        tree, found = self.module(module), None
+        if self.is_module(f"{module}.{name}"):
+            found = "module"
+        for node in reversed(_top(tree)) if tree else ():
+            if isinstance(node, Definition) and node.name == name:
+                found = node
+            elif isinstance(node, ast.ImportFrom) and (alias := next((a for a in node.names if (a.asname or a.name) == name), None)):
+                origin = _absolute(module, node, self.path(module))
+                if origin.split(".")[0] not in VENDORS or (origin, alias.name) == (module, name):
+                    return found or node
+                return self.find(origin, alias.name) or (node if self.is_compiled(origin) else None)
+            elif isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names) and found is None:
+                found = self.find(_absolute(module, node, self.path(module)), name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and found is None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+                found = node if name in names else None
+        return found
+
+
+def _top(tree: ast.Module) -> list[ast.stmt]:
+    """The statements of a module, and of its `if` and `try`."""
+    found: list[ast.stmt] = []
+    left = [*tree.body]
+    while left:
+        node = left.pop()
+        found.append(node)
+        for part in ("body", "orelse", "finalbody") if isinstance(node, (ast.If, ast.Try, ast.With)) else ():
+            left += getattr(node, part, [])
+        left += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+    return found
+
+
+def _absolute(module: str, node: ast.ImportFrom, path: Path | None) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + (path is not None and path.name == "__init__.py")]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | None:
+    """Of a function, or of a class's own __init__ or fields; None: not to be told from the source."""
+    if isinstance(found, ast.ClassDef):
+        init = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+        if init is None:
+            return _fields(found)
+        return _of_function(init, skip=1)
+    if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        kept = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
+        changed = [ast.unparse(each) for each in found.decorator_list if not any(name in ast.unparse(each) for name in kept)]
+        return None if changed else _of_function(found)
+    return None
+
+
+def _fields(found: ast.ClassDef) -> inspect.Signature | None:
+    """Of a dataclass without bases."""
+    if found.bases or not any("dataclass" in ast.unparse(each) for each in found.decorator_list):
+        return None
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    parameters = [(field.target.id, field.value is not None) for field in fields]  # type: ignore[union-attr]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = [inspect.Parameter(name, kind) for name, given in parameters if not given]
+    optional = [inspect.Parameter(name, kind, default=None) for name, given in parameters if given]
+    return inspect.Signature(required + optional)
+
+
+def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, skip: int = 0) -> inspect.Signature:
+    arguments, parameters = node.args, []
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    for place, argument in enumerate(positional):
+        kind = inspect.Parameter.POSITIONAL_ONLY if argument in arguments.posonlyargs else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(argument.arg, kind, default=inspect.Parameter.empty if place < required else None))
+    parameters = parameters[skip:]
+    if arguments.vararg:
+        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        empty = inspect.Parameter.empty if default is None else None
+        parameters.append(inspect.Parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default=empty))
+    if arguments.kwarg:
+        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
+    """(name here, module, name there or None for the module itself, line) of what a file of MegaRL's imports from vendors."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in VENDORS:
+            yield from ((alias.asname or alias.name, node.module or "", alias.name, node.lineno) for alias in node.names)
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in VENDORS and (alias.asname or "." not in alias.name):
+                    yield alias.asname or alias.name, alias.name, None, node.lineno
+
+
+def check(sources: Sources, path: Path) -> tuple[int, list[str]]:
+    """(calls that were checked, problems) of one file."""
+    tree, known, told, checked = ast.parse(path.read_text()), {}, [], 0
+    here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    for name, module, there, line in imports(tree):
+        if there is None:
+            known[name] = module, None
+            continue
+        found = sources.find(module, there)
+        known[name] = (f"{module}.{there}", None) if found == "module" else (module, found)
+        if found is None and not sources.is_compiled(module) and sources.is_module(module):
+            told.append(f"{here}:{line}: {module} has no {there}")
+        if not sources.is_module(module) and not sources.is_compiled(module):
+            told.append(f"{here}:{line}: there is no {module}")
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, module, found = call.func, "", None
+        if isinstance(function, ast.Name) and function.id in known:
+            module, found = known[function.id]
+        elif (
+            isinstance(function, ast.Attribute)
+            and isinstance(function.value, ast.Name)
+            and known.get(function.value.id, ("", 0))[1] is None
+        ):
+            module = known.get(function.value.id, ("", None))[0]
+            found = sources.find(module, function.attr) if module else None
+            if module and found is None and not sources.is_compiled(module):
+                told.append(f"{here}:{call.lineno}: {module} has no {function.attr}")
+        takes = signature(sources, module, found) if found is not None else None
+        if takes is not None:
+            checked += 1
+            if problem := misfit(takes, call):
+                told.append(f"{here}:{call.lineno}: {ast.unparse(function)}: {problem}")
+    return checked, told
+
+
+def misfit(takes: inspect.Signature, call: ast.Call) -> str:
+    positional = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+    open_ended = len(positional) < len(call.args) or len(keywords) < len(call.keywords)
+    try:
+        (takes.bind_partial if open_ended else takes.bind)(*positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def check_all(folder: Path) -> tuple[int, list[str]]:
+    sources, total, told = Sources(folder), 0, []
+    for path in sorted([*(ROOT / "megarl").rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "launch").glob("*.py")]):
+        if any(vendor in path.read_text() for vendor in VENDORS):
+            count, problems = check(sources, path)
+            total, told = total + count, told + problems
+    return total, told
+
+
+if __name__ == "__main__":
+    count, problems = check_all(Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib")))
+    print(*problems, f"{count} calls checked, {len(problems)} do not fit", sep="\n")
+    sys.exit(int(bool(problems)))

@@ -1,0 +1,49 @@
+"""Faults in code that runs on GPUs alone, for the rehearsal to find: `rank.py --plant NAME`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def tensor_of_the_host() -> None:
+    """Advantages that have not been sent to the GPU."""
+    from megarl.trainer import step
+
+    build = step.build
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        made = build(*args, **kwargs)
+        return dataclasses.replace(made, advantages=torch.zeros(len(made.scored)))
+
+    step.build = wrong
+
+
+def wrong_keyword() -> None:
+    """A field of the packed sequences that Transformer Engine's attention does not take."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    make = TEDotProductAttention.__init__
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.kept_packed_seq_params.add("boundaries")
+
+    TEDotProductAttention.__init__ = wrong
+
+
+def wait_per_parameter() -> None:
+    """The host reads a norm of every parameter before the optimizer steps."""
+    from megarl.trainer.optimizer import LearningRate
+
+    advance = LearningRate.advance
+
+    def wrong(self: Any) -> float:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.norm().item()
+        return advance(self)
+
+    LearningRate.advance = wrong

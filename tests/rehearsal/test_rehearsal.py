@@ -1,0 +1,179 @@
+"""One layer of each kind of rank on a pretended GPU, in processes of their own, and the kernels compiled: `make rehearse` in small."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import calls
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE_S = 400
+needs = pytest.mark.skipif(
+    not torch.version.cuda or not shutil.which("cc") or not (ROOT / "envs/rehearsal/transformer_engine").is_dir(),
+    reason="needs a CUDA build of PyTorch, a C compiler, and what make rehearse installs in envs/rehearsal",
+)
+DEEPSEEK = [
+    "model.path=deepseek-ai/DeepSeek-V3", "model.spec=configs/models/deepseek-v3/config.json", "trainer.tp=2", "trainer.pp=4",
+    "trainer.dp=8", "trainer.ep=16", "trainer.first_stage_layers=15", "trainer.last_stage_layers=14",
+]  # fmt: skip
+NO_WAIT = ("asynchronous copy to the GPU", "asynchronous copy to the host")
+
+P2P, DISPATCH = "megatron/core/pipeline_parallel/p2p_communication.py", "megatron/core/transformer/moe/token_dispatcher.py"
+ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+
+# What a step of one layer waits for, or copies without pinned memory, by kind and innermost function of MegaRL, Megatron or Transformer
+# Engine; on all but the last stage there are no sums and no rows. A dense model's microbatches wait for nothing: the GPU is read when the
+# step is over.
+OF_A_STEP = {
+    ("copy to the host", "megarl/trainer/agreement.py:totals"): 2,
+    ("copy to the host", "megarl/trainer/step.py:_token_rows"): 1,
+    ("item", "megarl/trainer/step.py:train_step"): 1,
+    ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
+}
+# Two microbatches: stages tell each other the shapes of what they send, and Megatron waits after each message.
+OF_A_FIRST_STAGE = {
+    ("copy to the host", "megarl/trainer/agreement.py:totals"): 2,
+    ("item", "megarl/trainer/step.py:train_step"): 1,
+    ("objects through the GPU", "megarl/trainer/parallel.py:global_sums"): 1,
+    ("blocking copy to the GPU", f"{P2P}:_communicate_shapes"): 2,
+    ("cuda.synchronize", f"{P2P}:_communicate"): 4,
+    ("cuda.synchronize", f"{P2P}:_communicate_shapes"): 4,
+    ("tolist", f"{P2P}:_communicate_shapes"): 2,
+}
+OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {
+    ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
+    ("cuda.synchronize", f"{P2P}:_communicate"): 3,
+    ("cuda.synchronize", f"{P2P}:_communicate_shapes"): 3,
+}
+# A layer of experts, twice a microbatch where it is computed again: how many tokens each rank is sent.
+OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
+# A layer of latent attention: its rotary embedding reads the boundaries of sequences, twice for queries and twice for keys.
+OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
+# The log-probs of each microbatch, when all are on their way, and those of all together.
+SCORED = "copy to the host", "megarl/trainer/megatron_model.py:_scored"
+
+
+def rehearse(tmp_path: Path, config: str, *arguments: str) -> dict[str, Any]:
+    found, output = run(tmp_path, config, *arguments)
+    assert found is not None, output[-6000:]
+    return found
+
+
+def run(tmp_path: Path, config: str, *arguments: str) -> tuple[dict[str, Any] | None, str]:
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(HERE / "rank.py"), f"configs/{config}.yaml", "--layers", "1", "--json", str(report), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=environment)
+    return json.loads(report.read_text()) if ended.returncode == 0 else None, ended.stdout + ended.stderr
+
+
+def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
+    found: Counter[tuple[str, str]] = Counter()
+    for event in report["phases"][phase]["events"]:
+        if event["kind"] not in NO_WAIT:
+            found[event["kind"], event["inner"]] += event["count"]
+    return dict(found)
+
+
+def check_memory(report: dict[str, Any]) -> None:
+    """Part by part within 5 % of what is planned, and building takes no more than what is held then."""
+    for part, size in report["parts"].items():
+        assert size == pytest.approx(report["plan"][part], rel=0.05), part
+    build = report["phases"]["build"]
+    assert build["peak_gib"] <= build["held_gib"] * 1.05
+
+
+@needs
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["8b_aipo", "70b_aipo", "70b_32k_aipo"])
+def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_path):
+    report = rehearse(tmp_path, config)
+    check_memory(report)
+    assert waits(report, "step") == OF_A_STEP
+    assert waits(report, "score") == {SCORED: report["phases"]["score"]["microbatches"] + 1}
+
+
+@needs
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "arguments", "expected"),
+    [
+        ("qwen3_30b_a3b_aipo", [], OF_A_STEP | OF_EXPERTS),
+        ("405b_aipo", ["--rank=0"], OF_A_FIRST_STAGE),
+        ("405b_aipo", ["--rank=-1"], OF_A_LAST_STAGE),
+        ("qwen3_235b_a22b_aipo", ["--rank=-1", *DEEPSEEK], OF_A_LAST_STAGE | OF_EXPERTS | OF_LATENT_ATTENTION),
+    ],
+    ids=["experts", "first-stage", "last-stage", "latent-attention"],
+)
+def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_path):
+    report = rehearse(tmp_path, config, *arguments)
+    check_memory(report)
+    assert waits(report, "step") == expected
+
+
+@needs
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "told", "line"),
+    [
+        ("tensor_of_the_host", "found at least two devices, cuda:0 and cpu", "megarl/algorithms/policy_gradient.py:"),
+        ("wrong_keyword", "unexpected keyword argument 'boundaries'", "megarl/trainer/megatron_model.py:"),
+    ],
+)
+def test_planted_faults_are_found_with_their_lines(fault, told, line, tmp_path):
+    found, output = run(tmp_path, "8b_aipo", "--plant", fault)
+    assert found is None and told in output
+    assert line in output.splitlines()[-1]
+
+
+@needs
+@pytest.mark.long
+def test_a_wait_for_every_parameter_is_found(tmp_path):
+    report = rehearse(tmp_path, "8b_aipo", "--plant", "wait_per_parameter")
+    assert waits(report, "step")["item", "megarl/trainer/step.py:train_step"] > 1 + 5
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_neither_spill_nor_load_a_few_bytes_at_a_time(tmp_path):
+    command = [sys.executable, str(HERE / "compile_kernels.py")]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_calls_fit_what_the_vendors_have_installed():
+    count, problems = calls.check_all(Path(sysconfig.get_path("purelib")))
+    assert not problems
+    assert count > 30
+
+
+def test_calls_that_do_not_fit_are_told(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, no_such\n"
+        "from megatron.core import parallel_state\n"
+        "model_parallel_cuda_manual_seed(1, sed=2)\n"
+        "parallel_state.no_such_group()\n"
+        "model_parallel_cuda_manual_seed(1)\n"
+    )
+    count, problems = calls.check(calls.Sources(Path(sysconfig.get_path("purelib"))), wrong)
+    assert count == 2
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "megatron.core.tensor_parallel has no no_such",
+        "model_parallel_cuda_manual_seed: got an unexpected keyword argument 'sed'",
+        "megatron.core.parallel_state has no no_such_group",
+    ]
