@@ -1,4 +1,4 @@
-"""SGLang's arguments of a run's engines, resolved as on a GPU that this machine does not have.
+"""SGLang's arguments of a run's engines, resolved as on a GPU that this machine does not have. Needs the packages of requirements/gpu.txt.
 
     python tests/rehearsal/engines.py H100|B200 CONFIG…
 
@@ -23,9 +23,6 @@ SHOWN = ("attention_backend", "prefill_attention_backend", "decode_attention_bac
 
 def main(gpu: str, configs: list[str]) -> int:
     pretended_cuda.preload()
-    from megarl.generator import cpu_support
-
-    cpu_support.install()  # stands in for packages that this machine lacks
     pretended_cuda.pretend(pretended_cuda.Record(), {"H100": pretended_cuda.H100, "B200": pretended_cuda.B200}[gpu])
     from megarl.config.load import load_config
     from megarl.generator.server import EngineKeys, server_command

@@ -335,12 +335,12 @@ class _Functions(TorchFunctionMode):
         device = kwargs.get("device")
         if isinstance(device, int) and not isinstance(device, bool):
             device = kwargs["device"] = torch.device("cuda", device)
-        if function in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type == "cuda":
-            if not isinstance(args[0], torch.Tensor):
-                self.record.note("blocking copy to the GPU")
-                kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-                made = torch.tensor(*args, **kwargs)
-                return torch.empty(made.shape, dtype=made.dtype, device=device)
+        sends = device is not None and torch.device(device).type == "cuda" and function in (torch.tensor, torch.as_tensor)
+        if sends and not isinstance(args[0], torch.Tensor):
+            self.record.note("blocking copy to the GPU")
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+            made = torch.tensor(*args, **kwargs)
+            return torch.empty(made.shape, dtype=made.dtype, device=device)
         if function is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             if args[0].device.type != "cpu":
                 raise TypeError("numpy() of a tensor on the GPU")
