@@ -126,6 +126,7 @@ KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
 OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
 STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_bench_offpolicy_runs.py"
+REHEARSED = "takes an hour; tests/rehearsal/test_rehearsal.py does it with one layer"
 NOT_RUN = {
     "make check": ITSELF,
     "make test": ITSELF,
@@ -156,6 +157,8 @@ NOT_RUN = {
     "sbatch slurm/405b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
     "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,
+    "make rehearse": REHEARSED,
+    ".venv/bin/python tests/rehearsal/rank.py configs/70b_aipo.yaml --rank 0": REHEARSED,
     "make setup-gpu": "compiles for more than an hour; its log is in docs/gpu.md",
     "megarl doctor": "is run by tests/cpu/test_engine_start.py",
     "pip install -e '.[agents]'": "the tests of an agent are skipped where its package is not installed",
