@@ -20,6 +20,7 @@ PYTHONS := $(or $(PYTHON),python3.12 python3 $(wildcard $(or $(PYENV_ROOT),$(HOM
 ARGS ?=
 STAMP := .venv/.megarl-setup
 JOBS ?= $(shell nproc)
+WHEELS ?= $(HOME)/.cache/megarl/wheels
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 INSTALL := .venv/bin/uv pip install --quiet --python .venv/bin/python
 
@@ -198,7 +199,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	say "done in $$SECONDS s"
 
 # For GPUs; it may be a machine without one that installs. Transformer Engine has its torch extension as source alone: it is compiled with the
-# headers and the compiler that are wheels in this environment, so no toolkit of CUDA is needed, and uv keeps the wheel.
+# headers and the compiler that are wheels in this environment, so no toolkit of CUDA is needed. The wheel is kept in WHEELS, for other checkouts.
 setup-gpu:
 	@$(ENVIRONMENT)
 	PYTHONPATH=. .venv/bin/python -m megarl.launch.doctor
@@ -208,10 +209,17 @@ setup-gpu:
 	awk -v source="$$source" -v wheels="$$wheels" '/^[^ #]/ {to = /^transformer-engine-torch==/ ? source : wheels} to {print > to}' requirements/gpu.txt
 	$(INSTALL) --no-deps --link-mode copy --require-hashes --only-binary :all: -r <(awk '/^[^ ]/ {on = /^llama-index-core==/} on' "$$wheels")
 	$(INSTALL) --no-deps --require-hashes --only-binary :all: --no-binary langdetect -r "$$wheels"
-	say "3/4 the torch extension of Transformer Engine, compiled (an hour and a half on one core; $(JOBS) at once here, JOBS=… for others)"
-	CUDA_HOME=$$(echo "$$environment"/lib/python3.12/site-packages/nvidia/cu13) PATH="$$environment/bin:$$PATH" \
-	    NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch MAX_JOBS=$(JOBS) \
-	    $(INSTALL) --no-deps --no-build-isolation --require-hashes -r "$$source"
+	extension=$$(ls $(WHEELS)/transformer_engine_torch-$$(sed -n 's/^transformer-engine-torch==\([^ ]*\).*/\1/p' "$$source")-cp312-*.whl 2>/dev/null || true)
+	if [ -z "$$extension" ]; then
+	    say "3/4 the torch extension of Transformer Engine, compiled into $(WHEELS) (an hour and a half of one core)"
+	    CUDA_HOME=$$(echo "$$environment"/lib/python3.12/site-packages/nvidia/cu13) PATH="$$environment/bin:$$PATH" \
+	        NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch MAX_JOBS=$(JOBS) \
+	        .venv/bin/python -m pip wheel --disable-pip-version-check -qq --no-deps --no-build-isolation --require-hashes -r "$$source" -w $(WHEELS)
+	    extension=$$(ls $(WHEELS)/transformer_engine_torch-*-cp312-*.whl)
+	else
+	    say "3/4 the torch extension of Transformer Engine: $$extension"
+	fi
+	$(INSTALL) --no-deps "$$extension"
 	say "4/4 this checkout"
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
