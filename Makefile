@@ -209,13 +209,15 @@ setup-gpu:
 	awk -v source="$$source" -v wheels="$$wheels" '/^[^ #]/ {to = /^transformer-engine-torch==/ ? source : wheels} to {print > to}' requirements/gpu.txt
 	$(INSTALL) --no-deps --link-mode copy --require-hashes --only-binary :all: -r <(awk '/^[^ ]/ {on = /^llama-index-core==/} on' "$$wheels")
 	$(INSTALL) --no-deps --require-hashes --only-binary :all: --no-binary langdetect -r "$$wheels"
-	extension=$$(ls $(WHEELS)/transformer_engine_torch-$$(sed -n 's/^transformer-engine-torch==\([^ ]*\).*/\1/p' "$$source")-cp312-*.whl 2>/dev/null || true)
+	version=$$(sed -n 's/^transformer-engine-torch==\([^ ]*\).*/\1/p' "$$source")
+	built() { ls $(WHEELS)/transformer_engine_torch-"$$version"-cp312-*.whl 2>/dev/null || true; }
+	extension=$$(built)
 	if [ -z "$$extension" ]; then
 	    say "3/4 the torch extension of Transformer Engine, compiled into $(WHEELS) (an hour and a half of one core)"
 	    CUDA_HOME=$$(echo "$$environment"/lib/python3.12/site-packages/nvidia/cu13) PATH="$$environment/bin:$$PATH" \
 	        NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch MAX_JOBS=$(JOBS) \
 	        .venv/bin/python -m pip wheel --disable-pip-version-check -qq --no-deps --no-build-isolation --require-hashes -r "$$source" -w $(WHEELS)
-	    extension=$$(ls $(WHEELS)/transformer_engine_torch-*-cp312-*.whl)
+	    extension=$$(built)
 	else
 	    say "3/4 the torch extension of Transformer Engine: $$extension"
 	fi
