@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from nursery import Run, script
 from sglang_engine import Engine, start_engine
 from weights_worker import DEADLINE_S, Job
 
-from megarl.generator.client import EngineClient
+from megarl.generator.client import EngineClient, EngineError, EngineUnreachable
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, RunKey
 from megarl.observe.status import StatusBoard
@@ -160,9 +161,20 @@ class Generator:
         self.live = mapped(self.run(share()))
 
     def load(self, checkpoint: Path) -> None:
-        """SGLang's own way."""
+        """SGLang's own way, which is refused while a request is there that has been answered a moment before."""
 
         async def load() -> None:
+            deadline = time.monotonic() + DEADLINE_S
+            while True:
+                try:
+                    await self.client.flush(DEADLINE_S)
+                    break
+                except EngineUnreachable:
+                    raise
+                except EngineError:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(0.1)
             await self.client.call("/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S)
             await self.client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
             await self.client.end_update(DEADLINE_S)
