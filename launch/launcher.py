@@ -191,7 +191,7 @@ def report_of(plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, h
     wanted = [part.name for part in mine.engines] + [f"{part.whole}.group" for part in mine.answering]
     wanted += ["hub", "evaluator"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
     ports = dict(zip(wanted, free_ports(len(wanted), address)))
-    problems = problems_here(plan, bool(mine.trainer_ranks), shared=node.count > 1)
+    problems = problems_here(plan, bool(mine.trainer_ranks), bool(mine.engines), shared=node.count > 1)
     return NodeReport(node.rank, host_name(), address, len(gpus()), ports, versions(), problems, infiniband_ports())
 
 

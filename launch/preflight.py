@@ -9,8 +9,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.generator.server import growing_segments
 from megarl.launch import doctor
 from megarl.launch.meeting import NodeReport
+from megarl.plan.quantisation import repacked_blocks
 from megarl.plan.resolve import RunPlan
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
@@ -27,14 +29,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def problems_here(plan: RunPlan, trains: bool, shared: bool) -> list[str]:
-    """The reasons why this node cannot run its part. `shared`: whether other nodes have parts too."""
+def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> list[str]:
+    """The reasons why this node cannot run its part: trainer ranks, engines, or both. `shared`: whether other nodes have parts too."""
     gpu = doctor.has_driver()
     lacking = (finding for finding in doctor.look(doctor.node(gpu)) if finding.state == doctor.LACKS)
     found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
-    if gpu and trains and not plan.config.trainer.local_layers and importlib.util.find_spec("transformer_engine") is None:
-        found.append("trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)")
+    if gpu and trains:
+        found += _unfit_to_train(plan)
+    if gpu and serves and (blackwell := [kind for kind, capability in doctor.capabilities() if capability == 10]):
+        found += repacked_blocks(plan.config, f"{blackwell[0]} here")
     return [*(_missing_files(plan) if shared else ()), *found]
+
+
+def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
+    found = importlib.util.find_spec("transformer_engine")
+    if not plan.config.trainer.local_layers and (found is None or found.origin is None):  # nothing, or an empty folder
+        yield "trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)"
+    transport = plan.config.weights.transport
+    if transport not in ("nccl", "gloo") and (given := growing_segments()):
+        why = "network cards and other processes cannot always open such memory; nccl and gloo do not ask them to"
+        yield f"{given}: must be without expandable_segments:True where weights.transport={transport}: {why} (docs/transports.md)"
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:

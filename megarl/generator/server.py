@@ -29,6 +29,8 @@ from megarl.parent import end_with_parent
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
 _MOE_RUNNER = "triton"  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
@@ -183,12 +185,18 @@ def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]
         raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
 
 
+def growing_segments() -> str:
+    """The setting, NAME=VALUE, by which torch's expandable segments are on here; empty if they are off, as by default.
+
+    Their memory is mapped in pieces of 20 MiB. Other processes cannot always open it (pytorch/pytorch issues 179220, 198305), and network
+    cards cannot be given more than one piece at a time (kvcache-ai/Mooncake issue 2511).
+    """
+    return next((f"{name}={os.environ[name]}" for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))), "")
+
+
 def _gpu_environment() -> dict[str, str]:
-    """Switches off torch's expandable segments, which many set for the trainer: other processes cannot always open their memory
-    (pytorch/pytorch issue 179220), so parameters must lie in memory from cudaMalloc."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    given = {name: os.environ[name] for name in names if "expandable_segments" in os.environ.get(name, "")}
-    return {name: re.sub(r"(expandable_segments\s*:)\s*\w+", r"\1False", value) for name, value in given.items()}
+    """Switches off expandable segments, which many set for the trainer: an engine's parameters are always opened by others."""
+    return {name: _GROWING.sub(r"\1False", os.environ[name]) for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))}
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -8,7 +8,10 @@ from megarl.config.schema import RunConfig
 from megarl.models import ModelSpec
 
 BLOCK = 128  # rows and columns of fp8_block
-_KEEP_BLOCKS = ("flashinfer_trtllm", "triton")  # those of Blackwell's backends that keep blocks as they are
+_KEEP_BLOCKS = {  # arguments of SGLang: (its choice here on Blackwell, what keeps blocks as they are)
+    "fp8_gemm_runner_backend": ("auto", ("flashinfer_trtllm", "triton")),
+    "moe_runner_backend": ("triton", ("triton",)),
+}
 _DECIDED = ("json_model_override_args", "load_format")  # arguments that tell SGLang the format
 
 
@@ -25,11 +28,16 @@ def check_ampere(config: RunConfig) -> Iterable[str]:
 
 
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    """Refuses DeepGEMM, SGLang's choice on Blackwell: with it scales of blocks are rounded to powers of two and packed after loading."""
-    backend = config.generator.server_args.get("fp8_gemm_runner_backend", "auto")
-    if config.cluster.gpu == "B200" and config.generator.quantization == "fp8_block" and backend not in _KEEP_BLOCKS:
-        needed = f"generator.server_args.fp8_gemm_runner_backend of {' or '.join(_KEEP_BLOCKS)}"
-        yield f"generator.quantization=fp8_block: with cluster.gpu=B200 needs {needed}; it is {backend}, which repacks the scales"
+    return repacked_blocks(config, "cluster.gpu=B200") if config.cluster.gpu == "B200" else ()
+
+
+def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
+    """Refuses DeepGEMM on GPUs of compute capability 10, `where`. After loading, SGLang (0.5.23) there quantises weights once more, by
+    scales that are powers of two, and packs these (requant_block_scale_ue8m0_for_deepgemm): direct writes bring neither."""
+    for name, (chosen, kept) in _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ():
+        if (backend := config.generator.server_args.get(name, chosen)) not in kept:
+            needed = f"generator.server_args.{name} of {' or '.join(kept)}"
+            yield f"generator.quantization=fp8_block: with {where} needs {needed}; it is {backend}, which repacks the scales"
 
 
 def check_evaluated_format(config: RunConfig) -> Iterable[str]:
