@@ -1,7 +1,7 @@
 """Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in the metrics.
 
 An evaluation runs beside the training. Its scores go into the row of the first step that ends after it, with `eval/version`, the weights
-that were evaluated. Scores of the last weights are added to the last row when all processes have ended.
+that were evaluated. When all processes have ended, scores of the last weights are added to the last row, and others to rows before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config.schema import RunConfig
 from megarl.files import write_whole
-from megarl.observe.metrics import METRICS_FILE, Row, add_to_last_row, read_metrics
+from megarl.observe.metrics import METRICS_FILE, Row, change_rows, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.types import Version
 
@@ -146,40 +146,48 @@ def spared_steps(config: RunConfig) -> set[int]:
 
 
 class NewEvaluations:
-    """Evaluations that are newer than those in the rows of the metrics. Make it after the MetricsWriter: what a resumed run cuts off is
-    reported again."""
+    """Evaluations that no row of the metrics has. Make it after the MetricsWriter: what a resumed run cuts off is reported again."""
 
     def __init__(self, run_dir: Path | str):
         self._run_dir, self._reported = Path(run_dir), _reported(read_metrics(Path(run_dir) / METRICS_FILE))
         self._missed: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
-        """The newest of them as metrics, and how many versions were missed by now, if that has changed; empty if nothing is new."""
+        """The oldest of them as metrics, and how many versions were missed by now, if that has changed; empty if nothing is new."""
         found: dict[str, float] = {}
         if (counts := missed_counts(self._run_dir)) != self._missed:
             self._missed = counts
             found |= counts
-        new = [result for result in read_results(self._run_dir) if result["version"] > self._reported]
-        if new:
-            self._reported = new[-1]["version"]
-            found |= as_metrics(new[-1])
+        if new := [result for result in read_results(self._run_dir) if result["version"] not in self._reported]:
+            self._reported.add(new[0]["version"])
+            found |= as_metrics(new[0])
         return found
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds the newest evaluation to the last row if no row has it, and what was missed. Call it when the run's processes have ended."""
-    results, rows = read_results(run_dir), read_metrics(Path(run_dir) / METRICS_FILE)
+    """Adds what no row has: to the last one what was missed, and evaluations such that the newest is in the last row and all stand in the
+    order of their versions. A row has one evaluation; where no row is left, the newest takes the place of one before, which has its file
+    alone. Call it when the run's processes have ended."""
+    results, rows = {result["version"]: result for result in read_results(run_dir)}, read_metrics(Path(run_dir) / METRICS_FILE)
     if not rows:
         return
     counts = missed_counts(run_dir)
     told = {key: value for row in rows for key, value in row.items() if key in counts}
-    more: dict[str, float] = dict(counts) if counts != told else {}
-    if results and results[-1]["version"] > _reported(rows):
-        more |= as_metrics(results[-1])
-    if more:
-        add_to_last_row(run_dir, more)
+    changed: dict[int, Row] = {rows[-1]["step"]: rows[-1] | counts} if counts != told else {}
+    waiting = results.keys() - _reported(rows)
+    free = [row["step"] for row in rows if VERSION_KEY not in row]
+    free = free[max(0, len(free) - len(waiting)) :]
+    takes = [row for row in rows if VERSION_KEY in row or row["step"] in free] if waiting else []
+    versions = sorted(_reported(rows) | waiting)
+    for row, version in zip(takes, [*versions[: len(takes) - 1], versions[-1]] if takes else ()):
+        if row.get(VERSION_KEY) != version and version in results:
+            others = as_metrics(results.get(row.get(VERSION_KEY, -1), {"version": -1}))
+            kept = {key: value for key, value in changed.get(row["step"], row).items() if key not in others}
+            changed[row["step"]] = kept | as_metrics(results[version])
+    if changed:
+        change_rows(run_dir, changed)
 
 
-def _reported(rows: Sequence[Row]) -> Version:
-    """The newest evaluation that a row has; -1 if none has any."""
-    return max((row[VERSION_KEY] for row in rows if VERSION_KEY in row), default=-1)
+def _reported(rows: Sequence[Row]) -> set[Version]:
+    """The evaluations that rows have."""
+    return {row[VERSION_KEY] for row in rows if VERSION_KEY in row}

@@ -68,18 +68,15 @@ def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
     return dict(zip((f"{key}/{name}" for name in QUANTILES), np.quantile(sample, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def add_to_last_row(run_dir: Path | str, values: Mapping[str, float]) -> None:
-    """Adds values to the last row. No process may be writing any more."""
+def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
+    """Puts `rows`, by step, in the place of those with the same steps. No process may be writing any more."""
     path = Path(run_dir) / METRICS_FILE
-    data, begin, last = path.read_bytes(), 0, None
+    data, begin, changed = path.read_bytes(), 0, []
     for end, row in parse_lines(data):
-        last = last if row is None else (begin, end, row)
+        new = rows.get(row["step"]) if row is not None else None
+        changed.append(data[begin:end] if new is None else _line(new["step"], {key: new[key] for key in new if key != "step"}))
         begin = end
-    if last is None:
-        return
-    begin, end, row = last
-    step = row.pop("step")
-    write_whole(path, (data[:begin] + _line(step, {**row, **values}) + data[end:]).decode(errors="replace"))
+    write_whole(path, b"".join([*changed, data[begin:]]).decode(errors="replace"))
 
 
 def _line(step: int, values: Mapping[str, float | int | bool | Sequence[int]]) -> bytes:

@@ -46,7 +46,7 @@ class Tracker(Protocol):
     run: str  # the id to go on with
 
     def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
-        """Adds values to a step: a new one, or the last one again with other keys."""
+        """Adds values to a step: a new one, or, when all have been sent, scores to one before (W&B then takes the last step's alone)."""
         ...
 
     def close(self) -> None: ...

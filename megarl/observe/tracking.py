@@ -199,12 +199,13 @@ def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> No
 
 
 def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
-    """Sends what the last row has got since (evaluations.complete_metrics)."""
-    last = read_metrics(folder / METRICS_FILE)[-1:]
-    if rows.rows and last and last[0]["step"] == rows.rows[-1]["step"]:
-        before, rows.rows[-1] = rows.rows[-1], last[0]
-        if new := {key: value for key, value in last[0].items() if key not in before}:
-            send(tracker, {"step": last[0]["step"], **new})
+    """Sends the scores that rows have got since (evaluations.complete_metrics)."""
+    now = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
+    for number, before in enumerate(rows.rows):
+        after = now.get(before["step"], before)
+        if new := {key: value for key, value in after.items() if key.startswith("eval/") and value != before.get(key)}:
+            send(tracker, {"step": after["step"], **new})
+            rows.rows[number] = after
 
 
 def main() -> None:

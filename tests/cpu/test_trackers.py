@@ -15,8 +15,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import write_result
-from megarl.observe.metrics import METRICS_FILE, MetricsWriter, add_to_last_row
+from megarl.observe.evaluations import complete_metrics, write_result
+from megarl.observe.metrics import METRICS_FILE, MetricsWriter
 from megarl.observe.rollouts import SamplesWriter
 from megarl.observe.trackers import Beginning, check_trackers
 from megarl.observe.tracking import NewRows, Stale, Tracked, follow
@@ -166,7 +166,7 @@ def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(tmp_path: Path
     assert tables[10][0]["failed"] == "exit: status 1" and tables[10][0]["reward"] == 0.5 and tables[0][0]["failed"] == ""
 
 
-def test_what_the_last_row_gets_at_the_end_is_added_to_its_step(tmp_path: Path) -> None:
+def test_what_rows_get_at_the_end_is_added_to_their_steps(tmp_path: Path) -> None:
     rows, calls = NewRows(tmp_path / METRICS_FILE, Stale.of(tmp_path / METRICS_FILE, 0)), []
     writer = MetricsWriter(tmp_path)
 
@@ -175,13 +175,15 @@ def test_what_the_last_row_gets_at_the_end_is_added_to_its_step(tmp_path: Path) 
         if len(calls) <= 2:
             writer.write(len(calls), {"loss": 0.5})
         elif len(calls) == 4:
-            add_to_last_row(tmp_path, {"eval/version": 2})
+            for version in (1, 2):
+                write_result(tmp_path, version, {})
+            complete_metrics(tmp_path)
         return len(calls) == 4
 
     follow("tensorboard", Beginning(tmp_path, "project", "name", {}), rows, 0, ended)
     writer.close()
     assert calls == [0, 1, 2, 2]
-    assert read_tensorboard(tmp_path, "") == {"loss": [(1, 0.5), (2, 0.5)], "eval/version": [(2, 2.0)]}
+    assert read_tensorboard(tmp_path, "") == {"loss": [(1, 0.5), (2, 0.5)], "eval/version": [(1, 1.0), (2, 2.0)]}
 
 
 def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(tmp_path: Path) -> None:

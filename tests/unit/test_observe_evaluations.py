@@ -22,14 +22,42 @@ def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path:
     writer.close()
     score = {"eval/hard/pass@1": 0.0, "eval/hard/reward/mean": 0.25}
     at_zero, at_two = {"eval/version": 0, "eval/pass@1": 0.0, **score}, {"eval/version": 2, "eval/pass@1": 0.5, **score}
-    assert row_keys(tmp_path) == [at_zero, {}, at_two, {}]
+    at_one = at_two | {"eval/version": 1, "eval/pass@1": 0.25}
+    assert row_keys(tmp_path) == [at_zero, {}, at_one, at_two]
+    before = (tmp_path / METRICS_FILE).read_bytes()
     complete_metrics(tmp_path)
-    assert row_keys(tmp_path) == [at_zero, {}, at_two, {}], "nothing new"
+    assert (tmp_path / METRICS_FILE).read_bytes() == before, "nothing new"
     write_result(tmp_path, 4, {"pass@1": 1.0})
     for _ in range(2):
         complete_metrics(tmp_path)
-        assert row_keys(tmp_path) == [at_zero, {}, at_two, {"eval/version": 4, "eval/pass@1": 1.0}]
+        assert row_keys(tmp_path) == [at_zero, at_one, at_two, {"eval/version": 4, "eval/pass@1": 1.0}]
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
+
+
+def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -> None:
+    """max_steps=4, eval.every=2: those of versions 2 and 4 both end when all rows are written."""
+    writer = MetricsWriter(tmp_path)
+    for step in range(4):
+        writer.write(step, {"loss": 0.5, **({"eval/version": 0, "eval/pass@1": 0.0} if step == 0 else {})})
+    writer.close()
+    for version in (0, 2, 4):
+        write_result(tmp_path, version, {"pass@1": version / 4})
+    for _ in range(2):
+        complete_metrics(tmp_path)
+        assert [row.get("eval/version") for row in row_keys(tmp_path)] == [0, None, 2, 4]
+    assert all(row["loss"] == 0.5 for row in read_metrics(tmp_path / METRICS_FILE))
+
+
+def test_an_evaluation_for_which_no_row_is_left_has_its_file_alone(tmp_path: Path) -> None:
+    """eval.every=1: there is a version more than there are steps."""
+    writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
+    for step in range(2):
+        write_result(tmp_path, step, {"pass@1": step / 4, "suites": {"hard": {"pass@1": 0.0}}})
+        writer.write(step, new.metrics())
+    writer.close()
+    write_result(tmp_path, 2, {"pass@1": 0.5})
+    complete_metrics(tmp_path)
+    assert row_keys(tmp_path)[0]["eval/version"] == 0 and row_keys(tmp_path)[1] == {"eval/version": 2, "eval/pass@1": 0.5}
 
 
 def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> None:
@@ -38,7 +66,7 @@ def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> 
     forget_after(tmp_path, 5)
     assert [result["version"] for result in read_results(tmp_path)] == [0, 5]
     new = NewEvaluations(tmp_path)
-    assert new.metrics()["eval/version"] == 5 and new.metrics() == {}
+    assert [new.metrics().get("eval/version") for _ in range(3)] == [0, 5, None]
 
 
 def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None:
