@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -172,19 +173,39 @@ def _cut(path: Path, step: int) -> None:
 class FailuresWriter(_Lines):
     """`run_dir`/rollouts/failures.jsonl: what scores and episodes fail of, as it happens, long before their step ends; and warnings.
 
-    The first failure of each kind is written at once, later ones every FAILURES_S at most: these are news, not a record.
+    The first failure of each kind is written at once, later ones every FAILURES_S at most, the last of them always: these are news, not a
+    record.
     """
 
     def __init__(self, run_dir: Path | str):
         super().__init__(run_dir, FAILURES_FILE)
         self._written_s: dict[tuple[str, str], float] = {}
+        self._held: dict[tuple[str, str], dict[str, Any]] = {}  # the newest of each kind, if it is still to be written
+        self._lock = threading.Lock()
 
     def tell(self, failure: Failure, ordinal: Ordinal) -> None:
         """`ordinal`: the prompt's; -1 of a warning."""
-        now, name = time.monotonic(), (failure.part, failure.kind)
-        if now - self._written_s.get(name, -math.inf) >= FAILURES_S:
-            self._written_s[name] = now
-            self.append({"time_s": time.time(), "ordinal": ordinal, **msgspec.structs.asdict(failure)})
+        name = failure.part, failure.kind
+        with self._lock:
+            waits_s = self._written_s.get(name, -math.inf) + FAILURES_S - time.monotonic()
+            if waits_s > 0 and name not in self._held:
+                timer = threading.Timer(waits_s, self._release, [name])
+                timer.daemon = True
+                timer.start()
+            self._held[name] = {"time_s": time.time(), "ordinal": ordinal, **msgspec.structs.asdict(failure)}
+        if waits_s <= 0:
+            self._release(name)
+
+    def close(self) -> None:
+        for name in list(self._held):
+            self._release(name)
+        super().close()
+
+    def _release(self, name: tuple[str, str]) -> None:
+        with self._lock:
+            if (line := self._held.pop(name, None)) is not None:
+                self._written_s[name] = time.monotonic()
+                self.append(line)
 
 
 class Told(Failure, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from megarl.observe.advisories import advisories
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.progress import Progress
 from megarl.observe.report import summarize
-from megarl.observe.rollouts import FailuresWriter, format_sample
+from megarl.observe.rollouts import FailuresTail, FailuresWriter, format_sample
 from megarl.report.advice import advice
 from megarl.report.reading import RunReader
 from megarl.rewards.failures import too_many_failed_episodes, too_many_failures
@@ -93,6 +94,25 @@ def test_a_rollout_tells_of_failures_at_once_scores_before_it_ends():
     checked = CheckedRollout("mine", rollout, context, 60.0, VOCABULARY, tell=lambda failure, ordinal: told.append((failure, ordinal)))
     asyncio.run(checked(prompt(), SAMPLING, 2))
     assert told == [(LATE, 7), (CRASH, 7)]
+
+
+def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the reason of the first would stand beside numbers of others for as long as nothing fails."""
+    failures, tail = FailuresWriter(tmp_path), FailuresTail(tmp_path)
+    for number in range(3):
+        failures.tell(Failure("exit", f"status {number}", part="rollout.program"), number)
+    tail.poll()
+    assert tail.reason(episodes=True) == "; the last: status 0"
+    failures.close()
+    assert [told.reason for told in tail.poll()] == ["status 2"] and tail.reason(episodes=True) == "; the last: status 2"
+    monkeypatch.setattr("megarl.observe.rollouts.FAILURES_S", 0.01)
+    failures, deadline = FailuresWriter(tmp_path), time.monotonic() + 30
+    for number in (3, 4):
+        failures.tell(Failure("exit", f"status {number}", part="rollout.program"), number)
+    while tail.reason(episodes=True) != "; the last: status 4":
+        assert time.monotonic() < deadline
+        tail.poll()
+    failures.close()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
