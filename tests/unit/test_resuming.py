@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch import room
@@ -50,6 +51,17 @@ def test_a_damaged_state_is_told_in_one_message_with_what_to_do(content: bytes |
     then = "step_000002 serves then" if older else "there is no older one, so the run begins anew then"
     how = "is missing" if content is None else "is damaged: it has "
     assert problem.startswith(f"{newest}: state.json {how}") and problem.endswith(f". Move this folder away: {then}")
+
+
+def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As far as a run does before it starts anything; and says what it has not read."""
+    arguments = ["train", str(CONFIGS / "quickstart.yaml"), "--dry-run", f"run_dir={tmp_path}"]
+    newest = save(tmp_path, 4)
+    assert cli.main(arguments) == 0
+    assert "the run hashes its tensors when it reads them, which is not done now\nWeights: " in capsys.readouterr().out
+    (newest / "tensors").write_bytes(b"shorter")
+    assert cli.main(arguments) == 2
+    assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])
