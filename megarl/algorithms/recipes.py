@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megarl.config.algorithm import published
 from megarl.config.schema import AlgorithmConfig
 
 
@@ -104,7 +105,12 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
     for key in _KEYS:
         value, own = getattr(config, key), RECIPES.get(config.name, OWN)
         if value is not None and (getattr(own, key) is None or key in own.fixed):
-            yield f"algorithm.{key}={value}: must be null: {config.name} has {'its own' if key in own.fixed else 'no such setting'}"
+            lacks = f"{config.name} has {'its own' if key in own.fixed else 'no such setting'}"
+            if config.recipe and published(config.recipe).get(f"algorithm.{key}") == value:
+                meant = f"algorithm.recipe={config.recipe}, which sets algorithm.{key}={value}"
+                yield f"algorithm.name={config.name}: must be left out with {meant}: {lacks}"
+            else:
+                yield f"algorithm.{key}={value}: must be null: {lacks}"
             return
     recipe = recipe_of(config)
     if recipe.beta is not None and config.kl_coef:

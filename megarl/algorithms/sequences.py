@@ -142,7 +142,9 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
     if batch.groups:
         return None
     found, rollout = dropped_metrics(batch), config.rollout
-    generated = f"{rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+    generated = (
+        f"at least {rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+    )
     if "reward/dropped_mean" not in found:
         return f"{generated}, and too few are left for a batch: of the others an episode has sampled nothing (prompts/unanswered)"
     same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "

@@ -87,8 +87,10 @@ def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(m
     ended = run(arguments(model, run_dir, "reward.name=reward_functions:constant", "rollout.max_num_gen_batches=2"))
     assert ended.returncode == 1
     # A prompt that was on its way may come in before the run ends.
-    message = r"2 times rollout.prompts_per_step=4 prompts were generated for it, and too few are left for a batch: in (\d+) of them all "
-    told = re.search(message + r"samples had the same reward \(mean reward 0.500; 0 all right, \1 all wrong\)", ended.stderr)
+    message = (
+        r"at least 2 times rollout.prompts_per_step=4 prompts were generated for it, and too few are left for a batch: in (\d+) of them "
+    )
+    told = re.search(message + r"all samples had the same reward \(mean reward 0.500; 0 all right, \1 all wrong\)", ended.stderr)
     assert told and int(told[1]) >= 8, ended.stderr
     assert "Traceback" not in ended.stderr
     assert (run_dir / "rollouts/step_000000.txt").read_text().count(", dropped: ") == int(told[1])

@@ -51,6 +51,11 @@ REFUSED = [
         AlgorithmConfig(kl="reward", kl_coef=0.1, mask_truncated=True),
         "algorithm.mask_truncated=true: must be false with algorithm.kl=reward, which takes a penalty off every sample's reward",
     ),
+    (
+        AlgorithmConfig(recipe="dapo", dual_clip=1e9, rho_min=0.8, rho=1.28),
+        "algorithm.name=aipo: must be left out with algorithm.recipe=dapo, which sets algorithm.dual_clip=1000000000.0: aipo has no such "
+        "setting",
+    ),
     (AlgorithmConfig(dual_clip=3.0), "algorithm.dual_clip=3.0: must be null: aipo has no such setting"),
     (AlgorithmConfig(name="grpo", dual_clip=1.1), "algorithm.dual_clip=1.1: must be at least algorithm.rho=1.2"),
     (AlgorithmConfig(name="rloo", rho=2.0), "algorithm.rho=2.0: must be null: rloo has no such setting"),
