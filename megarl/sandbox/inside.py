@@ -144,8 +144,13 @@ def _leave_host(home: str, size_bytes: int) -> None:
     for secret in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
         _call("mount", b"/dev/null", secret.encode(), None, _MS_BIND, None)
     os.chdir(os.getcwd())  # it may be what is mounted over
+    _drop_capabilities()
+
+
+def _drop_capabilities() -> None:
+    """Root's, or those that come with a namespace. A program that it starts has none either."""
     number = 0
-    with contextlib.suppress(OSError):  # behind the last of them
+    with contextlib.suppress(OSError):  # behind the last of them, or of another user, who has none
         while number < 64:
             _call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
             number += 1
@@ -254,6 +259,8 @@ def _enter(settings: dict) -> None:
     if child := os.fork():
         _end_as(child)
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if settings["kind"] == "limits":
+        _drop_capabilities()
 
 
 if __name__ == "__main__":

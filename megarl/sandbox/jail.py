@@ -313,9 +313,9 @@ def unbounded(kind: str) -> str:
     """What such a sandbox does not keep a program from on this machine, for whoever starts a run."""
     kept = (
         "buffers of its pipes and Unix sockets, file locks, events that it watches for, and shared memory that no process maps any more, "
-        "are not counted in memory_mib"
+        "are not counted in memory_mib; its processes may keep every core busy, each for deadline_s of CPU time"
     )
-    hosts = "it has the host's network, and files and processes as your user has them"
+    hosts = "it has the host's network, and files and processes as your user has them (as root without its capabilities)"
     found = {
         BWRAP: [kept],
         NAMESPACE: [kept, "it reads the host's files as your user does, and can write to named pipes"],
