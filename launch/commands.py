@@ -16,7 +16,6 @@ from megarl.config.schema import RunConfig
 from megarl.data.held_out import held_out
 from megarl.data.pairs import load_pairs, training_steps
 from megarl.files import write_whole
-from megarl.launch.binding import gpus
 from megarl.launch.first_lines import headline, role_lines, sampling_lines, sandbox_lines, sizes, weights_lines
 from megarl.launch.inputs import check_inputs
 from megarl.launch.launcher import Job, launch
@@ -209,16 +208,15 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 def warm(plan: RunPlan) -> None:
     """Starts one of the policy's engines on this machine, with random weights, and has it generate: what it compiles is kept
-    (launch.compile_cache), and the engines of a run start at once. Raises ConfigError if an engine needs more GPUs than are here."""
-    tp, here = plan.generator_topology.tp, len(gpus())
-    if here and tp > here:
-        raise ConfigError(f"generator.tp={tp}: must be at most {here} to warm this machine, which has as many GPUs")
+    (launch.compile_cache), and the engines of a run start at once."""
     began = time.monotonic()
     with scratch_folder() as run_dir:
         config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))
         alone = replace(resolve(config, WARM), weights=find_weights(config, WARM), served=[])
         launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
-    print(f"an engine of generator.tp={tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"an engine of generator.tp={plan.generator_topology.tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True
+    )
 
 
 def evaluation_text(result: Mapping[str, Any], weights: str) -> str:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.launch.binding import nvidia_smi
+from megarl.launch.binding import gpus, nvidia_smi
 
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
@@ -37,7 +37,7 @@ GLIBC = (2, 34)  # of the wheels of the GPU lock
 PYTHON = (3, 12)
 SHM_BYTES, DISK_BYTES = 8 << 30, 30 << 30
 OPEN_FILES = 65536
-IMPORT_S, TRY_S = 300.0, 60.0
+IMPORT_S, TRY_S, WRITES_S = 300.0, 60.0, 600.0
 STA_UNSYNC = 0x40  # linux/timex.h
 INFINIBAND, MODULES, LIBRARIES = Path("/sys/class/infiniband"), Path("/proc/modules"), Path("/usr")
 NIC_MODULES = {"mlx5": "ibverbs-providers", "bnxt_re": "ibverbs-providers", "efa": "the EFA installer"}
@@ -115,12 +115,12 @@ def _room() -> Iterator[Finding]:
             "disk for caches",
             os.path.expanduser("~"),
             DISK_BYTES,
-            "packages and compiled kernels take it; set UV_CACHE_DIR and launch.compile_cache",
+            "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache",
         ),
-        ("TMPDIR", tempfile.gettempdir(), 1 << 30, "sockets and stores of a launch lie there"),
+        ("TMPDIR", os.environ.get("TMPDIR") or tempfile.gettempdir(), 1 << 30, "sockets and stores of a launch lie there"),
     ):
-        if not os.path.isdir(path):
-            yield Finding(what, LACKS, f"{path} is not there", why)
+        if not os.path.isdir(path) or not os.access(path, os.W_OK):
+            yield Finding(what, LACKS, f"{path} {'cannot be written to' if os.path.isdir(path) else 'is not there'}", why)
             continue
         free = shutil.disk_usage(path).free
         found = f"{free / (1 << 30):.1f} GiB free in {path}"
@@ -130,7 +130,9 @@ def _room() -> Iterator[Finding]:
 def _clock() -> Iterator[Finding]:
     """Nodes' logs and traces are read side by side. The kernel knows whether something keeps its clock."""
     status = ctypes.create_string_buffer(512)  # struct timex, mode 0: only read
-    ctypes.CDLL(None, use_errno=True).adjtimex(status)
+    if ctypes.CDLL(None, use_errno=True).adjtimex(status) < 0:
+        yield Finding("clock", NOTE, "cannot be asked: " + os.strerror(ctypes.get_errno()), "a container may forbid it: ask the host")
+        return
     unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC  # after modes, offset, freq, maxerror and esterror
     remedy = "run chrony or systemd-timesyncd: traces of several nodes are laid side by side" if unsynchronised else ""
     yield Finding("clock", NOTE if unsynchronised else OK, "nothing keeps it right" if unsynchronised else "kept right", remedy)
@@ -155,6 +157,12 @@ def _driver() -> Iterator[Finding]:
     yield Finding("GPUs", OK if len(kinds) == 1 else NOTE, f"{len(rows)}: {', '.join(kinds)}, {rows[0][2]}", remedy)
     if exclusive := [str(number) for number, row in enumerate(rows) if "Exclusive" in row[3] or "Prohibited" in row[3]]:
         yield Finding("compute mode", LACKS, f"GPU {', '.join(exclusive)}: {rows[int(exclusive[0])][3]}", "nvidia-smi --compute-mode=0")
+
+
+def capabilities() -> list[tuple[str, int]]:
+    """(name, major number of the compute capability) of each GPU."""
+    rows = [line.split(", ") for line in nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()]
+    return [(name, _numbers(capability)[0]) for name, capability in rows]
 
 
 def _nvlinks() -> Iterator[Finding]:
@@ -270,7 +278,7 @@ def _imported(name: str, module: str) -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         yield Finding(name, LACKS, f"import {module} took longer than {IMPORT_S:.0f} s", "is it on a slow file system?")
         return
-    if done.returncode == 0 and done.stdout.strip() not in ("", "None"):
+    if done.returncode == 0 and done.stdout.split()[-1:] not in ([], ["None"]):
         yield Finding(name, OK, f"{_version(name)}, import {module}")
         return
     why = "it is an empty folder" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it died"])[-1]
@@ -294,7 +302,7 @@ def _version(name: str) -> str:
 def peers() -> Iterator[Finding]:
     """Whether the GPUs of this machine can open each other's memory, as torch finds it."""
     code = (
-        "import json, torch; n = torch.cuda.device_count(); "
+        "import json, torch; n = torch.cuda.device_count() or exit('torch sees no GPU'); "
         "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not torch.cuda.can_device_access_peer(a, b)]))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=TRY_S)
@@ -305,6 +313,39 @@ def peers() -> Iterator[Finding]:
     found = "every GPU opens every other's memory" if not apart else f"GPU {apart[0][0]} cannot open the memory of GPU {apart[0][1]}"
     remedy = "" if not apart else "nvidia-smi topo -p2p r says why; weights between them go by shared memory or NCCL then"
     yield Finding("peer access", NOTE if apart else OK, found, remedy)
+
+
+def writes(gpu: bool) -> Iterator[Finding]:
+    """A test write from each GPU into the next, or in memory, by each transport (launch/neighbours.py)."""
+    command = [sys.executable, "-P", "-m", "megarl.launch.neighbours", *(["--gpu"] if gpu else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=WRITES_S)
+        told, why = done.stdout, (done.stderr.decode().strip().splitlines() or ["it died"])[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        told, why = late.stdout or b"", f"not through within {WRITES_S:.0f} s; nvidia-smi shows whether a GPU hangs"
+    yield from (_written(**json.loads(line)) for line in told.splitlines())
+    if why:
+        yield Finding("test writes", LACKS, why, "see what is lacking above")
+    if gpu:
+        yield Finding("writes between nodes", NOTE, "not tried: they take a second node", "the first update of a run tries and audits them")
+
+
+def _written(kind: str, source: str, target: str, chosen: bool, bytes: int, gb_per_s: float, error: str) -> Finding:
+    """Of a neighbours.Write."""
+    what, where = f"write by {kind}", f"from {source} to {target}"
+    if not error:
+        return Finding(what, OK, f"{bytes / (1 << 20):.0f} MiB {where}, {gb_per_s:.2f} GB/s, every byte as it was sent")
+    needed = chosen or kind == "nccl"  # auto takes it here, or trainer ranks do
+    return Finding(what, LACKS if needed else NOTE, f"{where}: {error}", WRITE_REMEDIES.get(kind, ""))
+
+
+WRITE_REMEDIES = {
+    "cuda_ipc": "it takes peer access (nvidia-smi topo -p2p r) and one container, or --ipc=host; weights.transport=nccl does without",
+    "shared_memory": "weights.transport=gloo does without",
+    "mooncake": "weights.transport=nccl does without; of several nodes, auto would take it between them",
+    "nccl": "NCCL_DEBUG=INFO says why; trainer ranks need it too",
+    "gloo": "does this host reach itself at 127.0.0.1?",
+}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -322,17 +363,21 @@ EXAMPLES = ["megarl doctor", "megarl doctor --json", "megarl doctor --gpu", "meg
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     compiled = "also start an engine of CONFIG here, so that what it compiles is kept (launch.compile_cache); overrides may follow CONFIG"
     parser.add_argument("--warm", metavar="CONFIG", help=compiled)
-    parser.add_argument("settings", metavar="dotted.key=value", nargs="*", default=[], help="with --warm: overrides of CONFIG")
+    parser.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="with --warm: overrides of CONFIG")
     parser.add_argument("--gpu", action="store_true", help="as for a node with GPUs; default: where NVIDIA's driver is loaded")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, and RuntimeError if something is lacking."""
+    from megarl.config.errors import ConfigError
+
     gpu = arguments.gpu or has_driver()
     of_what = f"a run on {'GPUs' if gpu else 'CPUs'}"
-    plan = _planned(arguments.warm, arguments.settings)
-    tell([*system(gpu), *packages(gpu), *([peers] if gpu else [])], of_what, gpu=gpu, as_json=arguments.json)
+    if arguments.warm and arguments.json:
+        raise ConfigError("--json: must be left out with --warm, which prints what it starts")
+    plan = _planned(arguments.warm, arguments.overrides)
+    tell([*system(gpu), *packages(gpu), *([peers] if gpu else []), lambda: writes(gpu)], of_what, gpu=gpu, as_json=arguments.json)
     if plan is not None:
         from megarl.launch.commands import warm
 
@@ -340,14 +385,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
-    """Raises ConfigError."""
+    """The run whose engine is to compile here. Raises ConfigError, also if an engine needs other or more GPUs than there are."""
     from megarl.config.errors import ConfigError
     from megarl.config.load import load_config
     from megarl.plan.resolve import resolve
 
     if config is None and settings:
         raise ConfigError(f"{settings[0]}: settings go with --warm CONFIG")
-    return resolve(load_config(config, settings)) if config else None
+    if config is None:
+        return None
+    plan = resolve(load_config(config, settings))
+    gpu, tp, here = plan.config.cluster.gpu, plan.generator_topology.tp, len(gpus())
+    if gpu != "cpu" and tp > here:
+        raise ConfigError(f"generator.tp={tp}: must be at most {here}, the GPUs of this machine, to compile for cluster.gpu={gpu} here")
+    return plan
 
 
 def tell(checks: Sequence[Check], of_what: str, gpu: bool, as_json: bool = False) -> None:

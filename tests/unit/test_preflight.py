@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.load import load_config
 from megarl.launch import doctor, environment, preflight
 from megarl.launch.meeting import NodeReport
 
@@ -113,6 +115,38 @@ def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
     assert found["InfiniBand"].state == doctor.NOTE and "weights.transport=nccl" in found["InfiniBand"].remedy
 
 
+def program(folder: Path, *lines: str) -> str:
+    path = folder / "python"
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_test_writes_that_fail_are_told_with_what_to_do(tmp_path, monkeypatch):
+    pair = {"source": "cuda:0", "target": "cuda:1", "bytes": 0, "gb_per_s": 0.0, "error": ""}
+    tried = [
+        pair | {"kind": "cuda_ipc", "chosen": True, "error": "invalid device context"},
+        pair | {"kind": "mooncake", "chosen": False, "error": "it does not start by rdma"},
+        pair | {"kind": "nccl", "chosen": False, "error": "unhandled system error"},
+        pair | {"kind": "gloo", "chosen": False, "bytes": 1 << 30, "gb_per_s": 2.0},
+    ]
+    lines = [f"echo '{json.dumps(each)}'" for each in tried]
+    monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, *lines, "echo CUDA error: an illegal memory access >&2", "exit 3"))
+    *found, died, between = doctor.writes(gpu=True)
+    assert [each.state for each in found] == [doctor.LACKS, doctor.NOTE, doctor.LACKS, doctor.OK] and all(each.remedy for each in found[:3])
+    assert found[0].what == "write by cuda_ipc" and found[0].found == "from cuda:0 to cuda:1: invalid device context"
+    assert found[3].found == "1024 MiB from cuda:0 to cuda:1, 2.00 GB/s, every byte as it was sent"
+    assert died.state == doctor.LACKS and died.found == "CUDA error: an illegal memory access"
+    assert between.state == doctor.NOTE and "a second node" in between.found
+
+
+def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, "exec sleep 600"))
+    monkeypatch.setattr(doctor, "WRITES_S", 0.05)
+    (late,) = doctor.writes(gpu=False)
+    assert late.state == doctor.LACKS and late.found.startswith("not through within 0 s")
+
+
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "hollow").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -121,15 +155,56 @@ def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
     assert there.state == doctor.OK
 
 
-def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(monkeypatch):
+@pytest.fixture
+def gpu_node(monkeypatch):
+    """What a sound node with two GPUs of this kind finds wrong with its part in a run with these settings."""
     monkeypatch.setattr(doctor, "has_driver", lambda: True)
     monkeypatch.setattr(doctor, "node", lambda gpu: [])
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    plan: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(local_layers=False)))
-    assert "trainer.local_layers=false: must be true" in preflight.problems_here(plan, trains=True, shared=False)[0]
-    assert preflight.problems_here(plan, trains=False, shared=False) == []
-    plan.config.trainer.local_layers = True
-    assert preflight.problems_here(plan, trains=True, shared=False) == []
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"))
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def problems(trains: bool, serves: bool, settings: str = "", gpu: str = "NVIDIA H100 80GB HBM3, 9.0") -> list[str]:
+        monkeypatch.setattr(doctor, "nvidia_smi", lambda *_: f"{gpu}\n{gpu}\n")
+        plan: Any = SimpleNamespace(config=load_config("configs/8b_aipo.yaml", settings.split()))
+        return preflight.problems_here(plan, trains, serves, shared=False)
+
+    return problems
+
+
+def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(gpu_node, monkeypatch):
+    assert gpu_node(True, True) == []
+    for absent in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name, absent=absent: absent)
+        (problem,) = gpu_node(True, False)
+        assert "trainer.local_layers=false: must be true" in problem
+    assert gpu_node(False, True) == [] and gpu_node(True, False, "trainer.local_layers=true") == []
+
+
+def test_trainer_ranks_whose_memory_others_open_have_no_expandable_segments(gpu_node, monkeypatch):
+    for value, on in (
+        ("expandable_segments:True", 1),
+        ("max_split_size_mb:512, expandable_segments:true", 1),
+        ("expandable_segments:False", 0),
+    ):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
+        found = gpu_node(True, True)
+        assert len(found) == on and all(each.startswith(f"PYTORCH_ALLOC_CONF={value}: must be without") for each in found)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "weights.transport=mooncake" in gpu_node(True, False, "weights.transport=mooncake")[0]
+    assert gpu_node(True, False, "weights.transport=nccl") == [] and gpu_node(False, True) == []  # engines: generator/server.py
+
+
+def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
+    blocks, b200 = "generator.quantization=fp8_block", "NVIDIA B200, 10.0"
+    assert gpu_node(False, True, blocks) == [] and gpu_node(False, True, "", b200) == [] and gpu_node(True, False, blocks, b200) == []
+    (problem,) = gpu_node(False, True, blocks, b200)
+    assert problem.startswith("generator.quantization=fp8_block: with NVIDIA B200 here needs generator.server_args.fp8_gemm_runner_backend")
+    linear = f"{blocks} generator.server_args.fp8_gemm_runner_backend=flashinfer_trtllm"
+    assert gpu_node(False, True, linear, b200) == []
+    (problem,) = gpu_node(False, True, f"{linear} generator.server_args.moe_runner_backend=deep_gemm", b200)
+    assert "needs generator.server_args.moe_runner_backend of triton; it is deep_gemm" in problem
+    assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []  # SGLang takes CUTLASS there
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -7,10 +7,6 @@ the weights as the engine's layout wants them, cut from whole tensors and quanti
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -18,7 +14,6 @@ import torch
 from megarl.bench.gpu.measure import Bench, llama
 from megarl.kernels.audit import hash_tensors
 from megarl.kernels.quantise import quantise
-from megarl.messaging.host import Host
 from megarl.reshard.kinds import Layout
 from megarl.reshard.layout import QUANTISATIONS, generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -28,7 +23,8 @@ from megarl.reshard.tensors import SentTensors
 from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.amax_exchange import AmaxExchange
 from megarl.weight_sync.audit import compare, packed, packed_shares
-from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint, Live, Offer
+from megarl.weight_sync.neighbour import Neighbour
+from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.writing import send, shapes_of
 
@@ -49,8 +45,8 @@ def run(bench: Bench, how: str) -> None:
     size, read = sum(copy.bytes for copy in copies), sum(values.nbytes for values in weights.values())
     ceiling = bench.copy_bytes_per_s()
     transport, amax = transport_class(kind)(0, TIMEOUT_S), AmaxExchange(map, 0, TIMEOUT_S)
-    with Engine(kind, str(bench.device), destination) as engine:
-        endpoint = Endpoint.decode(engine.ask("open"))
+    with Neighbour(str(bench.device), destination, TIMEOUT_S) as engine:
+        endpoint = Endpoint.decode(engine.ask("open", kind))
         transport.connect([endpoint])
         shapes = shapes_of([endpoint])
 
@@ -103,72 +99,3 @@ def expected(
 def unlike(hashes: dict[str, int], wanted: dict[str, torch.Tensor]) -> list[str]:
     assert hashes.keys() == wanted.keys()
     return [name for name, found in hash_tensors(wanted).items() if found != hashes[name]]
-
-
-class Engine:
-    """The other process."""
-
-    def __init__(self, kind: str, device: str, layout: Layout):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, device, layout), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, what: str) -> Any:
-        self._pipe.send(what)
-        if not self._pipe.poll(TIMEOUT_S):
-            raise TimeoutError(f"the engine's process did not answer {what!r} within {TIMEOUT_S:.0f} s")
-        done, answer = self._pipe.recv()
-        if not done:
-            raise RuntimeError(f"the engine's process failed at {what!r}:\n{answer}")
-        return answer
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join(10)
-
-
-class Held:
-    """What the other process holds: the parameters of an engine, in memory of its own."""
-
-    def __init__(self, kind: str, device: str, layout: Layout):
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)
-        self.kind = kind
-        made = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in layout.tensors(0)}
-        self.parameters: dict[str, Any] = {name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()}
-        self.memory = transport_class(kind).memory()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self.parameters.items()}
-
-    def open(self) -> str:
-        return self.memory.open(Live(0, self.kind, Host(), "", self.parameters, self.tensors), Offer()).encode()
-
-    def scramble(self) -> None:
-        for values in self.tensors().values():
-            values.view(torch.uint8).fill_(1)
-
-    def hashes(self) -> dict[str, int]:
-        return hash_tensors(self.tensors())
-
-
-def _serve(pipe: Connection, kind: str, device: str, layout: Layout) -> None:
-    held: Held | None = None
-    while True:
-        try:
-            what = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            held = held or Held(kind, device, layout)
-            found = getattr(held, what)()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            pipe.send((True, found))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,119 @@
+"""A test write between neighbours, for `megarl doctor`: a weight update from one process into another, by each transport that can serve two
+processes of this machine, with the reshard map, the writes and the audit of a run.
+
+    python -P -m megarl.launch.neighbours --gpu      from each GPU into the next, 1 GiB; without --gpu 16 MiB in memory
+
+It prints an encoded Write a line, as soon as it is made. It is a process of its own: it imports torch, and a broken GPU may hang it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+
+import msgspec
+import torch
+
+from megarl.messaging.host import loopback
+from megarl.models import ModelSpec, load_spec
+from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.schedule import scheduled_writes
+from megarl.reshard.tensors import SentTensors
+from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.weight_sync.audit import compare, packed, packed_shares
+from megarl.weight_sync.neighbour import Neighbour
+from megarl.weight_sync.transports.base import NCCL, Endpoint, Offer, Opening
+from megarl.weight_sync.transports.choice import AUTO, TABLE, this_host, transport_between, transport_class
+from megarl.weight_sync.writing import send, shapes_of
+
+DTYPE = "bfloat16"
+WRITE_S = 60.0  # for each step of a write: to open memory, to connect, to write
+
+
+class Write(msgspec.Struct, frozen=True):
+    """A write from one device into another that was tried."""
+
+    kind: str  # of transport
+    source: str  # device, as torch names it
+    target: str
+    chosen: bool  # whether weights.transport=auto takes this kind here
+    bytes: int = 0
+    gb_per_s: float = 0.0  # of the second write; the first one connects, too
+    error: str = ""  # empty: every byte arrived as it was sent
+
+
+def model(gpu: bool) -> ModelSpec:
+    """A Llama of 1 GiB, or of 16 MiB, in bf16."""
+    hidden, layers, vocabulary = (2048, 6, 33792) if gpu else (256, 4, 8192)
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 128, "max_position_embeddings": 128}
+    return load_spec({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, **sizes, **heads})
+
+
+def ring(devices: list[str]) -> list[tuple[str, str]]:
+    """Each device and the next; of one alone, that and itself."""
+    return list(zip(devices, devices[1:] + devices[:1]))
+
+
+def write(kind: str, source: str, map: ReshardMap, neighbour: Neighbour) -> tuple[int, float]:
+    """Writes weights from `source` to the neighbour twice; returns (bytes, GB/s of the second time).
+
+    Raises AuditError where something else has arrived, and TimeoutError or RuntimeError where a step fails.
+    """
+    transport_type, here = transport_class(kind), this_host()
+    offer: Offer = transport_type.offers(Opening(map, {0: [0]}, [here, here], loopback(), WRITE_S, stores := []))[0]
+    endpoint = Endpoint.decode(neighbour.ask("open", kind, offer, loopback()))
+    weights = {t.name: torch.randn(t.shape, device=source).to(getattr(torch, t.dtype)) for t in map.source.tensors(0)}
+    transport, copies, shapes = transport_type(0, WRITE_S), scheduled_writes(map, 0), shapes_of([endpoint])
+    shares, size, took_s = {}, 0, 0.0
+    for again in (False, True):
+        neighbour.ask("scramble")
+        if not transport_type.one_sided:
+            neighbour.start("receive")
+        if not again:
+            transport.connect([endpoint])
+        began = time.monotonic()
+        sent = send(transport, copies, weights, shapes, audit=not again)
+        if not transport_type.one_sided:
+            neighbour.answer()
+        if transport_type.lands_at(endpoint):
+            neighbour.ask("spread")
+        took_s, size, shares = time.monotonic() - began, sent.bytes, shares or sent.shares
+        compare([packed(neighbour.ask("hashes"))], [packed_shares(shares)], SentTensors(map))
+    transport.close()
+    stores.clear()
+    return size, size / took_s / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", action="store_true")
+    gpu = parser.parse_args().gpu
+    if gpu and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU that it can use")
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if gpu else ["cpu"]
+    spec, here = model(gpu), this_host()
+    held = generator_layout(spec, GeneratorTopology(), DTYPE, "cuda" if gpu else "cpu")
+    map = ReshardMap.build(trainer_layout(spec, TrainerTopology(), DTYPE), held)
+    kinds, first = [kind for kind in TABLE if not transport_class(kind).hindrance(here, here)], transport_between(AUTO, here, here)
+    with contextlib.ExitStack() as resources:
+        neighbours = {pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S)) for pair in ring(devices)}  # they start together
+        for (source, target), neighbour in neighbours.items():
+            if gpu:
+                torch.cuda.set_device(source)
+            for kind in [kind for kind in kinds if kind != NCCL or source != target]:  # two ranks of NCCL cannot share a GPU
+                tried = Write(kind, source, target, kind == first)
+                try:
+                    size, rate = write(kind, source, map, neighbour)
+                    tried = msgspec.structs.replace(tried, bytes=size, gb_per_s=rate)
+                except Exception as error:
+                    tried = msgspec.structs.replace(tried, error=(str(error).strip().splitlines() or [repr(error)])[-1])
+                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))  # that one may still be at it
+                print(msgspec.json.encode(tried).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

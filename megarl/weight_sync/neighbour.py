@@ -1,0 +1,111 @@
+"""Another process that holds the parameters of an engine, and nothing else: for direct writes that are tried or timed without SGLang."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from megarl.kernels.audit import hash_tensors
+from megarl.messaging.host import Host
+from megarl.parent import end_with_parent
+from megarl.reshard.kinds import Layout
+from megarl.weight_sync.transports.base import Live, Memory, Offer
+from megarl.weight_sync.transports.choice import transport_class
+
+
+class Neighbour:
+    """The process, seen from the one that writes: generator rank 0. A context manager: leaving it ends the process."""
+
+    def __init__(self, device: str, layout: Layout, timeout_s: float):
+        context = multiprocessing.get_context("spawn")
+        self._timeout_s = timeout_s
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid(), device, layout), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, what: str, *arguments: Any) -> None:
+        """Has it call a method of Held."""
+        self._asked = what
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the answer will say
+            self._pipe.send((what, arguments))
+
+    def answer(self) -> Any:
+        """What the method returned. Raises TimeoutError, and RuntimeError with what went wrong there."""
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"the engine's process did not answer {self._asked!r} within {self._timeout_s:.0f} s")
+        try:
+            done, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(1.0)
+            raise RuntimeError(f"the engine's process ended at {self._asked!r}, with status {self._process.exitcode}") from error
+        if not done:
+            raise RuntimeError(f"the engine's process failed at {self._asked!r}:\n{answer}")
+        return answer
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        self.start(what, *arguments)
+        return self.answer()
+
+    def __enter__(self) -> Neighbour:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+class Held:
+    """What the process holds: the parameters of generator rank 0, in memory of its own."""
+
+    def __init__(self, device: str, layout: Layout):
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+        made = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in layout.tensors(0)}
+        self.parameters: dict[str, Any] = {name: torch.nn.Parameter(values, requires_grad=False) for name, values in made.items()}
+        self.memory: Memory
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.parameters.items()}
+
+    def open(self, kind: str, offer: Offer = Offer(), address: str = "") -> str:
+        """Opens them to one kind of transport, in place of that before. Returns the encoded Endpoint."""
+        self.memory = transport_class(kind).memory()
+        return self.memory.open(Live(0, kind, Host(), address, self.parameters, self.tensors), offer).encode()
+
+    def receive(self) -> None:
+        self.memory.receive(self.tensors())
+
+    def spread(self) -> None:
+        self.memory.spread()
+
+    def scramble(self) -> None:
+        for values in self.tensors().values():
+            values.view(torch.uint8).fill_(1)
+
+    def hashes(self) -> dict[str, int]:
+        return hash_tensors(self.tensors())
+
+
+def _serve(pipe: Connection, parent: int, device: str, layout: Layout) -> None:
+    end_with_parent(parent)
+    held: Held | None = None
+    while True:
+        try:
+            what, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            held = held or Held(device, layout)
+            found = getattr(held, what)(*arguments)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            pipe.send((True, found))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
