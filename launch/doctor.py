@@ -63,12 +63,12 @@ def has_driver() -> bool:
 
 
 def system(gpu: bool) -> list[Check]:
-    return [_system, _python, _limits, _room, _clock, *node(gpu)]
+    return [_system, _python, _limits, _room, _temporary, _clock, *node(gpu)]
 
 
 def installing() -> list[Check]:
     """What `make setup-gpu` needs of a machine, which may be one without a GPU."""
-    return [_system, _python, _room, _compilers]
+    return [_system, _python, _room, _temporary, _compilers]
 
 
 def node(gpu: bool) -> list[Check]:
@@ -109,22 +109,27 @@ def _limits() -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    for what, path, wanted, why in (
-        ("/dev/shm", "/dev/shm", SHM_BYTES, "a container needs --shm-size=16g or --ipc=host"),
-        (
-            "disk for caches",
-            os.path.expanduser("~"),
-            DISK_BYTES,
-            "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache",
-        ),
-        ("TMPDIR", os.environ.get("TMPDIR") or tempfile.gettempdir(), 1 << 30, "sockets and stores of a launch lie there"),
-    ):
-        if not os.path.isdir(path) or not os.access(path, os.W_OK):
-            yield Finding(what, LACKS, f"{path} {'cannot be written to' if os.path.isdir(path) else 'is not there'}", why)
-            continue
-        free = shutil.disk_usage(path).free
-        found = f"{free / (1 << 30):.1f} GiB free in {path}"
-        yield Finding(what, OK if free >= wanted else NOTE, found, "" if free >= wanted else f"{wanted >> 30} GiB are wanted: {why}")
+    yield _free("/dev/shm", "/dev/shm", SHM_BYTES, "a container needs --shm-size=16g or --ipc=host")
+    kept = "packages and compiled kernels take it; set HOME, or UV_CACHE_DIR and launch.compile_cache"
+    yield _free("disk for caches", os.path.expanduser("~"), DISK_BYTES, kept)
+
+
+def _temporary() -> Iterator[Finding]:
+    """Sockets and stores of a launch lie there. Raises FileNotFoundError where there is no such folder at all."""
+    path, given = tempfile.gettempdir(), os.environ.get("TMPDIR")
+    if given and os.path.abspath(given) != path:
+        yield Finding("TMPDIR", NOTE, f"{given} cannot be written to, so {path} is taken", "set it to a folder on this machine's disk")
+    yield _free("temporary files", path, 1 << 30, "sockets and stores of a launch lie there; set TMPDIR")
+
+
+def _free(what: str, path: str, wanted_bytes: int, why: str) -> Finding:
+    if not os.path.isdir(path) or not os.access(path, os.W_OK):
+        return Finding(what, LACKS, f"{path} {'cannot be written to' if os.path.isdir(path) else 'is not there'}", why)
+    free = shutil.disk_usage(path).free
+    found = f"{free / (1 << 30):.1f} GiB free in {path}"
+    return Finding(
+        what, OK if free >= wanted_bytes else NOTE, found, "" if free >= wanted_bytes else f"{wanted_bytes >> 30} GiB are wanted: {why}"
+    )
 
 
 def _clock() -> Iterator[Finding]:
@@ -396,6 +401,8 @@ def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
         return None
     plan = resolve(load_config(config, settings))
     gpu, tp, here = plan.config.cluster.gpu, plan.generator_topology.tp, len(gpus())
+    if gpu != "cpu" and not here:
+        raise ConfigError(f"cluster.gpu={gpu}: there is no GPU here to compile for; must be cpu for engines on CPUs")
     if gpu != "cpu" and tp > here:
         raise ConfigError(f"generator.tp={tp}: must be at most {here}, the GPUs of this machine, to compile for cluster.gpu={gpu} here")
     return plan

@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+from megarl.config.errors import ConfigError
 from megarl.launch import doctor
 from megarl.launch.binding import VISIBLE, cores_near, gpus
 from megarl.launch.placement import EnginePart
@@ -65,8 +66,13 @@ def scratch(folder: Path) -> dict[str, str]:
 def compiling(folder: str | None) -> dict[str, str]:
     """Where compiled kernels are kept, so that the next launch finds them: in `folder` (launch.compile_cache), or in ~/.cache. Each host
     has its own, since all nodes compile at the same time, and a home is often shared. On GPUs also where compilers are: jobs call an
-    environment's programs without activating it."""
-    base = Path(folder or "~/.cache/megarl/compiled").expanduser() / socket.gethostname()
+    environment's programs without activating it. Raises ConfigError where a user without a home has not said where."""
+    try:
+        base = Path(folder or "~/.cache/megarl/compiled").expanduser() / socket.gethostname()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"launch.compile_cache={folder or 'null'}: must be a folder, since this user has no home: set it, or HOME"
+        ) from error
     caches = {name: os.environ.get(name, str(base / kind)) for name, kind in _COMPILED.items()}
     if not doctor.has_driver():
         return caches

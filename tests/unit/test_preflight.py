@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megarl import cli
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch import doctor, environment, preflight
 from megarl.launch.meeting import NodeReport
@@ -115,6 +117,42 @@ def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
     assert found["InfiniBand"].state == doctor.NOTE and "weights.transport=nccl" in found["InfiniBand"].remedy
 
 
+def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(doctor.tempfile, "tempdir", None)
+    found = {finding.what: finding for finding in doctor.look([doctor._room, doctor._temporary])}
+    assert found["disk for caches"].state == doctor.LACKS and "set HOME" in found["disk for caches"].remedy
+    assert found["TMPDIR"].state == doctor.NOTE and found["TMPDIR"].found.startswith(f"{tmp_path / 'nowhere'} cannot be written to, so ")
+    assert found["temporary files"].state in (doctor.OK, doctor.NOTE)
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["generator.tp=2"], "generator.tp=2: settings go with --warm CONFIG"),
+        (["--warm", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["--warm", "configs/quickstart.yaml", "--json"], "--json: must be left out with --warm"),
+        (["--json", "trainer.tp=2", "--warm", "configs/quickstart.yaml", "bogus=1"], "--json: must be left out with --warm"),
+        (["--warm", "configs/8b_aipo.yaml"], "cluster.gpu=H100: there is no GPU here to compile for"),
+        (["--warm", "configs/quickstart.yaml", "generator.tp=7", "--gpu"], "generator.tp=7: must divide"),
+    ],
+)
+def test_mistakes_in_arguments_are_told_before_anything_is_looked_at(arguments, problem, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "gpus", tuple)
+    monkeypatch.setattr(doctor, "tell", lambda *_, **__: pytest.fail("it looked"))
+    assert cli.main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert problem in err and not out
+
+
+def test_an_engine_that_needs_more_gpus_than_there_are_is_not_started_to_compile(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "gpus", lambda: [object()] * 2)
+    assert cli.main(["doctor", "--warm", "configs/8b_aipo.yaml", "generator.tp=4"]) == 2
+    assert "generator.tp=4: must be at most 2, the GPUs of this machine, to compile for cluster.gpu=H100 here" in capsys.readouterr().err
+
+
 def program(folder: Path, *lines: str) -> str:
     path = folder / "python"
     path.write_text("\n".join(("#!/bin/sh", *lines, "")))
@@ -215,6 +253,16 @@ def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monke
     found = environment.compiling(str(tmp_path))
     assert found.pop("TRITON_CACHE_DIR") == "/mine"
     assert all(Path(path).parent == tmp_path / "n7" for path in found.values()) and len(set(found.values())) == len(found)
+
+
+def test_a_user_without_a_home_is_asked_where_to_keep_what_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
+    with pytest.raises(ConfigError, match="launch.compile_cache=null: must be a folder, since this user has no home"):
+        environment.compiling(None)
+    assert all(
+        path.startswith(str(tmp_path)) for name, path in environment.compiling(str(tmp_path)).items() if name not in environment.os.environ
+    )
 
 
 def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
