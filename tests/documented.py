@@ -161,6 +161,7 @@ NOT_RUN = {
     ".venv/bin/python tests/rehearsal/rank.py configs/70b_aipo.yaml --rank 0": REHEARSED,
     "make setup-gpu": "compiles for more than an hour; its log is in docs/gpu.md",
     "megarl doctor": "is run by tests/cpu/test_engine_start.py",
+    "megarl doctor --warm CONFIG": "is run by tests/cpu/test_engine_start.py",
     "pip install -e '.[agents]'": "the tests of an agent are skipped where its package is not installed",
     "pip install -e '.[ifeval]'": "what its graders need is in requirements/cpu.txt",
     "python -m nltk.downloader punkt_tab": "needs the network; the tests have the data out of another package",
