@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 OK, NOTE, LACKS = "ok", "note", "lacks"  # NOTE: a run goes on without it, but slower, or not with everything
 DRIVER = (580,)  # the first for CUDA 13
+CUDA = 13  # of the GPU lock: PyTorch compiles with no other
 GLIBC = (2, 34)  # of the wheels of the GPU lock
 PYTHON = (3, 12)
 SHM_BYTES, DISK_BYTES = 8 << 30, 30 << 30
@@ -171,7 +172,9 @@ def capabilities() -> list[tuple[str, int]]:
 
 
 def _nvlinks() -> Iterator[Finding]:
-    dead = list(dead_nvlinks(nvidia_smi("nvlink", "--status")))
+    if not (status := nvidia_smi("nvlink", "--status")):
+        return
+    dead = list(dead_nvlinks(status))
     for problem in dead:
         yield Finding("NVLink", LACKS, problem, "NCCL would go over PCIe without a word: reset the GPUs, or take the node out")
     if not dead:
@@ -180,11 +183,18 @@ def _nvlinks() -> Iterator[Finding]:
 
 def _cuda_compilers() -> Iterator[Finding]:
     """Engines compile kernels when they start."""
-    for what, path, remedy in (
-        ("nvcc", find_nvcc(), "make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA 13"),
-        ("ninja", find_program("ninja"), "make setup-gpu installs it; or apt-get install ninja-build"),
-    ):
-        yield Finding(what, OK if path else LACKS, str(path or "is not there"), "" if path else remedy)
+    toolkit = f"make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA {CUDA}"
+    if (nvcc := find_nvcc()) is None:
+        yield Finding("nvcc", LACKS, "is not there", toolkit)
+    else:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TRY_S).stdout
+        release = found[1] if (found := re.search(r"release (\d+\.\d+)", told)) else "unknown"
+        right = _numbers(release)[:1] == (CUDA,)
+        yield Finding("nvcc", OK if right else LACKS, f"release {release}, {nvcc}", "" if right else toolkit)
+    ninja = find_program("ninja")
+    yield Finding(
+        "ninja", OK if ninja else LACKS, ninja or "is not there", "" if ninja else "make setup-gpu; or apt-get install ninja-build"
+    )
 
 
 def _compilers() -> Iterator[Finding]:
@@ -197,11 +207,11 @@ def _compilers() -> Iterator[Finding]:
 
 
 def find_nvcc() -> Path | None:
-    """CUDA's compiler: that of CUDA_HOME, of PATH, or of the wheels in this environment. Returns None without one."""
+    """CUDA's compiler: that of CUDA_HOME, of the wheels in this environment, which fit it, or of PATH. Returns None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = [Path(home) / "bin/nvcc"] if home else []
-    found += [Path(path)] if (path := shutil.which("nvcc")) else []
     found += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
+    found += [Path(path)] if (path := shutil.which("nvcc")) else []
     return next((each for each in found if os.access(each, os.X_OK)), None)
 
 

@@ -117,6 +117,29 @@ def test_efa_is_not_taken_for_infiniband(tmp_path, monkeypatch):
     assert found["InfiniBand"].state == doctor.NOTE and "weights.transport=nccl" in found["InfiniBand"].remedy
 
 
+@pytest.mark.parametrize("release, state", [("13.0", doctor.OK), ("12.8", doctor.LACKS)])
+def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, state):
+    (tmp_path / "bin").mkdir()
+    path = Path(program(tmp_path / "bin", f"echo 'Cuda compilation tools, release {release}, V{release}.48'"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    path.rename(tmp_path / "bin/nvcc")
+    found = next(iter(doctor.look([doctor._cuda_compilers])))
+    assert (found.state, found.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
+
+
+def test_the_environments_own_nvcc_is_taken_before_that_of_path(tmp_path, monkeypatch):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in ("bin", "site/nvidia/cu13/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        Path(program(tmp_path / folder)).rename(tmp_path / folder / "nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
+    assert doctor.find_nvcc() == tmp_path / "bin/nvcc"
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+    assert doctor.find_nvcc() == tmp_path / "site/nvidia/cu13/bin/nvcc"
+
+
 def test_folders_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     (tmp_path / "home").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
