@@ -47,3 +47,23 @@ def wait_per_parameter() -> None:
         return advance(self)
 
     LearningRate.advance = wrong
+
+
+def marks_of_experts() -> None:
+    """Megatron leaves the marks of experts' weights as Transformer Engine sets them."""
+    from megatron.core.extensions import transformer_engine
+
+    transformer_engine._set_expert_parameter_attributes = lambda module, parallel_mode, use_expert_pgs: None
+
+
+def marks_of_whole_weights() -> None:
+    """And those of linear layers that every tensor rank holds whole."""
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    make = TELinear.__init__
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.weight.tensor_model_parallel = True
+
+    TELinear.__init__ = wrong

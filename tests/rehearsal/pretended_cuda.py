@@ -228,7 +228,10 @@ def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             if tensor.device.type != "cuda":
                 moved = tensor.detach().to("cuda")
-                setattr(part, name, torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved)
+                if isinstance(tensor, torch.nn.Parameter):
+                    moved = torch.nn.Parameter(moved, tensor.requires_grad)
+                    vars(moved).update(vars(tensor))  # such as Megatron's marks
+                setattr(part, name, moved)
     return module
 
 
