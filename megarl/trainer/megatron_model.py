@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.config.schema import TrainerConfig
 from megarl.models.flops import flops_per_token
@@ -28,6 +29,7 @@ from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.model import DTYPES, build_chunks, output_weight, parameters_by_name, transformer_config
 from megarl.trainer.packing import packed_sequences
+from megarl.trainer.pipeline import PlannedShapes
 from megarl.trainer.routing_replay import RoutingReplay
 from megarl.trainer.sending import sent
 from megarl.trainer.supported import check_transformer_engine, passed_on
@@ -181,16 +183,22 @@ class MegatronModel:
             packed = packed_sequences(microbatch, self.topology.cp)
             return model(inputs[None], None, None, packed_seq_params=packed), partial(head, microbatch)
 
+        known: dict[str, Any] = {}
+        if self.topology.pp > 1 and self.topology.vpp == 1:
+            split = self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
+            communicator = PlannedShapes(self.config, plan, split)
+            known = {"p2p_communicator": communicator, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[map(make, plan) for _ in self.modules],  # chunks of a rank are at different microbatches
             model=[*self.modules],
             num_microbatches=len(plan),
-            # Not used with variable_seq_lengths, but the schedule multiplies them.
+            # Not used, but the schedule multiplies them.
             seq_length=plan[0].positions,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **known,
         )
 
     # -- weights

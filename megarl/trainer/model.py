@@ -91,12 +91,13 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         bias_dropout_fusion=cuda,
         apply_rope_fusion=fused and not spec.kv_lora_rank,
         attention_softmax_in_fp32=True,
-        # Microbatches have different shapes, so pipeline stages exchange shapes first.
-        variable_seq_lengths=topology.pp > 1,
+        # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (pipeline.py).
+        variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
         # There are two ways to communicate between virtual stages; the batched one gives wrong gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
+        batch_p2p_sync=False,  # with True the host waits for the GPU after each message, for the sake of old versions of PyTorch
         # On gloo a send may still be reading the tensor when its storage is freed.
         deallocate_pipeline_outputs=cuda,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
