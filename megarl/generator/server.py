@@ -31,7 +31,12 @@ LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
-_MOE_RUNNER = "triton"  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
+_GPU_ARGUMENTS = {
+    "moe_runner_backend": "triton",  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
+    # The trainer's logits are float32. Rounded to bfloat16, logits of 16 to 32 are multiples of 1/8, and many are equal. (In 0.5.23
+    # layers/logits_processor.py:1172 computes them from bfloat16 by a product with float32 output: it takes no more memory for weights.)
+    "enable_fp32_lm_head": True,
+}
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
 
@@ -110,7 +115,7 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
     if not settings.device:  # the device is this host's own, not one that a dry run supposes
         _check_dtype(settings, device, extra)
-    of_device = _cpu_arguments(settings) if device == "cpu" else {"moe_runner_backend": _MOE_RUNNER}
+    of_device = _cpu_arguments(settings) if device == "cpu" else _GPU_ARGUMENTS
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment[sockets.SOCKET_KEY] = sockets.socket_key(keys.admin)

@@ -82,6 +82,7 @@ def test_gpu_command_has_none_of_the_cpu_settings():
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"} & set(environment)
     on_cpu, _ = server_command(SETTINGS, KEYS)
     assert [json.loads(words[-1]).get("moe_runner_backend") for words in (argv, on_cpu)] == ["triton", None]
+    assert [json.loads(words[-1]).get("enable_fp32_lm_head") for words in (argv, on_cpu)] == [True, None]
 
 
 def test_parameters_of_gpu_engines_lie_in_memory_that_others_can_open(monkeypatch):
