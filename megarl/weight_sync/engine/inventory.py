@@ -36,6 +36,8 @@ def _held(watch: Watch) -> Iterator[tuple[Held, torch.Tensor]]:
             yield _entry(name, values, WRITTEN, "in memory that updates write"), values
         elif id(values) in left_over or watch.unproven(name, values):
             yield _entry(name, values, UNPROVEN, LOADING), values
+        elif name in watch.moved and values.is_cuda:
+            yield _entry(name, values, UNPROVEN, "post-load work puts it elsewhere, and graphs of CUDA go on reading where it was"), values
         elif name in watch.remade:
             yield _entry(name, values, DERIVED, "made by post-load work"), values
         else:

@@ -100,6 +100,7 @@ class Watch:
         self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
         self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # of those that are moved or cast later
         self.remade: set[str] = set()  # by the post-load work of an update
+        self.moved: set[str] = set()  # among these, those that it has put elsewhere
         self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
         self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
         self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
@@ -146,6 +147,7 @@ class Watch:
         self._names |= after.keys() - before.keys()
         touched = {name for name, values in after.items() if name not in before or before[name].left_by(values)}
         self.remade |= touched
+        self.moved |= {name for name in touched & before.keys() if before[name].address != after[name].data_ptr()}
         # torch does not count what is written to inference tensors
         rewritten = {name: each for name, each in after.items() if name in self._names and (name in touched or each.is_inference())}
         kept = {name: left for name, left in self._left.items() if name in after}
@@ -284,6 +286,10 @@ class _Place:
 
     def __init__(self, values: torch.Tensor):
         self._values, self._at = weakref.ref(values), self._place(values)
+
+    @property
+    def address(self) -> int:
+        return self._at[0]
 
     def left_by(self, values: torch.Tensor) -> bool:
         """Whether `values`, by the same name, is another tensor, lies elsewhere, or has been written to."""
