@@ -14,6 +14,8 @@ if __name__ != "megarl.kernels":
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     import torch.distributed as dist
 
@@ -23,15 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["find_changes", "linear_kl", "linear_logprobs", "quantise_with", "tile_amax"]
 
 
-def find_changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `new` differs from `old`, in compact form. See `megarl.kernels.changes.find_changes`."""
-    if new.is_cuda:
+def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where `new` of each pair differs from `old`, in compact form: see `megarl.kernels.changes.find_changes`. All are on one device; the
+    host waits for a GPU once, to learn how much has changed of each."""
+    if pairs and pairs[0][0].is_cuda:
         from megarl.kernels import changes_triton
 
-        return changes_triton.find_changes(new, old)
+        return changes_triton.find_changes(pairs)
     from megarl.kernels import changes
 
-    return changes.find_changes(new, old)
+    return [changes.find_changes(new, old) for new, old in pairs]
 
 
 def quantise_with(values: torch.Tensor, row_start: int, col_start: int, scales: torch.Tensor, rule: Rule) -> torch.Tensor:

@@ -3,6 +3,8 @@ other, after a sum over the pieces, writes each piece's places to where they bel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,16 +28,29 @@ def _changes_kernel(new, old, counts, ends, offsets, elements, PIECE: tl.constex
         tl.store(counts + tl.program_id(0), count)
 
 
-def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
-    """See megarl.kernels.changes.find_changes."""
-    per_block = BLOCK // PIECE
-    counts = torch.zeros(blocks(len(new)) * per_block, dtype=torch.int32, device=new.device)
-    used = triton.cdiv(len(new), PIECE)
-    if not used:
-        return counts, torch.empty(0, dtype=torch.int16, device=new.device)
-    _changes_kernel[(used,)](new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False)
-    ends = counts.cumsum(0)
-    offsets = torch.empty(int(ends[-1]), dtype=torch.int16, device=new.device)
-    if len(offsets):
+def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Places]:
+    """See megarl.kernels.find_changes."""
+    counts = [_counted(new, old) for new, old in pairs]
+    changed = totals_of(counts)
+    return [_placed(new, old, of_pieces, total) for (new, old), of_pieces, total in zip(pairs, counts, changed)]
+
+
+def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
+    """The sum of each; the host waits for the GPU once."""
+    return torch.stack([of_pieces.sum() for of_pieces in counts]).tolist() if counts else []
+
+
+def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """How many elements of each piece have changed, int32 [pieces of whole blocks]."""
+    counts = torch.zeros(blocks(len(new)) * (BLOCK // PIECE), dtype=torch.int32, device=new.device)
+    if used := triton.cdiv(len(new), PIECE):
+        _changes_kernel[(used,)](new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False)
+    return counts
+
+
+def _placed(new: torch.Tensor, old: torch.Tensor, counts: torch.Tensor, changed: int) -> Places:
+    offsets = torch.empty(changed, dtype=torch.int16, device=new.device)
+    if changed:
+        ends, used = counts.cumsum(0), triton.cdiv(len(new), PIECE)
         _changes_kernel[(used,)](new, old, counts, ends, offsets, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=True)
-    return counts.view(-1, per_block).sum(1, dtype=torch.int32), offsets
+    return counts.view(-1, BLOCK // PIECE).sum(1, dtype=torch.int32), offsets

@@ -8,7 +8,7 @@ of each run (2 bytes). A run ends with its block at the latest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ ALIGNMENT = 8
 MOST_OF_FULL = 0.5  # a delta of more of the full update's bytes is not worth what finding and spreading it takes (docs/transports.md)
 INBOX_SHARE = 1 / 8  # of the full bytes: room for a delta by Mooncake; in bf16 it takes changes of 6 % of the elements, in fp8 of 4 %
 PIECE = 1 << 26  # elements: as many are brought at a time from the host's memory to the GPU that compares
+AT_ONCE_BYTES = 1 << 29  # of values that are compared before the host reads what was found; those that were quantised are kept so long
 HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob: version and length; kind, entries and changed elements of a copy
 
 
@@ -62,18 +63,57 @@ def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
     return min(entries, key=lambda kind: body_bytes(kind, elements, entries[kind], changed, item_bytes))
 
 
-def find_delta(new: torch.Tensor, old: torch.Tensor) -> Delta:
-    """What has to be written over `old` to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous."""
+def find_deltas(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[Delta]:
+    """What has to be written over `old` of each pair to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
+    are on one device. For every `at_once_bytes` the host waits for a GPU twice: to learn how much has changed, and in how many runs."""
     import torch
 
     from megarl import kernels
+
+    for some in _at_once(pairs, at_once_bytes):
+        pieces = [[*_pieces(new, old)] for new, old in some]
+        found = iter(kernels.find_changes([piece for of_pair in pieces for piece in of_pair]))
+        places = [tuple(map(torch.cat, zip(*(next(found) for _ in of_pair)))) for of_pair in pieces]
+        begins = [_begins(counts, offsets) for counts, offsets in places]
+        for (new, _), (counts, offsets), of_runs, runs in zip(some, places, begins, totals(begins)):
+            yield _delta(new, counts, offsets, of_runs, runs)
+
+
+def totals(begins: Sequence[torch.Tensor]) -> list[int]:
+    """The number of runs of each."""
+    import torch
+
+    return torch.stack([of_runs.sum() for of_runs in begins]).tolist()
+
+
+def _at_once(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    some, size = [], 0
+    for new, old in pairs:
+        if some and size + new.nbytes > most_bytes:
+            yield some
+            some, size = [], 0
+        some.append((new, old))
+        size += new.nbytes
+    if some:
+        yield some
+
+
+def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both on the device of `new`, some elements at a time where `old` has to be brought there."""
+    if new.device == old.device:
+        yield new, old
+        return
+    for now, was in zip(new.split(PIECE), old.split(PIECE)):
+        yield now, was.to(now.device, non_blocking=True)
+
+
+def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, runs: int) -> Delta:
+    """`counts` and `offsets`: the places of what has changed (kernels.changes.Places); `begins`: which of it begin the `runs` runs."""
+    import torch
+
     from megarl.kernels.changes import positions_of
 
-    pieces = [(new, old)] if new.device == old.device else zip(new.split(PIECE), old.split(PIECE))
-    counts, offsets = map(torch.cat, zip(*(kernels.find_changes(now, was.to(now.device, non_blocking=True)) for now, was in pieces)))
     changed = len(offsets)
-    begins = _begins(counts, offsets)
-    runs = int(begins.sum()) if changed else 0
     kind = best_kind(len(new), changed, runs, new.element_size())
     if kind == NOTHING:
         return Delta(kind, 0, 0, torch.empty(0, dtype=torch.uint8, device=new.device))
@@ -82,10 +122,10 @@ def find_delta(new: torch.Tensor, old: torch.Tensor) -> Delta:
     values = new[positions_of(counts, offsets)]
     if kind == PAIRS:
         return Delta(kind, changed, changed, _joined([counts, values, offsets]))
-    first = torch.nonzero(begins).view(-1)
-    lengths = torch.diff(first, append=first.new_tensor([changed]))
-    ends = counts.cumsum(0)
-    of_block = torch.bincount(torch.searchsorted(ends, first, right=True), minlength=len(counts)).to(torch.int32)
+    # (torch.nonzero and torch.bincount would make the host wait for a GPU.)
+    first = torch.searchsorted(begins.cumsum(0), torch.arange(1, runs + 1, device=new.device))
+    lengths = torch.diff(first, append=first.new_full((1,), changed))
+    of_block = torch.diff(torch.searchsorted(first, counts.cumsum(0)), prepend=first.new_zeros(1)).to(torch.int32)
     return Delta(kind, runs, changed, _joined([of_block, values, offsets[first], (lengths - 1).to(torch.int16)]))
 
 
@@ -159,11 +199,10 @@ def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Whether each changed element begins a run, [changed]."""
     import torch
 
-    begins = torch.ones(len(offsets), dtype=torch.bool, device=offsets.device)
-    begins[1:] = offsets[1:] != offsets[:-1] + 1
-    firsts = (counts.cumsum(0) - counts)[counts > 0]  # of each block
-    begins[firsts] = True
-    return begins
+    begins = torch.ones(len(offsets) + 1, dtype=torch.bool, device=offsets.device)
+    begins[1:-1] = offsets[1:] != offsets[:-1] + 1
+    # The first of each block; that of a block without changes is that of the next one, or lies behind the last.
+    return begins.index_fill_(0, counts.cumsum(0) - counts, True)[:-1]
 
 
 def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ when all of them were written, and that version was confirmed; so after an updat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megarl.config.schema import WeightsConfig
 from megarl.kernels.audit import Hashes
 from megarl.kernels.changes import bits_of
 from megarl.messaging.messages import WeightsOffer
-from megarl.reshard.deltas import MOST_OF_FULL, Changes, Delta, blob_bytes, find_delta, spread
+from megarl.reshard.deltas import MOST_OF_FULL, Changes, Delta, blob_bytes, find_deltas, spread
 from megarl.reshard.execute import AmaxTable, Payloads
 from megarl.reshard.map import Copy
 from megarl.types import Version
@@ -63,13 +63,17 @@ class Deltas:
         usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
         if not usable or any(_key(copy) not in self._kept for copy in copies):
             return None
-        hashes, deltas = Hashes(), {}
-        for key, alike in _alike(copies).items():
-            values = payloads.of(alike[0], amax)
-            deltas[key] = find_delta(bits_of(values.contiguous()).view(-1), self._kept[key])
-            for copy in alike if audit else ():
-                rank, name = copy.destination_rank, copy.destination_tensor
-                hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
+        hashes, every = Hashes(), _alike(copies)
+
+        def compared() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for key, alike in every.items():
+                values = payloads.of(alike[0], amax)
+                for copy in alike if audit else ():
+                    rank, name = copy.destination_rank, copy.destination_tensor
+                    hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
+                yield bits_of(values.contiguous()).view(-1), self._kept[key]
+
+        deltas = dict(zip(every, find_deltas(compared()), strict=True))
         by_rank, shares = defaultdict(list), defaultdict(dict)
         for copy in copies:
             by_rank[copy.destination_rank].append((copy, deltas[_key(copy)]))

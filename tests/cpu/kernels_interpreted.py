@@ -40,8 +40,9 @@ def test_changes(dtype, count, share):
     generator = torch.Generator().manual_seed(count)
     old = torch.randint(0, 100, (count,), dtype=dtype, generator=generator)
     new = old + (torch.rand(count, generator=generator) < share).to(dtype)
-    for found, expected in zip(changes_triton.find_changes(new, old), changes.find_changes(new, old), strict=True):
-        assert torch.equal(found, expected)
+    pairs = [(new, old), (new[:1], old[:1]), (old, old), (new[:0], old[:0]), (old, new)]
+    for found, pair in zip(changes_triton.find_changes(pairs), pairs, strict=True):
+        assert all(map(torch.equal, found, changes.find_changes(*pair)))
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

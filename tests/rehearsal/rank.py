@@ -121,7 +121,6 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
     sequences = list(steps._cut(batch)[0].values())
     count = len(trainer._plan(sequences))
-    tell_shapes(trainer)
     tell_routing()
     tell_sums()
     for name in ("first step", "step"):
@@ -144,7 +143,7 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     from megarl.reshard.execute import AmaxTable, Payloads
     from megarl.reshard.schedule import scheduled_writes
     from megarl.weight_sync.common import weights_map
-    from megarl.weight_sync.deltas import Deltas
+    from megarl.weight_sync.deltas import Deltas, send_changes
     from megarl.weight_sync.writing import send
 
     map = weights_map(plan, trainer.layout)
@@ -157,9 +156,16 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     with phase("update"):
         send(Discard(), copies, model, shapes, True, amax, payloads)
         deltas.keep(1, copies, amax, payloads, False)
+    if not deltas.on:
+        return
+    tell_changes()
     with phase("changes"):
         payloads.begin(model)
-        deltas.find(1, copies, shapes, True, amax, payloads)
+        found = deltas.find(1, copies, shapes, True, amax, payloads)
+        assert found is not None
+    with phase("send changes"):
+        send_changes(Discard(), found, 2, model)
+        deltas.keep_changes(2, found)
 
 
 class Discard:
@@ -224,27 +230,6 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     return {name: size / GIB for name, size in vars(memory).items()}
 
 
-def tell_shapes(trainer: MegatronTrainer) -> None:
-    """Pipeline stages tell each other the shapes of their tensors, and the host reads them. The answers come from the plan here."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    shapes: dict[str, Iterator[list[int]]] = {}
-    run, ask = trainer._run, P2PCommunicator._communicate_shapes
-    split = trainer.topology.cp * (trainer.topology.tp if trainer.sequence_parallel else 1)
-
-    def planned_run(plan: Any, *args: Any, **kwargs: Any) -> Any:
-        for direction in ("forward", "backward"):
-            shapes[direction] = iter([[each.positions // split, 1, trainer.spec.hidden_size] for each in plan])
-        return run(plan, *args, **kwargs)
-
-    def told(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
-        ask(self, send_next, send_prev, recv_prev, recv_next)
-        none = [0, 0, 0]
-        return next(shapes["forward"]) if recv_prev else none, next(shapes["backward"]) if recv_next else none
-
-    trainer._run, P2PCommunicator._communicate_shapes = planned_run, told
-
-
 def tell_sums() -> None:
     """The last stage sends the sums of a step to the others."""
     from megarl.trainer import parallel, step
@@ -278,6 +263,25 @@ def tell_routing() -> None:
         return self._told if found is not None and found.device.type == "cpu" else found
 
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = told
+
+
+def tell_changes() -> None:
+    """The host reads how many elements of a tensor have changed, and in how many runs. Here one of 4,096 has: in each tensor alone, or in
+    every second one eight together."""
+    from megarl.kernels import changes_triton
+    from megarl.reshard import deltas
+
+    read_changed, read_runs = changes_triton.totals_of, deltas.totals
+
+    def changed(counts: Any) -> list[int]:
+        read_changed(counts)
+        return [len(of_pieces) for of_pieces in counts]
+
+    def runs(begins: Any) -> list[int]:
+        read_runs(begins)
+        return [len(of_tensor) if place % 2 else -(-len(of_tensor) // 8) for place, of_tensor in enumerate(begins)]
+
+    changes_triton.totals_of, deltas.totals = changed, runs
 
 
 def _even(total: int, parts: int) -> Any:

@@ -30,7 +30,7 @@ DEEPSEEK = [
 ]  # fmt: skip
 NO_WAIT = ("asynchronous copy to the GPU", "asynchronous copy to the host")
 
-P2P, DISPATCH = "megatron/core/pipeline_parallel/p2p_communication.py", "megatron/core/transformer/moe/token_dispatcher.py"
+DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py"
 ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 
 # What a step of one layer waits for, or copies without pinned memory, by kind and innermost function of MegaRL, Megatron or Transformer
@@ -42,25 +42,23 @@ OF_A_STEP = {
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
 }
-# Two microbatches: stages tell each other the shapes of what they send, and Megatron waits after each message.
+# Stages know what they receive from each other, and the host waits for no message. The first one hears of the last one's sums.
 OF_A_FIRST_STAGE = {
     ("copy to the host", "megarl/trainer/agreement.py:totals"): 2,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("objects through the GPU", "megarl/trainer/parallel.py:global_sums"): 1,
-    ("blocking copy to the GPU", f"{P2P}:_communicate_shapes"): 2,
-    ("cuda.synchronize", f"{P2P}:_communicate"): 4,
-    ("cuda.synchronize", f"{P2P}:_communicate_shapes"): 4,
-    ("tolist", f"{P2P}:_communicate_shapes"): 2,
 }
-OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {
-    ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
-    ("cuda.synchronize", f"{P2P}:_communicate"): 3,
-    ("cuda.synchronize", f"{P2P}:_communicate_shapes"): 3,
-}
+OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:global_sums"): 1}
 # A layer of experts, twice a microbatch where it is computed again: how many tokens each rank is sent.
 OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
 # A layer of latent attention: its rotary embedding reads the boundaries of sequences, twice for queries and twice for keys.
 OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
+# What has changed since the last update: twice for all tensors of half a GiB together, and the hashes.
+OF_CHANGES = {
+    ("tolist", "megarl/kernels/audit.py:_read"): 1,
+    ("tolist", "megarl/kernels/changes_triton.py:totals_of"): 2,
+    ("tolist", "megarl/reshard/deltas.py:totals"): 2,
+}
 # The log-probs of each microbatch, when all are on their way, and those of all together.
 SCORED = "copy to the host", "megarl/trainer/megatron_model.py:_scored"
 
@@ -107,6 +105,16 @@ def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_pat
 
 @needs
 @pytest.mark.long
+@pytest.mark.parametrize("shadow", ["host", "device"])
+def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, tmp_path):
+    report = rehearse(tmp_path, "8b_aipo", "weights.delta=auto", f"weights.delta_shadow={shadow}")
+    assert waits(report, "changes") == OF_CHANGES
+    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}  # once for each tensor of a rank, when engines go on
+    assert waits(report, "send changes") == (of_host if shadow == "host" else {})
+
+
+@needs
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "arguments", "expected"),
     [
@@ -143,6 +151,37 @@ def test_planted_faults_are_found_with_their_lines(fault, told, line, tmp_path):
 def test_a_wait_for_every_parameter_is_found(tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "--plant", "wait_per_parameter")
     assert waits(report, "step")["item", "megarl/trainer/step.py:train_step"] > 1 + 5
+
+
+@needs
+@pytest.mark.long
+def test_every_element_counts_once_in_the_norm_and_every_gradient_is_summed_over_those_who_hold_it():
+    assert marks() == []
+
+
+@needs
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "case", "told"),
+    [
+        ("marks_of_experts", "experts tp2 dp2 ep2", "model.layers.0.mlp.experts.2.up_proj.weight counts 0 times in the norm"),
+        ("marks_of_experts", "experts tp2", "linear_fc1.weight0 on rank 0 is summed over ranks [0], not [0, 1]"),
+        ("marks_of_whole_weights", "latent tp2", "model.layers.0.self_attn.q_a_proj.weight counts 2 times in the norm"),
+    ],
+)
+def test_marks_that_are_wrong_are_found(fault, case, told):
+    (found,) = marks(case, "--plant", fault)
+    assert told in found
+
+
+def marks(*arguments: str) -> list[str]:
+    """The cases that are not right."""
+    command = [sys.executable, "-W", "ignore", str(HERE / "marks.py"), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = ended.stdout.splitlines()
+    wrong = [line for line in lines if not line.endswith(": ok")]
+    assert lines and ended.returncode == bool(wrong), ended.stderr[-6000:]
+    return wrong
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from megarl.reshard.deltas import (
     best_kind,
     blob_bytes,
     body_bytes,
-    find_delta,
+    find_deltas,
     make_blob,
     spread,
     spread_blob,
@@ -59,7 +59,7 @@ def test_there_and_back(pattern, dtype):
     count, places = PATTERNS[pattern]
     old = noise(count, dtype)
     new = changed_at(old, places)
-    delta = find_delta(bits_of(new), bits_of(old))
+    (delta,) = find_deltas([(bits_of(new), bits_of(old))])
     follows = (torch.diff(places) == 1) & (places[1:] % BLOCK != 0)
     runs = len(places) - int(follows.sum())
     assert (delta.changed, delta.kind) == (len(places), best_kind(count, len(places), runs, dtype.itemsize))
@@ -83,15 +83,27 @@ def test_any_changes_of_boxes_of_any_strides(data):
     expected = bits_of(memory).clone()
     holes = expected.as_strided(target.shape, target.stride(), target.storage_offset())
     holes.copy_(bits_of(new).view(target.shape))
-    spread(find_delta(bits_of(new), bits_of(old)), target)
+    (delta,) = find_deltas([(bits_of(new), bits_of(old))])
+    spread(delta, target)
     assert torch.equal(bits_of(memory), expected)
+
+
+@pytest.mark.parametrize("at_once_bytes", [0, 150_000, 1 << 30])
+def test_many_are_compared_as_each_alone(at_once_bytes):
+    old = [noise(count, torch.bfloat16, seed) for seed, (count, _) in enumerate(PATTERNS.values())]
+    new = [changed_at(values, places) for values, (_, places) in zip(old, PATTERNS.values())]
+    pairs = [(bits_of(now), bits_of(was)) for now, was in zip(new, old)]
+    for found, pair in zip(find_deltas(iter(pairs), at_once_bytes), pairs, strict=True):
+        (alone,) = find_deltas([pair])
+        assert torch.equal(found.body, alone.body)
+        assert (found.kind, found.entries, found.changed) == (alone.kind, alone.entries, alone.changed)
 
 
 def test_nan_and_minus_zero_are_bits_like_others():
     old = torch.tensor([0.0, float("nan"), 1.0, float("nan")])
     new = torch.tensor([-0.0, float("nan"), 1.0, -float("nan")])
     new.view(torch.int32)[3] |= 1
-    assert find_delta(bits_of(new), bits_of(old)).changed == 2
+    assert [delta.changed for delta in find_deltas([(bits_of(new), bits_of(old))])] == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
@@ -134,7 +146,7 @@ def test_the_rule_on_the_counts():
 def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_spread():
     old = [noise(500, torch.bfloat16), noise(70000, torch.float8_e4m3fn), noise(9, torch.float32)]
     new = [changed_at(values, torch.arange(0, len(values), 50)) for values in old[:2]] + [old[2]]
-    deltas = [find_delta(bits_of(now), bits_of(was)) for now, was in zip(new, old)]
+    deltas = [*find_deltas((bits_of(now), bits_of(was)) for now, was in zip(new, old))]
     blob = make_blob(deltas, 7)
     assert len(blob) == blob_bytes(deltas)
     before = [values.clone() for values in old]

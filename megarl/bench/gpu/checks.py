@@ -154,7 +154,7 @@ def finds_changes_as_the_cpu_does(device: torch.device, toy: bool) -> None:
         old = torch.randint(0, 100, (count,), dtype=dtype, device=device)
         for share in (0.0, 0.01, 1.0):
             new = old + (torch.rand(count, device=device) < share).to(dtype)
-            found, wanted = changes_triton.find_changes(new, old), changes.find_changes(new.cpu(), old.cpu())
+            (found,), wanted = changes_triton.find_changes([(new, old)]), changes.find_changes(new.cpu(), old.cpu())
             assert all(equal(one, other) for one, other in zip(found, wanted, strict=True)), f"{share} of {count} elements of {dtype}"
 
 
