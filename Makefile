@@ -130,12 +130,20 @@ envs/rehearsal/.megarl-setup: requirements/gpu.txt
 	$(INSTALL) --no-deps --only-binary :all: --target envs/rehearsal "$$version"
 	touch $@
 
-# The GPU's code paths without a GPU (docs/gpu.md): calls of vendors, kernels, and a whole step of a first and a last rank of each config.
+# The GPU's code paths without a GPU (docs/gpu.md): calls of vendors, kernels, what libraries and engines need, and a whole step of a first and
+# a last rank of each config.
+REHEARSED := $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b)
 rehearse: setup envs/rehearsal/.megarl-setup
 	@.venv/bin/python tests/rehearsal/calls.py
 	.venv/bin/python tests/rehearsal/compile_kernels.py
+	.venv/bin/python tests/rehearsal/libraries.py
 	failed=0
-	for config in configs/{8b,70b,70b_32k,405b,qwen3_30b_a3b,qwen3_235b_a22b}_aipo.yaml; do
+	for gpu in H100 B200; do
+	    status=0
+	    .venv/bin/python -P -W ignore tests/rehearsal/engines.py $$gpu $(REHEARSED) || status=$$?
+	    if [ $$status = 1 ]; then failed=1; elif [ $$status = 2 ]; then break; fi
+	done
+	for config in $(REHEARSED); do
 	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config $(ARGS) || failed=1
 	    if grep -q '^  pp:' $$config; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
 	done

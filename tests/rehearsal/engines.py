@@ -1,12 +1,13 @@
-"""SGLang's arguments of a run's engines, resolved as on a GPU that this machine does not have. Needs the packages of requirements/gpu.txt.
+"""SGLang's arguments of a run's engines, resolved as on a GPU that this machine does not have.
 
     python tests/rehearsal/engines.py H100|B200 CONFIG…
 
-prints for each config what SGLang chooses. Exit status 1 if it refuses one.
+prints for each config what SGLang chooses. Exit status 1 if it refuses one; 2, with one line, without the packages of requirements/gpu.txt.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import traceback
@@ -22,6 +23,9 @@ SHOWN = ("attention_backend", "prefill_attention_backend", "decode_attention_bac
 
 
 def main(gpu: str, configs: list[str]) -> int:
+    if importlib.util.find_spec("sgl_kernel") is None:
+        print("engines' arguments as on a GPU: not resolved, since SGLang's packages for GPUs are not installed (make setup-gpu)")
+        return 2
     pretended_cuda.preload()
     pretended_cuda.pretend(pretended_cuda.Record(), {"H100": pretended_cuda.H100, "B200": pretended_cuda.B200}[gpu])
     from megarl.config.load import load_config

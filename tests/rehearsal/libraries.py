@@ -1,0 +1,71 @@
+"""What the vendors' compiled libraries need of the system, beside glibc and the C++ runtime: by `readelf -d` over an environment.
+
+    python tests/rehearsal/libraries.py [SITE-PACKAGES]
+
+Prints a row for each library of the system: its package of Debian 12, and the packages of Python that need it. Exit status 1: one is not
+listed here. Needs readelf.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ALWAYS = (
+    "libc.so.",
+    "libm.so.",
+    "libdl.so.",
+    "libpthread.so.",
+    "librt.so.",
+    "libutil.so.",
+    "ld-linux-x86-64.so.",
+    "libgcc_s.so.",
+    "libstdc++.so.",
+)
+SYSTEM = {  # where it comes from
+    "libcuda.so.1": "NVIDIA's driver",
+    "libnvidia-ml.so.1": "NVIDIA's driver",
+    "libibverbs.so.1": "libibverbs1",
+    "libmlx5.so.1": "ibverbs-providers",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+
+
+def main(folder: Path) -> int:
+    needed, provided = defaultdict(set), set()
+    files = [str(path) for path in folder.rglob("*.so*") if path.is_file() and not path.is_symlink()]
+    provided |= {path.name for path in folder.rglob("*.so*")}
+    for path, name, library in entries(files):
+        if name == "SONAME":
+            provided.add(library)
+        elif not library.startswith(ALWAYS):
+            needed[library].add(Path(path).relative_to(folder).parts[0].split(".")[0])
+    failed = 0
+    for library in sorted(needed.keys() - provided):
+        failed |= library not in SYSTEM
+        print(f"{library:24s} {SYSTEM.get(library, 'not listed'):20s} {', '.join(sorted(needed[library]))}")
+    print(f"{len(files)} libraries in {folder}")
+    return int(failed)
+
+
+def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(file, "NEEDED" or "SONAME", the library)."""
+    for begin in range(0, len(files), 500):
+        some = files[begin : begin + 500]
+        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout  # not all are libraries: some are texts
+        path = some[0]
+        for line in said.splitlines():
+            if line.startswith("File: "):
+                path = line.removeprefix("File: ")
+            for name in ("NEEDED", "SONAME"):
+                if f"({name})" in line:
+                    yield path, name, line.rpartition("[")[2].rstrip("]")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("purelib")).resolve()))
