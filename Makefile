@@ -144,8 +144,10 @@ rehearse: setup envs/rehearsal/.megarl-setup
 	    if [ $$status = 1 ]; then failed=1; elif [ $$status = 2 ]; then break; fi
 	done
 	for config in $(REHEARSED); do
-	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config $(ARGS) || failed=1
-	    if grep -q '^  pp:' $$config; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
+	    # A first stage holds the activations of as many microbatches as there are stages.
+	    stages=$$(sed -n 's/^  pp: *\([0-9]*\).*/\1/p' $$config)
+	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --microbatches $$(($${stages:-1} + 1)) $(ARGS) || failed=1
+	    if [ "$$stages" ]; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
 	done
 	exit $$failed
 
