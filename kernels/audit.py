@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.box import Box, whole_box
+from megarl.base.geometry import Box, whole_box
 
 MASK = (1 << 64) - 1
 ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.kernels.quantise_rules import E4M3_MAX, Rule
 
 FP8 = torch.float8_e4m3fn

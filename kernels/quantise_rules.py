@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 
 E4M3_MAX = 448.0
 

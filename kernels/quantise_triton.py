@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.kernels.quantise import FP8, require_finite
 from megarl.kernels.quantise_rules import Rule
 

@@ -4,38 +4,254 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from megarl.base.files import write_whole
+from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
-from megarl.data.held_out import held_out
-from megarl.data.pairs import load_pairs, training_steps
-from megarl.files import write_whole
-from megarl.launch.first_lines import headline, role_lines, sampling_lines, sandbox_lines, sizes, weights_lines
-from megarl.launch.inputs import check_inputs
-from megarl.launch.launcher import Job, launch
-from megarl.launch.node import Node, this_node
+from megarl.critic.plan import critic_path
+from megarl.data.batches import load_pairs, training_steps
+from megarl.data.check import Checked
+from megarl.data.rows import held_out
+from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sets
+from megarl.launch.inputs import check_inputs, check_room_for_weights
+from megarl.launch.launcher import Job, fleets_of, launch, placement
+from megarl.launch.meeting import NodeReport, scratch_folder
+from megarl.launch.nodes import Node, NodePlan, gpus, interface_with, this_node
+from megarl.launch.processes import ProcessSpec
 from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
-from megarl.launch.room import check_room_for_weights
-from megarl.launch.scratch import scratch_folder
-from megarl.launch.stopping import Stopped
+from megarl.launch.start import NodePart
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import best_checkpoint, note_lost, read_results, sets
+from megarl.launch.watch import Stopped
+from megarl.launch.worker import PARENT
+from megarl.lora.plan import sends_adapters, why_merged
+from megarl.messaging.host import loopback
+from megarl.messaging.rendezvous import EVALUATION, POLICY, EngineAddress, Rendezvous
+from megarl.models.spec import SCALAR
 from megarl.observe.metrics import METRICS_FILE, check_lines
 from megarl.observe.progress import Doings, Progress
-from megarl.observe.rollouts import recover_ordinals
+from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
-from megarl.plan.best import scores_to_choose_by
-from megarl.plan.checkpoints import checkpoint_path, remove_leftovers
+from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.weights import WARM, begin_with, find_weights, needs_first_weights, why_first_weights
-from megarl.rollouts.ledger import Ledger
+from megarl.plan.weights import WARM, begin_with, find_weights, needs_first_weights, needs_reference, why_first_weights
+from megarl.rewards import code
+from megarl.rewards.score import all_parts
+from megarl.rollouts.buffer import Ledger
+from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
+
+# The lines that a command prints before it starts: what it does, with which weights, and which settings have changed.
+
+
+def headline(plan: RunPlan, step: int, nodes: int) -> str:
+    config = plan.config
+    start = f"from the checkpoint of step {step}" if step else "from the start"
+    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    evaluating = f", {config.eval.engines} more to evaluate" if config.eval.engines else ""
+    capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
+    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.n} samples"
+    return (
+        f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
+        f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
+    )
+
+
+def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
+    """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
+    if not resume.checkpoint:
+        return [f"Weights: {plan.weights}", *_adapter_lines(plan), *_critic_lines(plan)]
+    lines = [f"Weights: the checkpoint {resume.checkpoint}"]
+    if plan.config.lora.rank:
+        lines.append(f"Adapters: rank {plan.config.lora.rank}, of what the run began with, {plan.weights}")
+        lines += _sync_lines(plan)
+    elif needs_reference(plan.config):
+        lines.append(f"Reference model: what the run began with, {plan.weights}")
+    return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
+
+
+def role_lines(plan: RunPlan) -> list[str]:
+    """The frozen models."""
+    sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
+    served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
+    return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
+
+
+def _adapter_lines(plan: RunPlan) -> list[str]:
+    lora = plan.config.lora
+    if not lora.rank:
+        return []
+    begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {plan.config.seed}, B zero"
+    return [
+        f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)} linear layers, {begins}; the weights are frozen",
+        *_sync_lines(plan),
+    ]
+
+
+def _sync_lines(plan: RunPlan) -> list[str]:
+    if sends_adapters(plan.config, plan.spec):
+        return ["Adapters: sent alone, into the memory from which SGLang serves them"]
+    why = "lora.sync=merge" if plan.config.lora.sync == "merge" else "; ".join(why_merged(plan.config, plan.spec))
+    return [f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"]
+
+
+def _critic_lines(plan: RunPlan) -> list[str]:
+    critic = plan.config.critic
+    if plan.critic is None:
+        return []
+    head = "with a new head, " + ("of zeros" if critic.head == "zeros" else f"random by seed {plan.config.seed}")
+    key, path = critic_path(plan.config)
+    begins = "the policy's weights" if path is None else f"{key}={path}"
+    first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
+    return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else head}{first}"]
+
+
+def sampling_lines(plan: RunPlan) -> list[str]:
+    """Says what is particular in drawing tokens: from parts of the vocabulary, or again."""
+    rollout, lines = plan.config.rollout, list[str]()
+    if plan.config.async_.partial_rollout == "abort":
+        lines.append(
+            "Sampling: async.partial_rollout=abort begins what an update interrupts again from the prompt. That is mostly long responses, "
+            "so they become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
+        )
+    if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
+        lines.append(
+            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} of the {MOST_KEPT} likeliest tokens, since no more are "
+            "recorded; the metric mask/overflow counts the tokens drawn from so many"
+        )
+    if rollout.truncated and not rollout.replay_mask:
+        lines.append(
+            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all: ratios "
+            "are too low by the share of the probability that is cut off"
+        )
+    return lines
+
+
+def sandbox_lines(plan: RunPlan) -> list[str]:
+    """Says what the sandboxes of programs do not bound. Those of agents run on the generator's host, which is taken to be like this one."""
+    config, lines = plan.config, list[str]()
+    if config.rollout.name == "program":
+        try:
+            kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
+            lines.append(f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}")
+        except ConfigError:
+            pass  # a dry run, on a machine that is another one
+    if any(part.name == code.NAME for part in all_parts(config)):
+        lines.append(f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}")
+    return lines
+
+
+def sizes(plan: RunPlan) -> str:
+    """The trainer's parallel sizes above 1, such as TP2xDP4."""
+    axes = {axis: getattr(plan.trainer_topology, axis) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
+
+
+# Describes what a launch would start where. Starts nothing, and writes nothing.
+
+
+_MOST_NODES = 4096
+
+
+def nodes_needed(plan: RunPlan, job: Job) -> int:
+    """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 if that is not set."""
+    slots = plan.config.launch.ranks_per_node or len(gpus())
+    if not slots:
+        return 1
+    placed = placement(plan, job, _MOST_NODES, slots)
+    return sum(not node.idle for node in placed)
+
+
+def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
+    """The plan for prompts as long as those of data.train are, as far as they have been read."""
+    lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
+    if not lengths:
+        return plan
+    config = replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths)))))
+    return replace(plan, config=config)
+
+
+def render_launch(plan: RunPlan) -> str:
+    """One line per group of nodes that run the same, and for each role one command, as its node would start it."""
+    job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
+    placed = placement(plan, job, nodes_needed(plan, job), len(gpus()))
+    lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
+    for alike in _runs(placed):
+        lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
+    lines.append("commands, the first of each role (ADDRESS, PORT, KEY and SCRATCH are settled when the nodes meet):")
+    for node, spec in _samples(plan, job, placed):
+        shown = sorted((key, value) for key, value in spec.env.items() if "KEY" not in key and key != PARENT)
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown)
+        lines.append(f"  node {node}, {spec.name}:\n    {environment} \\\n    {' '.join(map(shlex.quote, spec.argv))}")
+    return "\n".join(lines)
+
+
+def _runs(placed: list[NodePlan]) -> Iterable[list[NodePlan]]:
+    """Groups of neighbouring nodes with equal numbers of trainer ranks and engines."""
+    run: list[NodePlan] = []
+    for node in placed:
+        if run and _shape(node) != _shape(run[0]):
+            yield run
+            run = []
+        run.append(node)
+    yield run
+
+
+def _shape(node: NodePlan) -> tuple:
+    return len(node.trainer_ranks), [(part.fleet, part.ranks, part.parts, part.part) for part in node.engines]
+
+
+def _node_names(alike: list[NodePlan]) -> str:
+    first, last = alike[0].node, alike[-1].node
+    return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+
+def _what(alike: list[NodePlan]) -> str:
+    words = []
+    if alike[0].trainer_ranks:
+        words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
+    for fleet in dict.fromkeys(part.fleet for part in alike[0].engines):
+        own = [part for node in alike for part in node.engines if part.fleet == fleet]
+        what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(fleet, f"engines of {fleet}")
+        words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
+    if any(0 in node.serves for node in alike):
+        words.append(f"the generator's driver and reward workers (node {next(n.node for n in alike if 0 in n.serves)})")
+    return "; ".join(words) or "nothing to do"
+
+
+def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
+    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan, job)}
+    unknown = Rendezvous(
+        hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
+        engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
+    )  # fmt: skip
+    folder = Path(plan.config.run_dir) / ".launch" / "train" / "LAUNCH"
+
+    def part_of(node: NodePlan) -> NodePart:
+        ports = {part.name: 0 for part in node.engines}
+        report = NodeReport(node.node, "", "ADDRESS", gpus=0, ports=ports, versions={}, problems=[])
+        alone = len(placed) == 1
+        interface = plan.config.launch.interface or (interface_with(loopback()) if alone else None)
+        return NodePart(plan, node, report, unknown, folder, interface, Path("SCRATCH"), alone)
+
+    assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
+    yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
+    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
+    for node in placed:
+        if 0 in node.serves:
+            yield node.node, part_of(node).driver(job.driver_role)
+        if firsts := {part.name for part in node.answering if part.engine == 0}:
+            yield from ((node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts)
+
 
 SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
 

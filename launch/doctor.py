@@ -1,6 +1,6 @@
 """`megarl doctor`: what a run needs of this machine, what of it is there, and how to get the rest.
 
-Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/preflight.py). Until its
+Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/launcher.py). Until its
 packages are looked at, only the standard library is needed, so an installation asks it first:
 
     PYTHONPATH=. python3.12 -m megarl.launch.doctor          in a checkout without an environment
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.launch.binding import gpus, nvidia_smi
+from megarl.launch.nodes import gpus, nvidia_smi
 
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan

@@ -15,11 +15,10 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megarl.base.processes import BEATS
 from megarl.generator.server import RESTARTS
-from megarl.launch.ports import taken
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
-from megarl.observe.trace import TraceWriter
-from megarl.weight_sync.engine.beats import BEATS
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, taken
+from megarl.observe.status import TraceWriter
 
 LOOK_UP_S = 1.0
 STILL_S = 5.0  # between two polls, which are mostly 0.1 s apart

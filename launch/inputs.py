@@ -3,26 +3,192 @@ classes, and room on the disk."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megarl.agents.program import PROGRAM
 from megarl.algorithms.recipes import RECIPES
-from megarl.config.errors import ConfigError, problems_of
-from megarl.config.schema import RunConfig
+from megarl.config.errors import ConfigError, RunError, problems_of
+from megarl.config.schema import OF_HUBS, RunConfig
+from megarl.critic.plan import critic_path
 from megarl.data.check import Checked, check_data
-from megarl.data.tokenizer import load_tokenizer
-from megarl.launch.room import check_room
-from megarl.launch.trial import Tried, try_rewards
+from megarl.data.rows import Row
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.lora.files import check_adapter
+from megarl.lora.layout import Lora
 from megarl.models import ModelSpec
-from megarl.observe.trackers import check_trackers
-from megarl.plan.critic import critic_path
+from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
-from megarl.plan.roles import ServedRole
-from megarl.plan.teachers import FrozenRole
+from megarl.reshard.layout import ITEM_BYTES, parameter_count
+from megarl.rewards.pool import RewardMistake
+from megarl.rewards.score import Part, Score, ScoreRequest, parts_in_evaluation, parts_of
+from megarl.roles.plan import ServedRole
 from megarl.rollouts.environments.loading import check_rollout
+from megarl.teachers.plan import FrozenRole
+from megarl.trackers.trackers import check_trackers
 from megarl.trainer.hf_files import check_checkpoint, check_config
-from megarl.trainer.peft_files import check_adapter
+
+# Checks that the disk has room for what a command will write, before it computes for hours. All nodes see the same disk.
+
+
+OPTIMIZER_BYTES = 4 + 4 + 4  # per parameter of a checkpoint: the float32 master weight and both of Adam's moments
+
+
+def check_room(plan: RunPlan, command: str) -> None:
+    """Raises ConfigError if there is too little room for what `command` (train, sft, …) writes."""
+    if command == "train":
+        check_room_for_checkpoints(plan)
+    elif command == "sft":
+        check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
+        if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the one before it is removed
+            each_bytes = parameter_count(plan.spec, Lora.of(plan.config.lora)) * OPTIMIZER_BYTES
+            _check("run_dir=", plan.config.run_dir, 2 * each_bytes, "2 checkpoints of the warm start (sft.save_every)")
+    elif command == "reward-model":
+        check_room_for_weights(plan, "reward_model.output=", plan.config.reward_model.output)
+
+
+def check_room_for_checkpoints(plan: RunPlan) -> None:
+    """Raises ConfigError if run_dir has no room for the checkpoints to come: each is complete before the oldest one is removed."""
+    config = plan.config
+    there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
+    if config.checkpoint.keep_best is not None:
+        most += 2 if config.eval.engines else 1  # the best one, and that of the version which is being evaluated
+    number = max(1, most - there)
+    parameters = parameter_count(plan.spec, Lora.of(config.lora)) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
+    each_bytes = parameters * OPTIMIZER_BYTES
+    more, best = "more " if there else "", ", keep_best" if config.checkpoint.keep_best else ""
+    what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={config.checkpoint.keep}{best})"
+    needed_bytes = number * each_bytes
+    if every := config.checkpoint.hf_every:
+        exports = len({*range(every, config.max_steps + 1, every), config.max_steps} - exported_steps(config.run_dir))
+        what, needed_bytes = f"{what} and {exports} exports (checkpoint.hf_every={every})", needed_bytes + exports * _weights_bytes(plan)
+    _check("run_dir=", config.run_dir, needed_bytes, what)
+
+
+def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
+    """Raises ConfigError if `folder`, which the user gave as `option`, has no room for the model as an HF checkpoint."""
+    _check(option, folder, _weights_bytes(plan), "the weights")
+
+
+def _weights_bytes(plan: RunPlan) -> int:
+    return parameter_count(plan.spec) * ITEM_BYTES[plan.config.model.dtype]
+
+
+def _check(option: str, folder: str | Path, needed_bytes: int, what: str) -> None:
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(there).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(f"{option}{folder}: {what} will take {_size(needed_bytes)}, and {_size(free_bytes)} are free there")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+# Tries what scores responses on a few rows, before anything starts. A dry run shows the scores; a run is refused for what would end it.
+
+
+ABSURD = "}{ \\boxed{\u2603 </think> -1e999 \ufffd\n" * 40
+TEXTS = {"the reference answer": None, "an empty text": "", "an absurd text": ABSURD}
+_OF_ANSWERS = ("math", "last_number", "choice")  # rules of ours that find the reference answer right
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The scores that one part of the reward has given to a dataset's first rows."""
+
+    part: Part
+    key: str  # of the dataset
+    scores: Mapping[str, Sequence[Score]]  # by name in TEXTS, of each row
+
+    def __str__(self) -> str:
+        told = "; ".join(f"{name} {', '.join(map(_shown, scores))}" for name, scores in self.scores.items())
+        rows = len(next(iter(self.scores.values())))
+        same = len({score.reward for scores in self.scores.values() for score in scores}) == 1
+        of_rows = f"{self.part.setting}, {rows} row{'s' * (rows > 1)} of {self.key}"
+        return "; ".join([f"{of_rows}: {told}", *self.remarks, *(["all of these score the same"] * same)])
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """What is doubtful, though it ends no run."""
+        named = reversed([(name, score) for name, scores in self.scores.items() for score in scores])
+        failures = {failure.reason: name for name, score in named for failure in score.failures}
+        yield from (f"scoring {name} failed: {reason}" for reason, name in failures.items())
+        means = {name: sum(score.reward for score in scores) / len(scores) for name, scores in self.scores.items()}
+        first, *others = means
+        if not failures and any(means[first] < means[name] for name in others):
+            yield "the reference answer scores less than an empty or absurd text"
+
+
+def _shown(score: Score) -> str:
+    return "failed" if score.failures else f"{score.reward:g}"
+
+
+def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) -> list[Tried]:
+    """Scores three texts for the first row of each dataset by the user's own functions; if `thorough` for several rows, and by rules of
+    ours too. Raises ConfigError for all mistakes that would end the run, those of each function once."""
+    if config.rollout.name in OF_HUBS or (config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM):
+        return []  # there the environment or the program says the reward
+    wanted: dict[Part, list[tuple[Checked, list[Row]]]] = {}
+    for checked in datasets:
+        suite = checked.key.removeprefix("eval.suites.")
+        rows = [row for row in checked.first if isinstance(row, Row)][: None if thorough else 1]
+        for part in parts_of(config.reward) if checked.key.startswith("data.train") else parts_in_evaluation(config, suite):
+            if rows and (":" in part.name or (thorough and part.name in _OF_ANSWERS)):
+                wanted.setdefault(part, []).append((checked, rows))
+    if not wanted:
+        return []
+    tokenizer = load_tokenizer(config.model) if Path(config.model.tokenizer or config.model.path).is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="megarl-trial-") as logs:
+        return asyncio.run(_try_all(replace(config, reward=replace(config.reward, workers=1)), wanted, tokenizer, Path(logs)))
+
+
+async def _try_all(
+    config: RunConfig, wanted: Mapping[Part, Sequence[tuple[Checked, Sequence[Row]]]], tokenizer: Tokenizer | None, logs: Path
+) -> list[Tried]:
+    from megarl.rollouts.rollout import open_part  # not at the top: it imports aiohttp
+
+    found: list[Tried] = []
+    problems: list[str] = []
+    async with AsyncExitStack() as resources:
+        for part, sets in wanted.items():
+            score, told = await open_part(config, part, {}, resources, logs), ""
+            try:
+                for checked, rows in sets:
+                    given: dict[str, list[Score]] = {}
+                    for name, text in TEXTS.items():
+                        requests = [_request(row, checked.key, text, tokenizer) for row in rows]
+                        told = f"it was given {name} to {rows[0].where or checked.source}"
+                        given[name] = [await score(request) for request in requests]
+                    found.append(Tried(part, checked.key, given))
+            except RewardMistake as mistake:
+                problems.append(f"{'; '.join(mistake.told.split(chr(10)))}; {told}")
+            except RunError as error:  # no worker could be started
+                problems.append(f"{part.setting}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _request(row: Row, key: str, text: str | None, tokenizer: Tokenizer | None) -> ScoreRequest:
+    response = row.answer if text is None else text
+    return ScoreRequest(
+        response=response,
+        answer=row.answer,
+        prompt=row.prompt,
+        row=row.record,
+        prompt_token_ids=tokenizer.encode_prompt(row.prompt) if tokenizer else [],
+        token_ids=tokenizer.encode_text(response) if tokenizer else [],
+        version=0,
+        source=key.rpartition(".")[2] if ".sources." in key or key.startswith("eval.suites.") else "",
+    )
+
 
 COMMANDS = {
     "train": "train",
@@ -108,7 +274,7 @@ def is_here(path: str, config: RunConfig) -> bool:
 
 def check_frozen(role: FrozenRole, config: RunConfig) -> None:
     """Raises ConfigError if a model on the trainer's ranks is damaged, or does not have the policy's tokens."""
-    from megarl.roles.teacher import check_tokens  # not at the top: it imports aiohttp
+    from megarl.teachers.engines import check_tokens  # not at the top: it imports aiohttp
 
     key = f"roles.{role.name}.path"
     if Path(role.path).is_dir():

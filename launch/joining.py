@@ -7,9 +7,12 @@ give back the requests that they have not finished.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,22 +21,118 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from megarl.config.errors import ConfigError
-from megarl.launch.binding import gpus
-from megarl.launch.launcher import addresses, engine_keeper, failing_together, report_of, start_engines
-from megarl.launch.meeting import Meeting, NodeReport, read_report
-from megarl.launch.node import Node, interface_with, this_node
-from megarl.launch.placement import EngineFleet, NodePlan, place, slots_per_node
-from megarl.launch.preflight import disagreements
+from megarl.config.errors import ConfigError, unreadable
+from megarl.config.load import load_config
+from megarl.launch.launcher import addresses, disagreements, engine_keeper, failing_together, host_name, report_of, start_engines
+from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scratch_folder
+from megarl.launch.nodes import EngineFleet, Node, NodePlan, gpus, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
-from megarl.launch.running import RunningRun, accepted, find_run
-from megarl.launch.scratch import scratch_folder
 from megarl.launch.start import NodePart
 from megarl.launch.watch import termination_as_exit, watch
+from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
-from megarl.messaging.rendezvous import POLICY
+from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan
+
+# A run that is under way, as another command finds it and speaks to it: its generator answers (megarl.executors.generator).
+
+
+ANSWER_S = 60.0  # beyond the time that what is asked for may take
+MET_S = 60.0  # for the nodes of a run that is starting to meet
+LOOK_S = 0.2
+OWN_SETTINGS = (  # of engines that join: nothing of them changes where weights are, or what is sampled
+    "launch.interface",
+    "launch.ranks_per_node",
+    *(f"generator.{name}" for name in ("kv_cache_tokens", "mem_fraction", "health_s", "max_restarts", "startup_timeout_s")),
+)
+
+
+@dataclass(frozen=True)
+class RunningRun:
+    run_dir: str
+    folder: Path  # of its launch
+    rendezvous: Rendezvous
+
+    @property
+    def is_over(self) -> bool:
+        return not is_held(_lock(self.run_dir))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is being stopped, or part of it has finished or failed: its generator may be gone before the last launcher is."""
+        return any(name in ("stop", "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether it listens on loopback alone. Raises ConfigError if that is another host's."""
+        if not is_loopback(self.rendezvous.hub_host):
+            return False
+        host = read_report(self.folder, 0).host
+        if host != host_name():
+            said = f"it runs on {host} alone, and listens only there: start engines there, or the run with launch.interface"
+            raise ConfigError(f"{self.run_dir}: {said}")
+        return True
+
+    def plan(self, overrides: Sequence[str]) -> RunPlan:
+        """The plan of the run, with other settings of engines that join. Raises ConfigError for settings that must be the run's."""
+        from megarl.launch.roles import load_plan
+
+        for override in overrides:
+            if (key := override.partition("=")[0]) not in OWN_SETTINGS:
+                raise ConfigError(f"{override}: {key} is the run's own; engines that join may differ in {', '.join(OWN_SETTINGS)}")
+        return load_plan(self.folder, "train", [*overrides, f"run_dir={self.run_dir}"])
+
+    def ask(self, call: FleetCall) -> FleetAnswer:
+        """Raises ConfigError if it is refused or the run has ended, TimeoutError."""
+        peer, timeouts = self.connect(), load_config(self.folder / "config.yaml").timeouts
+        try:
+            peer.send(call)
+            awaited = f"the generator of {self.run_dir} to answer"
+            found = peer.receive_unless(lambda: self.is_over, FleetAnswer, 2 * timeouts.weights_s + ANSWER_S, awaited)
+        finally:
+            peer.close()
+        if found is None:
+            raise ConfigError(f"{self.run_dir}: the run has ended")
+        return accepted(found[1])
+
+    def connect(self) -> Peer:
+        return Peer(f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address)
+
+
+def accepted(answer: FleetAnswer) -> FleetAnswer:
+    """Raises ConfigError if what was asked for is refused."""
+    if answer.error:
+        raise ConfigError(answer.error)
+    return answer
+
+
+def find_run(run_dir: str) -> RunningRun:
+    """Raises ConfigError if no run is under way in `run_dir`, or it is another user's."""
+    try:
+        return _found(run_dir)
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def _found(run_dir: str) -> RunningRun:
+    lock, deadline = _lock(run_dir), time.monotonic() + MET_S
+    if not lock.exists():
+        raise ConfigError(f"{run_dir}: megarl train has never run there")
+    while is_held(lock):
+        found = [path for path in lock.parent.glob(f"*/{rendezvous_path(Path()).name}") if path.stat().st_mtime >= lock.stat().st_mtime]
+        if found:
+            folder = max(found, key=os.path.getmtime).parent
+            return RunningRun(run_dir, folder, Rendezvous.load(folder))
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{run_dir}: the run there has only begun, and its nodes have not met within {MET_S:.0f} s")
+        time.sleep(LOOK_S)
+    raise ConfigError(f"{run_dir}: no run is under way there; megarl train goes on from its last checkpoint")
+
+
+def _lock(run_dir: str) -> Path:
+    return Path(run_dir) / ".launch/train/lock"
+
 
 BEAT_S = 2.0
 
@@ -178,3 +277,78 @@ class Membership:
 
 def _named(numbers: Sequence[int]) -> str:
     return f"engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+# `megarl engines add|remove|list`: the arguments, and what each prints.
+
+
+DESCRIPTION = "engines join a running run, and leave it"
+MEANINGS = {
+    "add": "start engines that join a running run; ends with them: when they have left, the run has ended, or SIGTERM makes them leave",
+    "remove": "have engines leave a running run: others finish what they have begun",
+    "list": "the engines of a running run, and what they are doing",
+}
+EXAMPLES = [
+    "megarl engines add runs/8b 2",
+    "megarl engines remove runs/8b 3",
+    "megarl engines remove runs/8b --count 2",
+    "megarl engines list runs/8b --json",
+]
+_RUN_DIR = "run_dir="
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, meaning in MEANINGS.items():
+        command = commands.add_parser(name, help=meaning, description=meaning)
+        command.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, also as run_dir=…")
+        if name == "add":
+            rest = "how many; default: as many as this job's nodes hold. After it: settings that may differ from the run's"
+            command.add_argument("rest", metavar="N dotted.key=value", nargs="*", help=rest)
+        elif name == "remove":
+            command.add_argument("engines", metavar="NUMBER", nargs="*", type=int, help="engines, by number")
+            command.add_argument("--count", metavar="N", type=int, default=0, help="the N newest, instead")
+        else:
+            command.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError, RuntimeError, TimeoutError."""
+    run_dir = arguments.run_dir.removeprefix(_RUN_DIR)
+    if arguments.what == "add":
+        add_engines(run_dir, *_wanted(arguments.rest))
+    elif arguments.what == "remove":
+        _remove(run_dir, arguments.engines, arguments.count)
+    else:
+        _list(run_dir, arguments.json)
+
+
+def _wanted(rest: Sequence[str]) -> tuple[int | None, list[str]]:
+    """How many engines, and the overrides."""
+    count = None
+    if rest and "=" not in rest[0]:
+        count, rest = (int(rest[0]) if rest[0].isdecimal() else 0), rest[1:]
+        if count < 1:
+            raise ConfigError("megarl engines add RUN_DIR N: N must be an integer of at least 1")
+    return count, list(rest)
+
+
+def _remove(run_dir: str, engines: Sequence[int], count: int) -> None:
+    from megarl.messaging.messages import FleetCall
+
+    if bool(engines) == bool(count) or count < 0:
+        raise ConfigError("megarl engines remove RUN_DIR: either numbers of engines, or --count N of at least 1")
+    for engine in find_run(run_dir).ask(FleetCall("leave", engines=list(engines), count=count)).engines:
+        print(f"engine {engine.number} {engine.text}")
+
+
+def _list(run_dir: str, as_json: bool) -> None:
+    from megarl.messaging.messages import FleetCall
+
+    found = find_run(run_dir).ask(FleetCall("list")).engines
+    if as_json:
+        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text} for e in found]
+        print(json.dumps({"serving": sum(engine.serving for engine in found), "engines": rows}))
+        return
+    for engine in found:
+        print(f"engine {engine.number:<4} {engine.url:<30} {engine.text}")

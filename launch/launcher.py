@@ -6,35 +6,155 @@ On one host it is the whole launch; under srun or torchrun it runs once on every
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
+import platform
 import shutil
+import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megarl.base.files import make_private_folder, write_problem
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
-from megarl.files import make_private_folder, write_problem
-from megarl.generator.server import EngineKeys
-from megarl.launch.binding import gpus
+from megarl.estimate.estimate import estimate, generate_parts, to_json, train_parts
+from megarl.generator.server import EngineKeys, growing_segments
+from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
-from megarl.launch.lock import held
-from megarl.launch.meeting import Meeting, NodeReport
-from megarl.launch.node import Node, address_of, interface_with
-from megarl.launch.placement import EngineFleet, NodePlan, place, slots_per_node
-from megarl.launch.ports import taken
-from megarl.launch.preflight import disagreements, host_name, infiniband_ports, problems_here, versions
-from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
+from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
+from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, gpus, interface_with, place, slots_per_node
+from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
 from megarl.launch.resuming import Resume
-from megarl.launch.scratch import scratch_folder
 from megarl.launch.start import NodePart
-from megarl.launch.stopping import StopOrder, Stopped
-from megarl.launch.tracing import traced
-from megarl.launch.watch import RunWatch, termination_as_exit
-from megarl.messaging.departures import Departures
+from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
-from megarl.messaging.rendezvous import EVALUATION, EngineAddress, Rendezvous, free_ports
-from megarl.observe.trace import TraceWriter
+from megarl.messaging.rendezvous import EVALUATION, Departures, EngineAddress, Rendezvous, free_ports
+from megarl.observe.status import TraceWriter
+from megarl.plan.checks import repacked_blocks
 from megarl.plan.resolve import RunPlan
+
+# Checks that each node makes of itself before anything is started, and of what must be equal on all of them.
+
+
+PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
+
+
+def versions() -> dict[str, str]:
+    """The versions of everything that must be the same on all nodes."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> list[str]:
+    """The reasons why this node cannot run its part: trainer ranks, engines, or both. `shared`: whether other nodes have parts too."""
+    gpu = doctor.has_driver()
+    lacking = (finding for finding in doctor.look(doctor.node(gpu)) if finding.state == doctor.LACKS)
+    found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
+    if gpu and trains:
+        found += _unfit_to_train(plan)
+    if gpu and serves and (blackwell := [kind for kind, capability in doctor.capabilities() if capability == 10]):
+        found += repacked_blocks(plan.config, f"{blackwell[0]} here")
+    return [*(_missing_files(plan) if shared else ()), *found]
+
+
+def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
+    found = importlib.util.find_spec("transformer_engine")
+    if not plan.config.trainer.local_layers and (found is None or found.origin is None):  # nothing, or an empty folder
+        yield "trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)"
+    transport = plan.config.weights.transport
+    if transport not in ("nccl", "gloo") and (given := growing_segments()):
+        why = "network cards and other processes cannot always open such memory; nccl and gloo do not ask them to"
+        yield f"{given}: must be without expandable_segments:True where weights.transport={transport}: {why} (docs/transports.md)"
+
+
+def _missing_files(plan: RunPlan) -> Iterator[str]:
+    """Files that this node lacks, such as those that only the head has, on its own disk."""
+    for path in (plan.weights_path, *(role.settings.path for role in plan.served), *(role.path for role in plan.frozen)):
+        if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
+            yield f"{path} is not there: is it on a file system that all nodes share?"
+
+
+def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
+    """Port names, such as mlx5_0:1, and whether each port is up."""
+    states = sorted(devices.glob("*/ports/*/state"))
+    return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
+
+
+def disagreements(reports: list[NodeReport]) -> list[str]:
+    """One line for each problem of a node, each version or number of GPUs in which it differs from node 0, and each InfiniBand port that is
+    down on it but up on others: NCCL and Mooncake would silently fall back, or hang. (A port that is down everywhere has no cable.)"""
+    first, lines = reports[0], []
+    up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
+    for report in reports:
+        name = f"node {report.node} ({report.host})"
+        lines += [f"{name}: {problem}" for problem in report.problems]
+        lines += [
+            f"{name}: {package} {version}, but {first.versions.get(package, 'absent')} on node 0 ({first.host})"
+            for package, version in report.versions.items()
+            if version != first.versions.get(package, "absent")
+        ]
+        if report.gpus != first.gpus:
+            lines.append(f"{name}: {report.gpus} GPUs, but {first.gpus} on node 0 ({first.host})")
+        down = [port for port, is_up in report.infiniband.items() if not is_up and port in up]
+        lines += [f"{name}: InfiniBand port {port} is down, but up on other nodes" for port in down]
+    return lines
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+# A launcher's part of the trace: when the run started, what `megarl plan` expects of it, which engines were restarted, how it ended.
+
+
+END_CHARACTERS = 2000  # of an error
+
+
+@contextlib.contextmanager
+def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
+    with contextlib.closing(TraceWriter(plan.config.run_dir, f"launcher.{node.rank}")) as trace:
+        if node.is_head:
+            trace.mark("start", step=resume.step, max_steps=plan.config.max_steps, nodes=node.count, expected=expected(plan))
+        how = "finished"
+        try:
+            yield trace
+        except BaseException as error:
+            how = _how(error)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # what has ended the run, such as a full disk, is to be told, not this
+                trace.mark("end", how=how[:END_CHARACTERS])
+
+
+def _how(error: BaseException) -> str:
+    """Whoever stops a run does not find a fault in it, even where it could not stop cleanly."""
+    if isinstance(error, Stopped):
+        return f"stopped by {error.by}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {NAMES[signal.SIGINT]}"
+    if isinstance(error, SystemExit):
+        return f"stopped by {NAMES[signal.SIGTERM]}"
+    return f"failed: {str(error) or type(error).__name__}"
+
+
+def expected(plan: RunPlan) -> dict[str, Any]:
+    """What `megarl plan` says, for the report beside what is measured; for a config that it cannot plan, why."""
+    try:
+        found = estimate(plan.config, plan.spec)
+    except ConfigError as error:
+        return {"problem": str(error)}
+    gpu = found.cluster.gpu
+    parts = {"train_parts_s": train_parts(found.train), "generate_parts_s": generate_parts(found.generate), "glue_s": found.glue_s}
+    peak = {"gpu": gpu.name, "trainer_ranks": plan.trainer_topology.world_size, "peak_flops": None if gpu.name == "cpu" else gpu.bf16_flops}
+    return {**to_json(found, None), **parts, **peak, "asynchronous": found.asynchronous}
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,108 @@ the head.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import math
 import os
+import shutil
+import socket
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from megarl.config.errors import ConfigError
-from megarl.launch.node import Node
+from megarl.launch.nodes import Node
 from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
+
+# Allows only one launch at a time of a command in a run's folder.
+
+
+HELD = (errno.EACCES, errno.EAGAIN)
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system, or its mount, has no locks
+
+
+@contextlib.contextmanager
+def held(path: Path, refusal: str) -> Iterator[None]:
+    """Holds the lock file `path` against every process of every host that shares its file system.
+
+    It is a POSIX record lock, which children do not inherit, and which the kernel, or the file server if the host is gone, releases
+    however its holder ends. Raises ConfigError if another process holds it: `refusal`, and who that is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(path, "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            _not_locked(error, path, f"{refusal}, {file.read().strip() or 'by another launch'}; end it first")
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
+            file.flush()
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process, of whatever host, holds the lock file `path`. True too where the file system has no locks."""
+    with open(path, "rb") as file:
+        try:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+        except OSError as error:
+            if error.errno not in (*HELD, *NOT_OFFERED):
+                raise
+            return True
+        return False
+
+
+def _not_locked(error: OSError, path: Path, refusal: str) -> None:
+    if error.errno in HELD:
+        raise ConfigError(refusal) from None
+    if error.errno not in NOT_OFFERED:
+        raise error
+    print(f"megarl: {path}: no locks on this file system; a second launch would not be noticed", file=sys.stderr, flush=True)
+
+
+# A folder under TMPDIR for this node's part of a launch, where its processes put sockets, stores and caches.
+#
+# Only this user can look into it, and it goes with the launch. The folder of a killed launcher goes with the next launch on the node.
+
+
+_PREFIX = "megarl-"
+_LOCK = "lock"
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the limit of a Unix socket's path, minus what multiprocessing adds
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Makes the folder on a disk of this node, since not every shared file system has sockets and locks."""
+    base = Path(tempfile.gettempdir())
+    if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
+        base = Path("/tmp")
+    _remove_leftovers(base)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    with open(folder / f".{_LOCK}", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(lock.name, folder / _LOCK)  # now that the lock is held
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(base: Path) -> None:
+    """Removes the folders of this user's launchers that were killed: the kernel has released their locks."""
+    for path in base.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, still held, or already gone
+            if path.parent.lstat().st_uid == os.getuid():
+                with open(path, "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent)
+
 
 POLL_S = 0.1
 LOOK_S = 0.5

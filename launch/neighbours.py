@@ -17,13 +17,13 @@ import time
 import msgspec
 import torch
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.messaging.host import loopback
 from megarl.models import ModelSpec, load_spec
+from megarl.reshard.forwarding import SentTensors
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import scheduled_writes
-from megarl.reshard.tensors import SentTensors
-from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.audit import compare, packed, packed_shares
 from megarl.weight_sync.neighbour import Neighbour
 from megarl.weight_sync.transports.base import NCCL, Endpoint, Offer, Opening

@@ -9,11 +9,15 @@ import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl import deaths
-from megarl.files import log_tail
+import psutil
+
+from megarl.base import processes
+from megarl.base.files import log_tail
+from megarl.observe.status import read_statuses
 
 FILES = 65_536
 LAST_WORDS = "the run ends: "  # in a log: the text after it is the whole message for the terminal
@@ -56,8 +60,8 @@ class ProcessFailed(RuntimeError):
 
     def __init__(self, name: str, returncode: int, log: Path, ended_before: int):
         """`ended_before`: see deaths.cause."""
-        self.name, self.how, self.signalled = name, f"{name} {deaths.how(returncode)}", returncode < 0 or returncode > 128
-        self.cause = deaths.cause(returncode, ended_before)
+        self.name, self.how, self.signalled = name, f"{name} {processes.how(returncode)}", returncode < 0 or returncode > 128
+        self.cause = processes.cause(returncode, ended_before)
         tail, why = log_tail(log), f" ({self.cause})" if self.cause else ""
         self.waited = _WAITED.search(tail) is not None  # whether it had waited in vain for another process
         _, told, words = tail.rpartition(LAST_WORDS)
@@ -84,7 +88,7 @@ class ProcessGroup:
         self.log_dir = log_dir
         self._children: dict[str, subprocess.Popen] = {}
         self._dumps_stacks: set[str] = set()
-        self._ended_for_memory = deaths.ended_for_memory()
+        self._ended_for_memory = processes.ended_for_memory()
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> ProcessGroup:
@@ -213,3 +217,112 @@ def raise_limits() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
+
+
+# Finds ports that were free when a launch chose them, but that others have taken before its own process could.
+
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
+    """A line for each of `ports` (by purpose) on which a process listens at `address` that is neither in `own` nor a descendant of one."""
+    ours = {process.pid for pid in own.values() for process in _family(pid)}
+    for connection in psutil.net_connections("tcp"):
+        if not connection.laddr:
+            continue
+        wanted = [what for what, port in ports.items() if port == connection.laddr.port]
+        here = connection.status == psutil.CONN_LISTEN and connection.laddr.ip in (address, *_EVERYWHERE)
+        if here and wanted and connection.pid not in ours:
+            yield f"port {connection.laddr.port}, chosen for {wanted[0]} when it was free, has been taken by {_who(connection.pid)}"
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _who(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        process = psutil.Process(pid)
+        return f"process {pid} ({' '.join(process.cmdline())[:100] or process.name()})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+# Reports what every process of a run was doing when one had waited in vain for another: its status line, state and stack.
+
+
+# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the main one.
+_STACK = re.compile(r"^Current thread .*\(most recent call first\):\n((?:  File .*\n)+)", re.MULTILINE)
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
+_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # where a process is that waits for another
+_OUTERMOST = ("<module>", "_run_module_as_main")  # the first frames of a program's main thread
+_STOPPED = "is stopped (SIGSTOP, or a debugger)"
+
+
+def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
+    """One line per process. `running` has the processes on this host by name, `stacks` what each wrote when asked for its stack.
+
+    Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is
+    ending, as after losing its peer, or that wrote no stack, and so may be about to end, is marked only if no other is.
+    """
+    lines = {status.name: str(status) for status in read_statuses(run_dir)}
+    busy, ending, waiting = [], [], []
+    for name, pid in running.items():
+        state, frames = _state(pid), _frames(stacks.get(name, ""))
+        ends = name in stacks and not state and (not frames or _is_ending(stacks[name]))
+        doing = state or ("was ending" if frames and ends else _where(frames)) or ("gave no stack" if name in stacks else "")
+        line = f"  {lines.pop(name, name)}{doing and f'; it {doing}'}"
+        if ends:
+            ending.append(line)
+        else:
+            (busy if state or (frames and not any(part in frames[0][1] for part in _WAITS)) else waiting).append(line)
+    marked = busy or ending
+    others = [*(ending if busy else []), *waiting, *(f"  {line}" for line in lines.values())]
+    return "\n".join(["what the others were doing:", *(f"{line}   <- not waiting" for line in marked), *others])
+
+
+def _frames(written: str) -> list[re.Match[str]]:
+    """The frames of the main thread's stack, innermost first."""
+    stack = _STACK.search(written)
+    return [frame for line in stack[1].splitlines() if (frame := _FRAME.match(line))] if stack else []
+
+
+def _is_ending(written: str) -> bool:
+    """Whether the main thread was running the interpreter's exit handlers, which no module's code calls, or printing an error."""
+    stack = _STACK.search(written)
+    assert stack is not None
+    frames = _frames(written)
+    whole = not written[stack.end() :].startswith("  ...")  # faulthandler stops at 100 frames
+    return (whole and frames[-1][3] not in _OUTERMOST) or any(Path(frame[1]).name == "traceback.py" for frame in frames)
+
+
+def _state(pid: int) -> str:
+    """Says if a process, or a descendant of it, is stopped; otherwise empty."""
+    try:
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return _STOPPED if each == process else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
+    except psutil.NoSuchProcess:
+        pass  # it has ended meanwhile
+    return ""
+
+
+def _where(frames: list[re.Match[str]]) -> str:
+    """The innermost call, and the innermost one of MegaRL's own that led there."""
+    if not frames:
+        return ""
+    own = next((frame for frame in frames if "megarl/" in frame[1]), frames[0])
+    inner = "" if own is frames[0] else f" at {_named(frames[0])}, called"
+    return f"was{inner} in {_named(own)}"
+
+
+def _named(frame: re.Match[str]) -> str:
+    return f"{frame[3]} ({'/'.join(Path(frame[1]).parts[-2:])}:{frame[2]})"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
-from megarl.rollouts.ledger import Ledger
-from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
+from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files, checkpoint_path, complete_checkpoints
+from megarl.rollouts.buffer import Ledger
 
 EXPORTING = "exporting"  # the folder in run_dir of an export's links and logs; users keep what they export in run_dir/export
 _LINKED_AGAIN = 5  # attempts, since a run may prune meanwhile

@@ -11,34 +11,32 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megarl.base.files import write_whole
 from megarl.config.load import load_config
 from megarl.controller import Controller
-from megarl.files import write_whole
-from megarl.launch.binding import gpus
+from megarl.evaluation.scores import evaluation_plan
+from megarl.launch.nodes import gpus
 from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
-from megarl.plan.evaluation import evaluation_plan
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.roles import find_served
 from megarl.plan.weights import find_weights
+from megarl.roles.plan import find_served
 
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
     """One trainer rank of a run."""
-    from megarl.messaging.stopping import StopRequest
+    from megarl.messaging.process_groups import StopRequest
 
     stop = StopRequest()
     stop.listen()
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
-    from megarl.data.mixture import train_mixture
+    from megarl.data.order import train_mixture
+    from megarl.evaluation.engines import EvaluationSender
     from megarl.executors.trainer import TrainerExecutor
     from megarl.messaging.link import Peer
-    from megarl.rollouts.buffer import RolloutBuffer
-    from megarl.rollouts.channel import RolloutsReceiver
-    from megarl.rollouts.ledger import Ledger
-    from megarl.rollouts.packing import judged
-    from megarl.trainer.deadlines import naming_peers
-    from megarl.weight_sync.evaluation import EvaluationSender
+    from megarl.rollouts.buffer import Ledger, RolloutBuffer
+    from megarl.rollouts.channel import RolloutsReceiver, judged
+    from megarl.trainer.distributed import naming_peers
     from megarl.weight_sync.sender import WeightsSender
 
     config, link = plan.config, Peer(f"trainer.{rank}", rendezvous.key, rendezvous.hub_address)
@@ -68,7 +66,7 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
     from megarl.rollouts.channel import RolloutsSender
-    from megarl.trainer.layer_spec import layer_spec
+    from megarl.trainer.cpu_support import layer_spec
     from megarl.weight_sync.common import sent_layout
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
@@ -85,12 +83,11 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
 def train_on_evaluator(rank: int, launch_dir: Path) -> None:
     """The driver of a run's engines that only evaluate. When the run is stopped, it is ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from megarl.executors.evaluator import evaluate_versions
+    from megarl.evaluation.engines import EvaluationReceiver, evaluate_versions
     from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
-    from megarl.trainer.layer_spec import layer_spec
+    from megarl.trainer.cpu_support import layer_spec
     from megarl.weight_sync.common import sent_layout
-    from megarl.weight_sync.evaluation import EvaluationReceiver
 
     plan, rendezvous = evaluation_plan(load_plan(launch_dir, "train")), Rendezvous.load(launch_dir)
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
@@ -104,7 +101,7 @@ def sft(rank: int, launch_dir: Path) -> None:
     plan, rendezvous = load_plan(launch_dir), Rendezvous.load(launch_dir)
     prepare_megatron(plan)
     from megarl.executors.sft import run_sft_rank
-    from megarl.trainer.deadlines import naming_peers
+    from megarl.trainer.distributed import naming_peers
 
     with naming_peers("sft", rank):
         run_sft_rank(plan, rank, rendezvous)
@@ -114,8 +111,8 @@ def reward_model(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the training of a reward model."""
     plan = load_plan(launch_dir, "reward-model")
     prepare_megatron(plan)
-    from megarl.executors.reward_model import run_reward_model_rank
-    from megarl.trainer.deadlines import naming_peers
+    from megarl.roles.training import run_reward_model_rank
+    from megarl.trainer.distributed import naming_peers
 
     with naming_peers("reward_model", rank):
         run_reward_model_rank(plan, rank)
@@ -123,7 +120,7 @@ def reward_model(rank: int, launch_dir: Path) -> None:
 
 def evaluate(rank: int, launch_dir: Path) -> None:
     """Evaluates the weights that the engines were started with; writes result.json to the launch folder."""
-    from megarl.executors.evaluate import evaluate_engines
+    from megarl.evaluation.evaluate import evaluate_engines
 
     result = asyncio.run(evaluate_engines(load_plan(launch_dir, "eval"), Rendezvous.load(launch_dir)))
     write_whole(launch_dir / "result.json", json.dumps(result))
@@ -147,8 +144,8 @@ def export(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the export of a checkpoint to HF format."""
     plan = load_plan(launch_dir)
     prepare_megatron(plan)
-    from megarl.executors.export import export_rank
-    from megarl.trainer.deadlines import naming_peers
+    from megarl.executors.saving import export_rank
+    from megarl.trainer.distributed import naming_peers
 
     with naming_peers("export", rank):
         export_rank(plan, **json.loads((launch_dir / "export.json").read_text()))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.config.rollout import OF_HUBS
-from megarl.config.schema import RunConfig
+from megarl.config.schema import OF_HUBS, RunConfig
 
 
 def write_environment_rows(config: RunConfig) -> str:
     """Writes data.train.source and data.eval.source, and says how many rows they have. Raises ConfigError."""
+    from megarl.agents.hubs import openenv, verifiers
     from megarl.rollouts.environments.loading import find_rollout  # not at the top: these import aiohttp
-    from megarl.rollouts.hubs import openenv, verifiers
 
     if config.rollout.name not in OF_HUBS:
         raise ConfigError(f"rollout.name={config.rollout.name}: only an environment of a hub ({', '.join(OF_HUBS)}) has rows of its own")

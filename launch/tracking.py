@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from megarl.base.files import log_tail, write_problem
 from megarl.config.schema import RunConfig
-from megarl.files import log_tail, write_problem
-from megarl.launch.environment import one_thread
+from megarl.evaluation.scores import complete_metrics
 from megarl.launch.processes import inherited
-from megarl.observe.evaluations import complete_metrics
+from megarl.launch.start import one_thread
 from megarl.observe.metrics import METRICS_FILE
 from megarl.observe.tracking import Stale, Tracked
 

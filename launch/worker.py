@@ -15,9 +15,9 @@ import threading
 import traceback
 from pathlib import Path
 
+from megarl.base.processes import end_with_parent
 from megarl.config.errors import ConfigError, RunError
 from megarl.launch.processes import LAST_WORDS
-from megarl.parent import end_with_parent
 
 CORES = "MEGARL_CORES"  # environment variable: the cores this process keeps to
 PARENT = "MEGARL_PARENT"  # environment variable: the process that has started this one

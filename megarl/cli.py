@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import megarl
+from megarl.base.files import PICTURES, file_problems, new_folder_problems
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, tell, unreadable
 from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
-from megarl.config.outputs import PICTURES, file_problems, new_folder_problems
-from megarl.launch import doctor, engine_commands
+from megarl.launch import doctor, joining
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import warm_start_due
 from megarl.report import command as report
@@ -70,13 +70,13 @@ EXAMPLES = {
         "megarl reshard configs/405b_aipo.yaml --picture 405b.svg",
         "megarl reshard configs/8b_aipo.yaml --dump 8b.jsonl",
     ],
-    "engines": engine_commands.EXAMPLES,
+    "engines": joining.EXAMPLES,
     "doctor": doctor.EXAMPLES,
     "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
 WITH_JSON = ("eval", "plan", "reshard")
-WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": engine_commands, "report": report, "bench": bench}
+WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": joining, "report": report, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,8 +230,7 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from megarl.launch.dry_run import render_launch, with_lengths_of
-        from megarl.launch.first_lines import role_lines, sampling_lines, sandbox_lines, weights_lines
+        from megarl.launch.commands import render_launch, role_lines, sampling_lines, sandbox_lines, weights_lines, with_lengths_of
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
 
@@ -274,9 +273,9 @@ def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.config.load import load_config
-    from megarl.config.roles import flat
     from megarl.launch.commands import sft
-    from megarl.plan.roles import roles_of
+    from megarl.roles.plan import roles_of
+    from megarl.roles.settings import flat
 
     config, others = plan.config, []
     for name, role in roles_of(config).items():  # what the run needs beside its policy
@@ -355,7 +354,7 @@ def _examples(*commands: str) -> str:
 
 def _fail(error: Exception, status: int) -> int:
     """Prints why the command ends, on many nodes only from the head's launcher, and returns `status`."""
-    from megarl.launch.node import speaks
+    from megarl.launch.nodes import speaks
 
     if speaks():
         tell(error)

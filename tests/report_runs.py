@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.base.rollout_types import Failure, Group, GroupTexts, Prompt, Sample
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.rollouts import SamplesWriter, TokensWriter
-from megarl.types import Failure, Group, GroupTexts, Prompt, Sample
+from megarl.observe.samples import SamplesWriter, TokensWriter
 
 STEP_S = 2.0
 EPOCH_US = 1_795_000_000_000_000

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megarl.algorithms.distill import Taught
-from megarl.algorithms.gae import Gae
-from megarl.algorithms.groups import GroupLoss
+from megarl.algorithms.advantages import GroupLoss
+from megarl.critic.losses import Gae
+from megarl.teachers.loss import Taught
 
 
 class LossOutput(NamedTuple):

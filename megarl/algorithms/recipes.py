@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megarl.config.algorithm import published
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.schema import AlgorithmConfig, published
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,25 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from megarl.algorithms.advantages import ADVANTAGES, CHOICES
+from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GROUP_LOSSES, GroupLoss
 from megarl.algorithms.base import Algorithm
-from megarl.algorithms.distill import Distillation
-from megarl.algorithms.gae import Gae
-from megarl.algorithms.groups import GROUP_LOSSES, GroupLoss
-from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.algorithms.losses import (
+    PolicyGradient,
+    Weights,
+    clamped,
+    clipped,
+    masked,
+    response_clipped,
+    sequence_clipped,
+    tapered,
+    uncorrected,
+)
 from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
-from megarl.algorithms.weights import Weights, clamped, clipped, masked, response_clipped, sequence_clipped, tapered, uncorrected
-from megarl.config.algorithm import SAMPLED
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_callable
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.limits import find_callable
+from megarl.config.schema import SAMPLED, AlgorithmConfig
+from megarl.critic.losses import Gae
+from megarl.teachers.loss import Distillation
 
 RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_clip` take that besides a Rule's arguments
     "aipo": clamped,
@@ -46,7 +53,7 @@ def find_rule(name: str) -> Callable[..., Weights]:
         inspect.signature(rule).bind(*range(6))
     except (TypeError, ValueError) as error:
         takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
-        raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.weights.Weights: {error}") from error
+        raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.losses.Weights: {error}") from error
     return rule
 
 

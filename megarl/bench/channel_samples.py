@@ -25,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample, typed
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
-from megarl.rollouts.packing import pack
-from megarl.types import Batch, Group, Prompt, Sample, typed
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack
 
 BUFFERED = (1_000, 10_000, 100_000)  # samples
 PROMPTS_PER_STEP, N, TOKENS, PROMPT_TOKENS = 32, 4, 10, 11

@@ -24,16 +24,15 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from megarl.algorithms.sequences import batch_metrics, to_train_sequences
+from megarl.algorithms.batches import batch_metrics, to_train_sequences
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.bench.channel_samples import TIMEOUT_S, Trainer, asked, joined
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
-from megarl.rollouts.packing import pack
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack
 from megarl.trainer.microbatch import build, plan_microbatches
-from megarl.types import Batch, Group, Prompt, Sample
 
 PROMPTS, N, TOKENS, PROMPT_TOKENS = 128, 16, 8192, 256
 DP, MICROBATCH_TOKENS, VOCABULARY = 2, 16384, 128_000

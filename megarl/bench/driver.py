@@ -17,21 +17,19 @@ from typing import Any
 
 from aiohttp import web
 
+from megarl.base.rollout_types import Group, Ordinal, Prompt, Sample
 from megarl.bench.channel_samples import TIMEOUT_S, asked
 from megarl.bench.channel_tokens import PROMPT_TOKENS, answer_of
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
 from megarl.launch.processes import raise_limits
-from megarl.messaging.background import Background
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import GenerateFrom, GroupReady
-from megarl.messaging.pulse import Pulse
-from megarl.rollouts.admission import Admission
+from megarl.messaging.waiting import Background, Pulse
 from megarl.rollouts.channel import RolloutsSender
-from megarl.rollouts.stream import RolloutStream
-from megarl.types import Group, Ordinal, Prompt, Sample
-from megarl.weight_sync.update import WeightUpdate
+from megarl.rollouts.stream import Admission, RolloutStream
+from megarl.weight_sync.sessions import WeightUpdate
 from megarl.weight_sync.workers import Workers
 
 LENGTHS = (128, 512, 2048)  # tokens of a response

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megarl.base.rollout_types import Ordinal, Version, typed
 from megarl.generator.completions import ABORT, Completion, Sampling
-from megarl.messaging.pulse import Pulse
-from megarl.types import Ordinal, Version, typed
+from megarl.messaging.waiting import Pulse
 
 PROMPT_TOKENS = 16
 PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 a second beside steps of 20 ms

@@ -2,19 +2,779 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
+import ctypes
+import gc
+import http.client
+import itertools
+import json
+import os
 import re
+import shutil
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
-from megarl.bench import fault_memory as memory
-from megarl.bench import fault_network as network
-from megarl.bench import fault_orders
-from megarl.bench import fault_processes as processes
-from megarl.bench import fault_storage as storage
-from megarl.bench.fault_hooks import FLIPPED
-from megarl.bench.fault_run import FaultRun, Inject, carried_out
+import msgspec
+import psutil
+import torch
+import zmq
+
+from megarl.base.processes import BEATS
+from megarl.base.rollout_types import Prompt, Sample
+from megarl.generator.completions import Sampling
+from megarl.messaging.link import Peer, RunKey
+from megarl.messaging.messages import WeightsOffer
+from megarl.messaging.rendezvous import Rendezvous
+from megarl.models import ModelSpec, load_spec
+from megarl.plan.checkpoints import complete_checkpoints
+from megarl.reshard.map import Copy
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.environments.base import RolloutContext, ToolError
+from megarl.rollouts.environments.single_turn import single_turn
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
+
+# Orders by which `megarl bench faults` makes parts of its run do wrong, and the tool that obeys them.
+#
+# Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
+# names the folder to trainer ranks, an argument to the rollout. This module imports little, since tools start often.
+
+
+ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
+FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
+
+
+def order(folder: Path, name: str, text: str = "") -> None:
+    part = folder / f"{name}.part"
+    part.write_text(text)
+    part.rename(folder / name)
+
+
+def taken(folder: str | Path, name: str) -> str | None:
+    """Takes an order and returns its text; None if there is none or another process has taken it."""
+    path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
+    if not path.exists():
+        return None
+    try:
+        path.rename(mine)
+    except FileNotFoundError:
+        return None
+    text = mine.read_text()
+    mine.unlink()
+    return text
+
+
+def ordered_tool(orders: str) -> str:
+    """Runs in a worker process, which an order may make crash, hang, print for ever or answer too much."""
+    wrong = taken(orders, TOOL)
+    if wrong == "crash":
+        os._exit(3)
+    if wrong == "crash twice":  # another worker repeats the call once
+        order(Path(orders), TOOL, "crash")
+        os._exit(3)
+    if wrong == "hang":
+        time.sleep(3600)
+    while wrong == "print":
+        print("." * 80)
+    return "." * (1 << 21) if wrong == "answer too much" else "done"
+
+
+# A transport and a rollout for the run of `megarl bench faults`, which do wrong when an order tells them to (fault_orders).
+
+
+FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # orders are carried out before this tensor is written
+REWARD_S = 1.0  # slows steps down, so that restarting engines get some of the machine's time
+
+
+class OfAnotherVersion(msgspec.Struct, frozen=True, tag=True):
+    """A message that the run does not know."""
+
+
+def _the_peer() -> Peer:
+    """This trainer rank's connection to the hub; transports are not given it."""
+    return next(found for found in gc.get_objects() if isinstance(found, Peer))
+
+
+class FaultyTransport(SharedMemoryTransport):
+    """In the middle of a write it flips a bit, kills an engine or its own rank, or sends an unknown message, as ordered."""
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        folder = os.environ[ORDERS]
+        if copy.destination_tensor == FLIPPED:
+            if taken(folder, FLIP) is not None:
+                values = values.clone()
+                values.view(torch.uint8)[0, 5] ^= 4
+            if pids := taken(folder, KILL_ENGINE):
+                for pid in pids.split():
+                    os.kill(int(pid), signal.SIGKILL)
+                time.sleep(0.2)  # until the kill has taken effect
+            if taken(folder, DIE) is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if taken(folder, GARBLE) is not None:
+                _the_peer().send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
+        super().write(copy, values)
+
+
+async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int, *, orders: str) -> list[Sample]:
+    """Runs a tool that may be ordered to go wrong, then single_turn: a failing tool does not cost the prompt."""
+    try:
+        await context.run_in_worker(ordered_tool, orders)
+    except ToolError as error:
+        print(f"the tool failed: {error}", flush=True)
+    await asyncio.sleep(REWARD_S)
+    return await single_turn(context, prompt, sampling, n)
+
+
+# Small file systems that a campaign can fill: one for its run's shared memory, one for its run directory.
+#
+# They are mounted in a mount namespace of this process and its children: nobody else sees them, and they vanish when the last of these
+# processes ends. Only root may do that; without root, the campaign leaves out the kinds of faults that need it, and says so.
+
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_BYTES, RUN_DIR_BYTES = 256 << 20, 512 << 20
+_CLONE_NEWNS = 0x00020000  # sched.h
+_FILLER = "filler"
+
+
+def small_file_systems(run_dir: Path) -> bool:
+    """Mounts them. Returns False, with nothing mounted, if that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    run_dir.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    for where, size in ((SHARED_MEMORY, SHARED_MEMORY_BYTES), (run_dir, RUN_DIR_BYTES)):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(where)], check=True)
+    return True
+
+
+def fill(file_system: Path, left_bytes: int = 0) -> None:
+    """Fills the file system up to `left_bytes`; may be called again when space has been freed."""
+    free = os.statvfs(file_system)
+    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # another process took the room first
+        os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize - left_bytes))
+
+
+def empty(file_system: Path) -> None:
+    (file_system / _FILLER).unlink(missing_ok=True)
+
+
+# The run that `megarl bench faults` harms: one run directory, continued by one launcher after another.
+
+
+ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
+RUN_DIR = "run"  # in the campaign's folder
+ENDLESS = 10**6  # steps
+HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
+STARTED_S, ENDED_S = 240, 30  # deadlines: until steps are made; until every process of an ended run is gone
+NOISE = r"\.{40,}\n"  # from the tool that prints for ever
+CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+
+
+Inject = Callable[["FaultRun", Random], dict[str, str]]
+"""Injects a fault; returns the words to fill into the expected messages."""
+
+
+class Hang(Exception):
+    """What was waited for did not come in time."""
+
+
+class Ended(Exception):
+    """The run ended while something else was waited for."""
+
+
+@dataclass
+class FaultRun:
+    """Everything is written to `folder`; `model` is an HF checkpoint."""
+
+    folder: Path
+    model: Path
+    launches: int = 0
+    started: subprocess.Popen[bytes] | None = None
+    seen: set[psutil.Process] = field(default_factory=set)  # descendants of the current launcher
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes read of each log
+    _heard: str = ""  # what was read since the last mark
+
+    def __post_init__(self) -> None:
+        self.run_dir, self.orders = self.folder / RUN_DIR, self.folder / "orders"
+        self.orders.mkdir(parents=True, exist_ok=True)
+
+    def start(self, max_steps: int = ENDLESS) -> None:
+        """Starts or resumes the run; returns at once."""
+        settings = {
+            "model.path": self.model, "run_dir": self.run_dir, "max_steps": max_steps, "checkpoint.every": CHECKPOINT_EVERY,
+            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES, "rollout.name": "megarl.bench.fault_kinds:rollout",
+            "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S, "reward.timeout_s": TOOL_S,
+            "generator.engines": ENGINES, "generator.health_s": HEALTH_S, "generator.max_restarts": ENDLESS,
+            "weights.transport": "megarl.bench.fault_kinds:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
+            "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.trackers": "[]",
+            "observe.rollouts_per_step": 0, "trainer.optimizer.schedule": "constant",
+        }  # fmt: skip
+        command = [sys.executable, "-P", "-m", "megarl", "train", str(CONFIG), *(f"{key}={value}" for key, value in settings.items())]
+        for left in self.orders.iterdir():
+            left.unlink()
+        self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""
+        with open(self.output, "wb") as file:
+            self.started = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, ORDERS: str(self.orders)}, start_new_session=True
+            )
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        assert self.started is not None
+        return self.started
+
+    @property
+    def output(self) -> Path:
+        """What the current launcher prints."""
+        return self.folder / f"launch.{self.launches}.log"
+
+    @property
+    def driver_log(self) -> Path:
+        return self.run_dir / "logs/generator.0.log"
+
+    def mark(self) -> None:
+        """From now on `said` looks only at what launcher and driver print after this call."""
+        self._listen()
+        self._heard = ""
+
+    def said(self, pattern: str) -> bool:
+        self._listen()
+        return re.search(pattern, self._heard) is not None
+
+    def _listen(self) -> None:
+        for path in (self.output, self.driver_log):
+            if path.exists():
+                with open(path, "rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+                self._read[path] = self._read.get(path, 0) + len(new)
+                self._heard += re.sub(NOISE, "", new.decode(errors="replace"))
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """The launcher's descendants whose command lines contain all the words."""
+        found = []
+        for process in self.descendants():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if all(word in line for word in words):
+                found.append(process)
+        return found
+
+    def descendants(self) -> list[psutil.Process]:
+        try:
+            found = psutil.Process(self.launcher.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+        self.seen |= set(found)
+        return found
+
+    def trainer(self, rank: int) -> psutil.Process:
+        return self.processes("megarl.launch.worker", f"trainer {rank}")[0]
+
+    def generator(self) -> psutil.Process:
+        return self.processes("megarl.launch.worker", "generator 0")[0]
+
+    def engine(self, index: int) -> psutil.Process:
+        """The engine's server process; the scheduler is a child of it."""
+        return self.engines(index)[0]
+
+    def engines(self, index: int) -> list[psutil.Process]:
+        """The engine's server process if there is one, recognised by the file of its workers' beats."""
+        found = []
+        for process in self.processes("megarl.generator.server"):
+            with contextlib.suppress(psutil.Error):
+                found += [process] if process.environ().get(BEATS, "").endswith(f"/engine.{index}.beats") else []
+        return found
+
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float, every_s: float = 0.25) -> None:
+        """Raises Hang past the deadline, Ended when the run ends first."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self.descendants()
+            if self.launcher.poll() is not None:
+                if holds():
+                    return
+                raise Ended(f"the run ended with {self.launcher.returncode} before {what}; its last words:\n{tail(self.output)}")
+            if time.monotonic() > deadline:
+                raise Hang(f"no {what} within {timeout_s:.0f} s; its last words:\n{tail(self.output, 6)}\n{tail(self.driver_log, 6)}")
+            time.sleep(every_s)
+
+    def wait_steps(self, more: int, timeout_s: float = STARTED_S) -> None:
+        before = self.steps
+        self.wait_until(lambda: self.steps >= before + more, f"{more} more steps", timeout_s)
+
+    def exit_status(self, timeout_s: float) -> int:
+        """Raises Hang past the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while self.launcher.poll() is None:
+            self.descendants()
+            if time.monotonic() > deadline:
+                raise Hang(f"the run did not end within {timeout_s:.0f} s; its last words:\n{tail(self.output, 12)}")
+            time.sleep(0.1)
+        return self.launcher.returncode
+
+    def orphans(self) -> int:
+        """Kills the processes that the ended run left behind; returns how many there were."""
+        deadline, alive = time.monotonic() + ENDED_S, [process for process in self.seen if _runs(process)]
+        while alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+            alive = [process for process in alive if _runs(process)]
+        for process in alive:
+            process.kill()
+        return len(alive)
+
+    def kill(self) -> None:
+        if self.started is not None and self.started.poll() is None:
+            for process in [*self.descendants(), self.launcher]:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            self.launcher.wait()
+
+    @property
+    def steps(self) -> int:
+        return len(self.trained())
+
+    def trained(self) -> list[list[int]]:
+        """The ordinals of every step, from the first."""
+        path = self.run_dir / "rollouts/ordinals.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        assert [line["step"] for line in lines] == list(range(len(lines))), f"{path}: steps are missing or repeated"
+        return [line["ordinals"] for line in lines]
+
+    def repeated(self) -> list[int]:
+        """Ordinals that were trained on more than once."""
+        counts = collections.Counter(itertools.chain(*self.trained()))
+        return sorted(ordinal for ordinal, count in counts.items() if count > 1)
+
+    def missing(self) -> list[int]:
+        """Ordinals that a finished run should have trained on, but did not."""
+        trained = set(itertools.chain(*self.trained()))
+        return sorted(set(range(self.steps * PROMPTS)) - trained)
+
+    def ledger_problems(self) -> int:
+        """How many ordinals differ between the newest checkpoint's ledger and the record of training; call it while nothing runs."""
+        found = complete_checkpoints(self.run_dir)
+        if not found:
+            return 0
+        step, folder = found[-1]
+        ledger = Ledger.load(folder)
+        consumed = ledger.trained()
+        trained = set(itertools.chain(*self.trained()[:step]))
+        held = {group.ordinal for group in ledger.groups}
+        return len(consumed ^ trained) + len(consumed & held)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie, whose exit status nobody has asked for yet, does not run."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def carried_out(run: FaultRun, name: str, text: str = "") -> None:
+    """Gives an order and waits until a process has taken it."""
+    order(run.orders, name, text)
+    run.wait_until(lambda: not (run.orders / name).exists(), f"process that carries out {name}", STARTED_S, every_s=0.05)
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"({path}: nothing)"
+
+
+# Faults of an engine's memory: bits that it computes with are changed from outside while it serves.
+
+
+WEIGHTS = "memfd:megarl-weights"  # the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
+POSITION = 3  # the row of the rotary cache that is searched for
+
+
+def parameter_changed(run: FaultRun, random: Random) -> dict[str, str]:
+    """Flips a bit in the first half of the parameters' file: the end of the file is padding, which no parameter uses."""
+    process = _worker(run.engine(random.randrange(ENGINES)))
+    start, end = next(_regions(process, WEIGHTS))
+    _flip(process, start + random.randrange((end - start) // 2) // 4 * 4)
+    return {}
+
+
+def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
+    process = _worker(run.engine(random.randrange(ENGINES)))
+    row = _rotary_row(load_spec(run.model))
+    found = [address for region in _regions(process, "") for address in _occurrences(process, *region, row)]
+    if not found:
+        raise RuntimeError("the engine's rotary cache was not found in its memory")
+    for address in found:  # all, since one may be a freed copy
+        _flip(process, address)
+    return {}
+
+
+def _rotary_row(model: ModelSpec) -> bytes:
+    """The beginning of row POSITION: cos(position / theta^(2i/d)), computed in float32 as SGLang does."""
+    import torch  # not at the top: `megarl bench --help` does without
+
+    frequencies = 1.0 / (model.rope_theta ** (torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim))
+    row = (torch.arange(POSITION + 1, dtype=torch.float32)[:, None] * frequencies)[POSITION].cos()
+    return struct.pack(f"{len(row)}f", *row.tolist())
+
+
+def _worker(engine: psutil.Process) -> psutil.Process:
+    """The process that holds the parameters."""
+    return next(child for child in engine.children(recursive=True) if any(_regions(child, WEIGHTS)))
+
+
+def _regions(process: psutil.Process, name: str) -> Iterator[tuple[int, int]]:
+    """First and last addresses of writable mappings of files whose name contains `name`; if empty: of anonymous memory and the heap."""
+    for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+        addresses, permissions, _, _, _, *path = line.split(maxsplit=5)
+        if permissions.startswith("rw") and ((name in path[0]) if name and path else not name and (not path or path[0] == "[heap]")):
+            first, last = addresses.split("-")
+            yield int(first, 16), int(last, 16)
+
+
+def _occurrences(process: psutil.Process, start: int, end: int, pattern: bytes) -> Iterator[int]:
+    with open(f"/proc/{process.pid}/mem", "rb") as memory, contextlib.suppress(OSError):
+        memory.seek(start)
+        content, at = memory.read(end - start), -1
+        while (at := content.find(pattern, at + 1)) >= 0:
+            yield start + at
+
+
+def _flip(process: psutil.Process, address: int) -> None:
+    """Flips a bit that changes the value of a float32 or bfloat16 noticeably."""
+    with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+        memory.seek(address + 2)
+        (byte,) = memory.read(1)
+        memory.seek(address + 2)
+        memory.write(bytes([byte ^ 4]))
+
+
+# Faults at the ports of a run: strangers, undecodable messages, and a port that another process has taken.
+
+
+NEW_PEER = "trainer.7"
+
+
+def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
+    """Sends every port of the generator noise, ZeroMQ without a key, and a well-formed message under another run's key."""
+    for port in _listening(run.generator()):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(random.randbytes(4096))
+        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        stranger.send(b"let me in")
+        forger = Peer("trainer.0", RunKey.generate(), f"tcp://127.0.0.1:{port}")
+        forger.send(WeightsOffer(0))
+        time.sleep(0.5)
+        forger.close()
+        stranger.close(linger=0)
+    return {}
+
+
+def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
+    """Sends requests without a key: one to generate, one that would change the weights, one whose body is not JSON."""
+    requests = {"/generate": b'{"text": "x"}', "/update_weights_from_disk": b'{"model_path": "x"}', "/pause_generation": b"{"}
+    for port in _listening(run.engine(random.randrange(ENGINES))):
+        for path, body in requests.items():
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            try:
+                connection.request("POST", path, body, {"Content-Type": "application/json"})
+                status = connection.getresponse().status
+            except (OSError, http.client.HTTPException):
+                continue  # a port that speaks something else
+            finally:
+                connection.close()
+            if status == 200:
+                raise RuntimeError(f"port {port} of an engine answered {path} to a stranger")
+    return {}
+
+
+def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]:
+    """A new peer that has the run's key sends an unknown message, as a program of another version would."""
+    (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
+    rendezvous = Rendezvous.load(found.parent)
+    peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
+    peer.send(OfAnotherVersion())  # pyright: ignore[reportArgumentType]  # that is the fault
+    time.sleep(0.5)
+    peer.close()
+    return {}
+
+
+def undecodable_from_a_trainer(run: FaultRun, random: Random) -> dict[str, str]:
+    carried_out(run, GARBLE)
+    return {}
+
+
+def port_stolen(run: FaultRun, random: Random) -> dict[str, str]:
+    """Kills an engine and takes its port before it is started again."""
+    index = random.randrange(ENGINES)
+    engine = run.engine(index)
+    port = json.loads(engine.cmdline()[-1])["port"]
+    for process in [engine, *engine.children(recursive=True)]:
+        process.kill()
+    thief = socket.socket()
+    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def taken() -> bool:
+        with contextlib.suppress(OSError):
+            thief.bind(("127.0.0.1", port))
+            thief.listen()
+            return True
+        return False
+
+    run.wait_until(taken, f"port {port}", STARTED_S, every_s=0.001)
+    run.wait_until(lambda: run.said(f"port {port}, .* has been taken by process {os.getpid()}"), f"word of port {port}", STARTED_S)
+    thief.close()
+    return {"engine": str(index)}
+
+
+def _listening(process: psutil.Process) -> list[int]:
+    return sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+
+
+# Faults of processes: ended, stopped, or stopped for a while.
+
+
+PAUSE_S = 20.0
+
+
+def engine_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    index = random.randrange(ENGINES)
+    run.engine(index).kill()
+    return {"engine": str(index)}
+
+
+def engine_stopped(run: FaultRun, random: Random) -> dict[str, str]:
+    index = random.randrange(ENGINES)
+    for process in _with_children(run.engine(index)):
+        process.suspend()
+    return {"engine": str(index)}
+
+
+def engine_stalled(run: FaultRun, random: Random) -> dict[str, str]:
+    """Stops an engine for less time than it may be silent."""
+    processes = _with_children(run.engine(random.randrange(ENGINES)))
+    for process in processes:
+        process.suspend()
+    time.sleep(random.uniform(1.0, 4.0))
+    for process in processes:
+        process.resume()
+    return {}
+
+
+def scheduler_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    index = random.randrange(ENGINES)
+    random.choice(_schedulers(run.engine(index))).kill()
+    return {"engine": str(index)}
+
+
+def engine_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
+    index = random.randrange(ENGINES)
+    pids = " ".join(str(process.pid) for process in _with_children(run.engine(index)))
+    carried_out(run, KILL_ENGINE, pids)
+    return {"engine": str(index)}
+
+
+def reward_worker_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    random.choice(run.processes("megarl.rewards.worker")).kill()
+    return {}
+
+
+def reward_worker_stopped(run: FaultRun, random: Random) -> dict[str, str]:
+    """Stops a reward worker, which is killed and replaced when its call has taken too long."""
+    random.choice(run.processes("megarl.rewards.worker")).suspend()
+    return {}
+
+
+def trainer_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    rank = random.randrange(2)
+    run.trainer(rank).kill()
+    return {"rank": str(rank)}
+
+
+def generator_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    run.generator().kill()
+    return {}
+
+
+def generator_stopped(run: FaultRun, random: Random) -> dict[str, str]:
+    run.generator().suspend()
+    return {}
+
+
+def launcher_killed(run: FaultRun, random: Random) -> dict[str, str]:
+    run.launcher.kill()
+    return {}
+
+
+def killed_while_saving(run: FaultRun, random: Random) -> dict[str, str]:
+    """Kills the launcher when the first file of a checkpoint exists."""
+    checkpoints = run.run_dir / "checkpoints"
+    run.wait_until(lambda: any(checkpoints.glob("*.partial/*")), "checkpoint being written", STARTED_S, every_s=0.002)
+    run.launcher.kill()
+    return {}
+
+
+def sigterm(run: FaultRun, random: Random) -> dict[str, str]:
+    run.launcher.terminate()
+    return {}
+
+
+def trainer_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
+    carried_out(run, DIE)
+    return {}
+
+
+def killed_before_ready(run: FaultRun, random: Random) -> dict[str, str]:
+    """Kills an engine, and a scheduler of its successor before that is ready."""
+    index = random.randrange(ENGINES)
+    before = run.engine(index)
+    before.kill()
+    run.wait_until(lambda: _started_again(run, index, before), f"scheduler of engine {index}", STARTED_S, every_s=0.05)
+    time.sleep(random.uniform(0.5, 3.0))
+    random.choice(_schedulers(run.engine(index))).kill()
+    return {"engine": str(index)}
+
+
+def _started_again(run: FaultRun, index: int, before: psutil.Process) -> bool:
+    found = run.engines(index)
+    return bool(found) and found[0] != before and bool(_schedulers(found[0]))
+
+
+def paused(role: str) -> Inject:
+    """Stops a process for PAUSE_S: longer than an engine may be silent, shorter than any other deadline of the run."""
+
+    def inject(run: FaultRun, random: Random) -> dict[str, str]:
+        index = random.randrange(ENGINES)
+        processes = {
+            "trainer rank": lambda: [run.trainer(random.randrange(2))],
+            "generator": lambda: [run.generator()],
+            "launcher": lambda: [psutil.Process(run.launcher.pid)],
+            "engine": lambda: _with_children(run.engine(index)),
+            "scheduler": lambda: _schedulers(run.engine(index)),
+            "reward worker": lambda: [random.choice(run.processes("megarl.rewards.worker"))],
+        }[role]()
+        for process in processes:
+            process.suspend()
+        time.sleep(PAUSE_S)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # the run gave it up and ended it
+                process.resume()
+        return {"engine": str(index)}
+
+    return inject
+
+
+def _with_children(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def _schedulers(engine: psutil.Process) -> list[psutil.Process]:
+    return [child for child in engine.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+# Faults of what a run stores: full file systems, and damaged checkpoints.
+
+
+LEFT_BYTES = 1 << 20  # left on a full disk: enough for logs and metrics, too little for a checkpoint
+
+
+def full_disk(run: FaultRun, random: Random) -> dict[str, str]:
+    """Keeps trainer rank 1 from writing files of more than 1 MiB, so no part of a checkpoint."""
+    psutil.Process(run.trainer(1).pid).rlimit(psutil.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    return {}
+
+
+def disk_filled(run: FaultRun, random: Random) -> dict[str, str]:
+    """Fills the disk and keeps it full: else a run would go on with the space it frees by deleting all checkpoints but its newest."""
+    deadline = time.monotonic() + STARTED_S
+    while run.launcher.poll() is None and time.monotonic() < deadline:
+        run.descendants()
+        fill(run.run_dir, LEFT_BYTES)
+        time.sleep(0.05)
+    return {}
+
+
+def disk_emptied(run: FaultRun) -> None:
+    empty(run.run_dir)
+
+
+def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict[str, str]:
+    """A run on CPUs does not mind: its processes share anonymous memory, or files in a folder of the launch."""
+    run.launcher.terminate()
+    run.exit_status(STARTED_S)
+    fill(SHARED_MEMORY)
+    run.start()
+    run.wait_steps(1)
+    shared_memory_emptied(run)
+    return {}
+
+
+def shared_memory_filled(run: FaultRun, random: Random) -> dict[str, str]:
+    """Running processes already have their memory, but an engine that dies cannot be started again until there is room."""
+    index = random.randrange(ENGINES)
+    fill(SHARED_MEMORY)
+    run.engine(index).kill()
+    run.wait_until(lambda: run.said(str(SHARED_MEMORY)), "word of the full shared memory", STARTED_S)
+    shared_memory_emptied(run)
+    return {"engine": str(index)}
+
+
+def shared_memory_emptied(run: FaultRun) -> None:
+    empty(SHARED_MEMORY)
+
+
+def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
+    """Stops the run, harms a file of its newest checkpoint that matches `files`, each time another one, and starts the run on it."""
+
+    def inject(run: FaultRun, random: Random) -> dict[str, str]:
+        run.launcher.terminate()
+        run.exit_status(STARTED_S)
+        _step, folder = complete_checkpoints(run.run_dir)[-1]
+        found = sorted(folder.glob(files))
+        chosen = found[run.launches % len(found)]
+        (run.folder / "damaged").write_text(str(chosen))
+        shutil.copy(chosen, run.folder / "whole")
+        harm(chosen, random)
+        run.start()
+        return {"folder": re.escape(folder.name), "file": re.escape(chosen.name)}
+
+    return inject
+
+
+def cut_short(file: Path, random: Random) -> None:
+    os.truncate(file, random.randrange(file.stat().st_size))
+
+
+def remove(file: Path, random: Random) -> None:
+    file.unlink()
+
+
+def flip_bit(file: Path, random: Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def whole_again(run: FaultRun) -> None:
+    if (run.folder / "whole").exists():
+        shutil.move(run.folder / "whole", (run.folder / "damaged").read_text())
+
 
 FAILED, STOPPED, KILLED, REFUSED = 1, 128 + signal.SIGTERM, -signal.SIGKILL, 2  # exit statuses of the launcher
 
@@ -34,14 +794,14 @@ class Kind:
 
 def tool(what: str) -> Inject:
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
-        carried_out(run, fault_orders.TOOL, what)
+        carried_out(run, TOOL, what)
         return {}
 
     return inject
 
 
 def bit_flipped(run: FaultRun, random: Random) -> dict[str, str]:
-    carried_out(run, fault_orders.FLIP)
+    carried_out(run, FLIP)
     return {}
 
 
@@ -55,53 +815,49 @@ _DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot b
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"
 
 KINDS: dict[str, Kind] = {
-    "engine killed": Kind(processes.engine_killed, _LOST, _BACK, weight=2),
-    "engine hangs": Kind(processes.engine_stopped, _SILENT, _BACK, weight=2),
-    "engine slow": Kind(processes.engine_stalled, weight=8),
-    "engine's scheduler killed": Kind(processes.scheduler_killed, _LOST, _BACK, weight=2),
-    "engine killed in a transfer": Kind(processes.engine_killed_in_transfer, _LOST, _BACK, weight=2),
-    "stranger at the rollouts port": Kind(network.stranger_at_the_hub, weight=8),
-    "stranger at an engine": Kind(network.stranger_at_an_engine, weight=8),
-    "reward worker killed": Kind(processes.reward_worker_killed, weight=8),
-    "reward worker hangs": Kind(processes.reward_worker_stopped, weight=8),
+    "engine killed": Kind(engine_killed, _LOST, _BACK, weight=2),
+    "engine hangs": Kind(engine_stopped, _SILENT, _BACK, weight=2),
+    "engine slow": Kind(engine_stalled, weight=8),
+    "engine's scheduler killed": Kind(scheduler_killed, _LOST, _BACK, weight=2),
+    "engine killed in a transfer": Kind(engine_killed_in_transfer, _LOST, _BACK, weight=2),
+    "stranger at the rollouts port": Kind(stranger_at_the_hub, weight=8),
+    "stranger at an engine": Kind(stranger_at_an_engine, weight=8),
+    "reward worker killed": Kind(reward_worker_killed, weight=8),
+    "reward worker hangs": Kind(reward_worker_stopped, weight=8),
     "tool crashes": Kind(tool("crash twice"), "the tool failed: it brought its process down", weight=8),
     "tool hangs": Kind(tool("hang"), "the tool failed: it took longer than", weight=8),
     "tool prints for ever": Kind(tool("print"), "the tool failed: it took longer than", weight=8),
     "tool answers too much": Kind(tool("answer too much"), r"the tool failed: more than \d+ bytes of result", weight=8),
-    "trainer rank killed": Kind(processes.trainer_killed, _RANK_KILLED, ends=FAILED, weight=2),
-    "trainer rank killed in a transfer": Kind(processes.trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED),
-    "generator killed": Kind(processes.generator_killed, r"generator\.0 was killed by SIGKILL", ends=FAILED, weight=1),
-    "generator hangs": Kind(processes.generator_stopped, r"waited \d+ s for .*generator\.0", ends=FAILED, weight=0),
-    "launcher killed": Kind(processes.launcher_killed, ends=KILLED, weight=2),
-    "launcher killed while saving": Kind(processes.killed_while_saving, ends=KILLED, weight=1),
-    "SIGTERM": Kind(processes.sigterm, r"stopped at step \d+ by SIGTERM; the same command goes on from there", ends=STOPPED, weight=2),
-    "full disk while saving": Kind(storage.full_disk, _NOT_WRITTEN, ends=FAILED, weight=1),
+    "trainer rank killed": Kind(trainer_killed, _RANK_KILLED, ends=FAILED, weight=2),
+    "trainer rank killed in a transfer": Kind(trainer_killed_in_transfer, r"trainer\.[01] was killed by SIGKILL", ends=FAILED),
+    "generator killed": Kind(generator_killed, r"generator\.0 was killed by SIGKILL", ends=FAILED, weight=1),
+    "generator hangs": Kind(generator_stopped, r"waited \d+ s for .*generator\.0", ends=FAILED, weight=0),
+    "launcher killed": Kind(launcher_killed, ends=KILLED, weight=2),
+    "launcher killed while saving": Kind(killed_while_saving, ends=KILLED, weight=1),
+    "SIGTERM": Kind(sigterm, r"stopped at step \d+ by SIGTERM; the same command goes on from there", ends=STOPPED, weight=2),
+    "full disk while saving": Kind(full_disk, _NOT_WRITTEN, ends=FAILED, weight=1),
     "bit flipped in a transfer": Kind(bit_flipped, re.escape(FLIPPED), ends=FAILED, weight=1),
-    "undecodable message of a trainer rank": Kind(network.undecodable_from_a_trainer, _NO_MESSAGE, ends=FAILED),
-    "undecodable message of a new peer": Kind(network.undecodable_from_a_new_peer, _NO_MESSAGE, ends=FAILED),
-    "engine's port stolen": Kind(network.port_stolen, recovered=_BACK),
-    "engine's scheduler killed before ready": Kind(processes.killed_before_ready, _LOST, _BACK),
-    "trainer rank stops for 20 s": Kind(processes.paused("trainer rank"), weight=2),
-    "generator stops for 20 s": Kind(processes.paused("generator"), weight=2),
-    "launcher stops for 20 s": Kind(processes.paused("launcher"), weight=2),
-    "reward worker stops for 20 s": Kind(processes.paused("reward worker"), weight=2),
-    "engine stops for 20 s": Kind(processes.paused("engine"), _SILENT, _BACK),
-    "engine's scheduler stops for 20 s": Kind(processes.paused("scheduler"), _SILENT, _BACK),
-    "disk full": Kind(storage.disk_filled, _NOT_WRITTEN, ends=FAILED, mend=storage.disk_emptied, root=True),
-    "shared memory full at the start": Kind(storage.shared_memory_filled_before_the_start, mend=storage.shared_memory_emptied, root=True),
-    "shared memory full": Kind(storage.shared_memory_filled, "/dev/shm", _BACK, mend=storage.shared_memory_emptied, root=True),
-    "engine's parameter changed in memory": Kind(memory.parameter_changed, f"{_REWRITTEN}|{_NOT_AS_SENT}", ends=FAILED, root=True),
-    "engine's rotary cache changed in memory": Kind(memory.rotary_changed, _REWRITTEN, ends=FAILED, root=True),
-    "checkpoint truncated": Kind(
-        storage.checkpoint_file("*", storage.cut_short), _DAMAGED, ends=REFUSED, mend=storage.whole_again, weight=2
-    ),
+    "undecodable message of a trainer rank": Kind(undecodable_from_a_trainer, _NO_MESSAGE, ends=FAILED),
+    "undecodable message of a new peer": Kind(undecodable_from_a_new_peer, _NO_MESSAGE, ends=FAILED),
+    "engine's port stolen": Kind(port_stolen, recovered=_BACK),
+    "engine's scheduler killed before ready": Kind(killed_before_ready, _LOST, _BACK),
+    "trainer rank stops for 20 s": Kind(paused("trainer rank"), weight=2),
+    "generator stops for 20 s": Kind(paused("generator"), weight=2),
+    "launcher stops for 20 s": Kind(paused("launcher"), weight=2),
+    "reward worker stops for 20 s": Kind(paused("reward worker"), weight=2),
+    "engine stops for 20 s": Kind(paused("engine"), _SILENT, _BACK),
+    "engine's scheduler stops for 20 s": Kind(paused("scheduler"), _SILENT, _BACK),
+    "disk full": Kind(disk_filled, _NOT_WRITTEN, ends=FAILED, mend=disk_emptied, root=True),
+    "shared memory full at the start": Kind(shared_memory_filled_before_the_start, mend=shared_memory_emptied, root=True),
+    "shared memory full": Kind(shared_memory_filled, "/dev/shm", _BACK, mend=shared_memory_emptied, root=True),
+    "engine's parameter changed in memory": Kind(parameter_changed, f"{_REWRITTEN}|{_NOT_AS_SENT}", ends=FAILED, root=True),
+    "engine's rotary cache changed in memory": Kind(rotary_changed, _REWRITTEN, ends=FAILED, root=True),
+    "checkpoint truncated": Kind(checkpoint_file("*", cut_short), _DAMAGED, ends=REFUSED, mend=whole_again, weight=2),
     "checkpoint's file removed": Kind(
-        storage.checkpoint_file("*", storage.remove), r"{folder}: .*{file} is missing", ends=REFUSED, mend=storage.whole_again, weight=2
+        checkpoint_file("*", remove), r"{folder}: .*{file} is missing", ends=REFUSED, mend=whole_again, weight=2
     ),
     "bit flipped in a checkpoint's small files": Kind(
-        storage.checkpoint_file("[!r]*", storage.flip_bit), _DAMAGED, ends=REFUSED, mend=storage.whole_again, weight=2
+        checkpoint_file("[!r]*", flip_bit), _DAMAGED, ends=REFUSED, mend=whole_again, weight=2
     ),
-    "bit flipped in a checkpoint's tensors": Kind(
-        storage.checkpoint_file("rank_*.bin", storage.flip_bit), _DAMAGED_TENSORS, ends=FAILED, mend=storage.whole_again
-    ),
+    "bit flipped in a checkpoint's tensors": Kind(checkpoint_file("rank_*.bin", flip_bit), _DAMAGED_TENSORS, ends=FAILED, mend=whole_again),
 }

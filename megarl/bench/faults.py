@@ -20,9 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from megarl.bench.fault_kinds import KINDS, Kind
-from megarl.bench.fault_mounts import small_file_systems
-from megarl.bench.fault_run import CONFIG, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang
+from megarl.bench.fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang, Kind, small_file_systems
 from megarl.config.errors import ConfigError
 
 LONGEST_WAIT_S = 2.0  # from a whole run to the next fault

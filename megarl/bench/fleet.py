@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from megarl.base.rollout_types import Version
 from megarl.config.schema import AsyncConfig, GeneratorConfig, ModelConfig, RunConfig, TimeoutConfig, TrainerConfig, WeightsConfig
 from megarl.generator.client import EngineUnreachable, Parallelism
 from megarl.generator.fleet import Fleet
@@ -50,11 +51,9 @@ from megarl.models import ModelSpec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights
+from megarl.reshard.forwarding import ENGINES, SentTensors, foreseen
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import ENGINES, foreseen
-from megarl.reshard.tensors import SentTensors
-from megarl.types import Version
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import digest_of, pack_shares
 from megarl.weight_sync.common import weights_map

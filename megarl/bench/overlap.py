@@ -12,21 +12,179 @@ The first WARM_UP steps of a cell are not counted.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import multiprocessing
 import os
+import queue
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megarl.bench.emulated import Lengths
-from megarl.bench.lanes import Rows, run_cells
-from megarl.bench.overlap_cell import Cell
-from megarl.bench.overlap_picture import draw
+from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AsyncConfig
+from megarl.messaging.link import RunKey
+
+# Runs the cells of `megarl bench overlap`, each by one trainer and one generator process, several such pairs side by side.
+
+
+Rows = list[dict[str, Any]]
+
+
+class Lane:
+    """A pair of processes that runs one cell after another."""
+
+    def __init__(self, timeout_s: float):
+        context = multiprocessing.get_context("forkserver")  # common imports are done once
+        context.set_forkserver_preload([__name__])
+        self._timeout_s, self._key = timeout_s, RunKey.generate()
+        addresses_in, addresses_out = context.Pipe(duplex=False)
+        self._pipes, self._processes = [], []
+        for body, address in ((_generator, addresses_out), (_trainer, addresses_in)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=body, args=(theirs, self._key, address, timeout_s), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        addresses_in.close()
+        addresses_out.close()
+
+    def run(self, cell: Cell) -> Rows:
+        """The trainer's rows. Raises RuntimeError if one of the two processes fails, TimeoutError past the deadline."""
+        for pipe in self._pipes:
+            pipe.send(cell)
+        deadline, answers = time.monotonic() + self._timeout_s, {}
+        while len(answers) < 2:
+            left_s = deadline - time.monotonic()
+            waiting = [pipe for pipe in self._pipes if pipe not in answers]
+            ready = wait(waiting, max(0.0, left_s))
+            if not ready:
+                names = [name for name, pipe in zip(("the generator", "the trainer"), self._pipes) if pipe in waiting]
+                raise TimeoutError(f"{cell.name}: {' and '.join(names)} did not finish within {self._timeout_s:.0f} s")
+            for pipe in (pipe for pipe in waiting if pipe in ready):
+                answers[pipe] = _answer(cell, pipe)
+        return answers[self._pipes[1]]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+
+
+def _answer(cell: Cell, pipe: Connection) -> Rows:
+    try:
+        done, answer = pipe.recv()
+    except EOFError as error:
+        raise RuntimeError(f"{cell.name}: a process ended before its time") from error
+    if not done:
+        raise RuntimeError(f"{cell.name}:\n{answer}")
+    return answer
+
+
+def run_cells(cells: Sequence[Cell], lanes: int, timeout_s: float, done: Callable[[Cell], None]) -> list[Rows]:
+    """The rows of every cell, in order. A lane's thread calls `done` when a cell ends."""
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(cells)):
+        todo.put(index)
+    rows: list[Rows] = [[] for _ in cells]
+    failed = threading.Event()
+
+    def work(lane: Lane) -> None:
+        try:
+            while not failed.is_set():
+                index = todo.get_nowait()
+                rows[index] = lane.run(cells[index])
+                done(cells[index])
+        except queue.Empty:
+            return
+        except BaseException:
+            failed.set()
+            raise
+
+    opened: list[Lane] = []
+    try:
+        opened += [Lane(timeout_s) for _ in range(min(lanes, len(cells)))]
+        with ThreadPoolExecutor(len(opened)) as pool:
+            for future in [pool.submit(work, lane) for lane in opened]:
+                future.result()
+    finally:
+        for lane in opened:
+            lane.close()
+    return rows
+
+
+def _generator(pipe: Connection, key: RunKey, address: Connection, timeout_s: float) -> None:
+    _serve(pipe, lambda cell: generate(cell, key, address), timeout_s)
+
+
+def _trainer(pipe: Connection, key: RunKey, address: Connection, timeout_s: float) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _serve(pipe, lambda cell: train(cell, key, address.recv()), timeout_s)
+
+
+def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            cell = pipe.recv()
+        except EOFError:  # the benchmark is gone
+            return
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        try:
+            pipe.send((True, run(cell)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+
+
+# What `megarl bench overlap` measured, as bars of efficiency.
+
+
+COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
+
+
+def draw(facts: Mapping[str, Any], path: str) -> None:
+    """Writes `path`: a panel for each kind of lengths, a group of bars for each ratio, a bar for each setting."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cells = facts["cells"]
+    lengths, ratios, settings = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("lengths", "ratio", "setting"))
+    found = {(cell["lengths"], cell["ratio"], cell["setting"]): cell["efficiency"] for cell in cells}
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    width = 0.84 / len(settings)
+    for panel, kind in zip(panels, lengths):
+        for index, (setting, colour) in enumerate(zip(settings, COLOURS, strict=True)):
+            places = [place + (index - (len(settings) - 1) / 2) * width for place in range(len(ratios))]
+            panel.bar(places, [found[kind, ratio, setting] for ratio in ratios], width, color=colour, label=setting)
+        panel.axhline(0.95, color="black", lw=0.8, ls="--")
+        panel.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+        panel.set_xlabel("trainer's phase / generator's")
+        panel.set_title(f"{kind} lengths (emulated)", fontsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("ideal / achieved step time")
+    panels[0].set_ylim(0, 1.05)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
 
 WARM_UP = 4
 RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's phase

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
-from megarl.config.operation import ObserveConfig, TimeoutConfig
-from megarl.config.schema import AsyncConfig, EvalConfig, RolloutConfig, RunConfig
+from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
 from megarl.controller import Controller
-from megarl.data.mixture import train_mixture
+from megarl.data.order import train_mixture
 from megarl.executors.generator import GeneratorExecutor
-from megarl.executors.step_times import step_times
+from megarl.executors.trainer import step_times
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.models.registry import load_spec
-from megarl.observe.status import StatusBoard
-from megarl.observe.trace import TraceWriter
+from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
 from megarl.reshard.layout import Layout, trainer_layout
@@ -37,13 +37,9 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.types import Batch, Group, Ordinal, Prompt, Sample, Version
-from megarl.weight_sync.deltas import Found
-from megarl.weight_sync.offers import Offered
-from megarl.weight_sync.receiver import InitialWeights, Taken, WeightsReceiver
+from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsReceiver, Writes
 from megarl.weight_sync.sender import SyncReport, WeightsSender
-from megarl.weight_sync.writes import Writes
+from megarl.weight_sync.writing import Found
 
 SPEC = {  # any model would do: the channels only need some map
     "architectures": ["LlamaForCausalLM"],

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.spec import ModelSpec
-from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support
 from megarl.trainer.distributed import init_distributed
-from megarl.types import TrainSequence
 
 SPEC = ModelSpec(
     family="llama", num_layers=4, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_kv_heads=4, head_dim=32,
@@ -80,7 +80,7 @@ def run(count: int, repeats: int, as_json: bool) -> None:
 
 def measure(count: int, repeats: int, device: torch.device) -> Result:
     cpu_support.install()
-    from megarl.algorithms.nll import nll_loss
+    from megarl.algorithms.losses import nll_loss
     from megarl.trainer.step import MegatronTrainer
 
     settings = TrainerConfig(max_tokens_per_microbatch=BUDGET)

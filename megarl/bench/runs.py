@@ -8,13 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megarl.base.files import folder_problems, write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.keys import keys_of, value_at, yaml_text
 from megarl.config.load import dump_config, load_config
-from megarl.config.outputs import folder_problems
 from megarl.config.schema import RunConfig
-from megarl.files import write_whole
-from megarl.plan.resume import differences
+from megarl.plan.checkpoints import differences
 
 PROGRAM = ["-P", "-m", "megarl"]  # what Python runs
 SETTINGS = "settings.yaml"

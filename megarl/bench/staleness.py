@@ -24,7 +24,7 @@ from typing import Any
 from megarl.bench.runs import check_settings, note_settings, run_megarl
 from megarl.config.keys import yaml_text
 from megarl.config.load import load_config
-from megarl.observe.evaluations import read_results
+from megarl.evaluation.scores import read_results
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 

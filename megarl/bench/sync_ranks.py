@@ -10,28 +10,160 @@ import operator
 import statistics
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.bench.sync_gather import Gather
-from megarl.bench.sync_media import BareMedia
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import WeightsConfig
 from megarl.kernels.changes import bits_of
+from megarl.messaging.process_groups import connect_store
 from megarl.models.registry import load_spec
 from megarl.reshard.execute import Payloads
-from megarl.reshard.kinds import Layout
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import scheduled_writes
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.deltas import Deltas, Found, send_changes
+from megarl.weight_sync.transports import gloo, mooncake
 from megarl.weight_sync.transports.base import Endpoint, Transport
-from megarl.weight_sync.transports.choice import transport_class
-from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
+from megarl.weight_sync.transports.choice import this_host, transport_class
+from megarl.weight_sync.transports.two_sided import as_bytes
+from megarl.weight_sync.writing import Deltas, Found, Sent, landing_first, send, send_changes, shapes_of
+
+# A rank's part in sending bytes over a bare medium: the ceilings of `megarl bench sync`.
+
+
+BLOCK_BYTES = 128 << 20  # larger than any cache
+CHUNK_BYTES = 16 << 20  # per gloo send: longer ones cost less CPU time
+RUN_BYTES = 1 << 20  # per write by Mooncake's TCP
+
+
+class BareMedia:
+    """One rank's end; rank number `senders` is the far end. A block is sent again and again until as many bytes as asked have gone."""
+
+    def __init__(self, rank: int, senders: int, timeout_s: float):
+        self.rank, self.senders, self.timeout_s = rank, senders, timeout_s
+
+    @cached_property
+    def block(self) -> torch.Tensor:
+        """The block to send from; at the far end, a block per trainer rank to receive into."""
+        count = 1 if self.rank < self.senders else self.senders
+        return torch.full((count * BLOCK_BYTES,), 1 + self.rank, dtype=torch.uint8)
+
+    def map_file(self, path: str, size: int) -> None:
+        file = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        assert isinstance(file, torch.UntypedStorage)
+        self.mapped = torch.empty(0, dtype=torch.uint8).set_(file, self.rank * BLOCK_BYTES, (BLOCK_BYTES,), (1,))
+
+    def copy_blocks(self, size: int) -> None:
+        for part in block_parts(size, BLOCK_BYTES):
+            self.mapped[part].copy_(self.block[part])
+
+    def join(self, address: str) -> None:
+        self.bare = join_gloo(address, self.rank, self.senders + 1, self.timeout_s)
+
+    def send_blocks(self, size: int) -> None:
+        for work in [self.bare.send([self.block[part]], self.senders, 0) for part in block_parts(size, CHUNK_BYTES)]:
+            work.wait()
+
+    def receive_blocks(self, sizes: Sequence[int]) -> None:
+        blocks = self.block.split(BLOCK_BYTES)
+        parts = [(rank, blocks[rank][part]) for rank, size in enumerate(sizes) for part in block_parts(size, CHUNK_BYTES)]
+        for work in [self.bare.recv([part], rank, 0) for rank, part in parts]:
+            work.wait()
+
+    def open_block(self) -> str:
+        """Registers the block with Mooncake for one-sided writes; returns its address."""
+        protocol = mooncake.protocol_of([this_host()])
+        self.mooncake = mooncake.open_engine("127.0.0.1", protocol)
+        mooncake.register(self.mooncake, [(self.block.data_ptr(), self.block.numel())])
+        return mooncake.address_of("127.0.0.1", self.mooncake, protocol, self.block.data_ptr())
+
+    def write_blocks(self, address: str, size: int) -> None:
+        _, peer, base = mooncake.address_parts(address)
+        own, there = self.block.data_ptr(), base + self.rank * BLOCK_BYTES
+        runs = [(own + part.start, there + part.start, part.stop - part.start) for part in block_parts(size, RUN_BYTES)]
+        if not mooncake.write_runs(self.mooncake, peer, runs, self.timeout_s):
+            raise RuntimeError(f"Mooncake could not write to {peer}")
+
+
+def block_parts(size: int, part_bytes: int) -> Iterator[slice]:
+    """Slices of a block that cover `size` bytes, starting over at the block's end. part_bytes must divide BLOCK_BYTES."""
+    for start in range(0, size, part_bytes):
+        yield slice(start % BLOCK_BYTES, start % BLOCK_BYTES + min(part_bytes, size - start))
+
+
+def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A gloo backend, typed Any: torch's annotations lack its `send` and `recv`."""
+    return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)
+
+
+# A trainer rank's part in other stacks' way of updating an engine: a gather onto rank 0, then SGLang's own update paths.
+
+
+class Gather:
+    """One rank's end; `sources` are its shards of the layout's tensors."""
+
+    def __init__(self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float):
+        self.rank, self.layout, self.sources, self.timeout_s = rank, layout, sources, timeout_s
+
+    def join_trainers(self, address: str) -> None:
+        self.group = join_gloo(address, self.rank, self.layout.world_size, self.timeout_s)
+
+    def collect(self) -> None:
+        """Gathers every whole tensor onto rank 0, under its Hugging Face name."""
+        if self.rank:
+            parts = [self.sources[tensor.name][piece.local.slices()] for tensor, piece in self.layout.owned_pieces(self.rank)]
+            works = [self.group.send([as_bytes(part.contiguous())], 0, 0) for part in parts]
+            for work in works:
+                work.wait()
+            return
+        self.full: dict[str, torch.Tensor] = {}  # frees the last round's tensors first
+        self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
+        arriving = []
+        for rank in range(self.layout.world_size):
+            for tensor, piece in self.layout.owned_pieces(rank):
+                target = self.full[piece.logical_name][piece.logical.slices()]
+                if rank == 0:
+                    target.copy_(self.sources[tensor.name][piece.local.slices()])
+                else:
+                    buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+                    arriving.append((target, self.group.recv([as_bytes(buffer)], rank, 0), buffer))
+        for target, work, buffer in arriving:
+            work.wait()
+            if buffer is not target:
+                target.copy_(buffer)
+
+    def logical(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        ends: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for rank in range(self.layout.world_size):
+            for tensor, piece in self.layout.owned_pieces(rank):
+                before = ends.get(piece.logical_name, ((0,) * len(piece.logical.end), None))[0]
+                ends[piece.logical_name] = (tuple(map(max, before, piece.logical.end)), getattr(torch, tensor.dtype))
+        return [(name, shape, dtype) for name, (shape, dtype) in ends.items()]
+
+    def join_engines(self, port: int, size: int) -> None:
+        from megarl.generator.sglang_updates import join_update_group
+
+        self.engines = join_update_group(port, size)
+
+    def broadcast(self, flattened: bool) -> None:
+        tensors = list(self.full.values())
+        if flattened:
+            tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
+        works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
+        for work in works:
+            assert work is not None  # it is asynchronous
+            work.wait()
+
+    def buckets(self, count: int) -> list[str]:
+        """One bucket per worker of the engine."""
+        from megarl.generator.sglang_updates import bucket_payload
+
+        return [bucket_payload(list(self.full.items())) for _ in range(count)]
 
 
 def build_map(model: str, dtype: str, trainer_tp: int, engine_tp: int) -> ReshardMap:

@@ -6,19 +6,620 @@ docs/config.md is generated from here: `python -m megarl.config.reference > docs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.data import DataConfig, DatasetConfig
-from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, at_least, between, one_of, seconds, setting
-from megarl.config.lora import LoraConfig
-from megarl.config.operation import CheckpointConfig, ClusterConfig, LaunchConfig, ObserveConfig, PlanConfig, TimeoutConfig
-from megarl.config.roles import RoleConfig
-from megarl.config.rollout import RolloutConfig
-from megarl.config.training import CriticConfig, OptimizerConfig, RewardModelConfig, SftConfig
+from megarl.base.rollout_types import MOST_KEPT
+from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, above, at_least, between, each, one_of, seconds, setting
+from megarl.lora.settings import LoraConfig
+from megarl.roles.settings import RoleConfig
+
+# The schema's sections on datasets.
+
+
+@dataclass
+class SourceConfig:
+    """What all datasets have: where rows come from, and their prompts."""
+
+    source: str = setting(
+        MISSING, "synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or a hub name", path=INPUT
+    )
+    split: str = setting("train", "which split of the source")
+    subset: str | None = setting(None, 'hub configuration name, such as "main" of gsm8k')
+    prompt_key: str | None = setting(
+        None,
+        "column of the prompt, or column.field for a field inside a column; null: question, or what rows in the formats of OpenAI, verl "
+        "and slime call it (docs/data.md)",
+    )
+    prompt_template: str = setting(
+        "{prompt}",
+        "what the model sees; {prompt} stands for the column. chat: apply the model's chat template to the column, a user's message or a "
+        "list of messages; to a list of messages it is applied in any case",
+    )
+    tools_key: str = setting("tools", "column of the tools that the chat template presents to the model, where rows have one")
+    size: int | None = setting(None, "use only so many first rows; null: all", at_least(1))
+
+
+@dataclass
+class DatasetConfig(SourceConfig):
+    answer_key: str | None = setting(
+        None, "column of the reference answer, written like prompt_key; null: answer, or what rows in a known format call it"
+    )
+    demonstration_key: str | None = setting(
+        None,
+        "column that SFT learns: a text, or a list of texts by policy and environment in turn; null: answer_key, or all of a conversation",
+    )
+    learn: str = setting(
+        "all",
+        "which of the assistant's turns SFT learns where a row is a conversation; a message with weight=0 or train=false is not learned",
+        one_of("all", "last"),
+    )
+
+
+@dataclass
+class PreferenceConfig(SourceConfig):
+    """Pairs of responses to a prompt, of which one is preferred."""
+
+    prompt_key: str | None = setting(
+        None,
+        "column of the prompt, or column.field for a field inside a column; null: prompt, or without such a column what both responses "
+        "begin with",
+    )
+    chosen_key: str = setting(
+        "chosen",
+        "column of the preferred response, written like prompt_key: a text, or a list of messages whose last is the response",
+    )
+    rejected_key: str = setting("rejected", "column of the other response, as chosen_key")
+    margin_key: str | None = setting(
+        None, "column with the least difference of the two scores that a pair is to have, which the loss takes off it; null: 0 for all"
+    )
+
+
+@dataclass
+class MixedConfig(DatasetConfig):
+    """One of several sources."""
+
+    weight: float | None = setting(
+        None, "its share of the prompts that no quota takes, in proportion to the other weights; null with a quota, else 1", above(0)
+    )
+    quota: int | None = setting(None, "instead of a weight: how many prompts of each step are its own", at_least(1))
+
+
+MIXED = "sources"  # as source
+
+
+@dataclass
+class MixtureConfig(DatasetConfig):
+    """One dataset, or several that are mixed."""
+
+    source: str = setting(MIXED, "as that of any dataset (see data.eval.source), and must be set; sources: those of `sources`", path=INPUT)
+    sources: dict[str, MixedConfig | None] = field(
+        default_factory=dict,
+        metadata={"meaning": "several datasets, by name, whose prompts are mixed (docs/data.md); NAME=null removes one"},
+    )
+
+
+FAIL, DROP = "fail", "drop"  # data.bad_rows
+
+
+@dataclass
+class CurriculumConfig:
+    """Prompts that are too easy or too hard rest for a while (docs/data.md)."""
+
+    min_pass_rate: float = setting(0.05, "a prompt rests if a smaller share of its samples passes", between(0, 1))
+    max_pass_rate: float = setting(0.95, "a prompt rests if a larger share of its samples passes", between(0, 1))
+    pass_reward: float = setting(1.0, "the least reward of a sample that passes", between(-1e6, 1e6))
+    rest_epochs: int = setting(2, "epochs of its source that such a prompt is left out of; then it comes again", at_least(1))
+
+
+@dataclass
+class DataConfig:
+    train: MixtureConfig = field(default_factory=MixtureConfig)
+    eval: DatasetConfig | None = setting(None, "the held-out set; null: none")
+    curriculum: CurriculumConfig | None = setting(None, "which training prompts rest; null: none")
+    bad_rows: str = setting(
+        FAIL,
+        "what happens with rows of all sets that cannot be used: empty or missing fields, wrong types, prompts that leave no room for a "
+        "response. fail: nothing starts, and the first are named; drop: they are left out and counted, unless no other is left",
+        one_of(FAIL, DROP),
+    )
+    shuffle: bool = setting(True, "shuffle the training prompts in every epoch, depending on the seed")
+
+
+# The schema's section on how prompts become samples.
+
+
+OF_HUBS = ("verifiers", "openenv")  # names of rollouts: their rows and rewards are an environment's own
+BY_CALLS = ("program", *OF_HUBS)  # names of rollouts whose policy is called from outside, so that an episode may branch
+
+
+@dataclass
+class RolloutConfig:
+    name: str = setting(
+        "single_turn",
+        "how a prompt becomes samples. single_turn: one completion per sample; tool_calls: turns with a tool (docs/environments.md); "
+        "program: a program of yours that calls the policy by OpenAI's or Anthropic's interface; "
+        "verifiers and openenv: an environment of these packages (docs/agents.md)",
+        one_of(
+            "single_turn",
+            "tool_calls",
+            *BY_CALLS,
+            or_like=IMPORT_PATH,
+            written="package.module:function, ./file.py:function",
+        ),
+        MODULE,
+    )
+    args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
+    prompts_per_step: int = setting(
+        32,
+        "prompts of a batch: what is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
+        at_least(1),
+    )
+    n: int = setting(4, "samples per prompt", at_least(1))
+    dynamic_sampling: bool = setting(
+        False,
+        "drop a prompt whose samples all have the same reward, since nothing is learned from it, and take the next one in its place "
+        "(DAPO; docs/algorithms.md)",
+    )
+    max_num_gen_batches: int | None = setting(
+        10,
+        "with dynamic_sampling, the run ends if of so many times prompts_per_step prompts, generated for one step, fewer than "
+        "prompts_per_step are left; null: no limit",
+        at_least(1),
+    )
+    max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
+    temperature: float = setting(1.0, "sampling temperature", above(0))
+    top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
+    top_k: int = setting(
+        -1,
+        "sample from the k likeliest tokens; -1: off",
+        Limit(f"-1, or from 2 to {MOST_KEPT}, the most that are recorded", lambda k: k == -1 or 2 <= k <= MOST_KEPT),
+    )
+    min_p: float = setting(
+        0.0, "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off", between(0, 1, open_high=True)
+    )
+    replay_mask: bool = setting(
+        True,
+        "with top_p, top_k or min_p, the trainer's log-probs too are over the tokens that each token was drawn from (docs/algorithms.md); "
+        "false: over the whole vocabulary, while those of the engine stay over these",
+    )
+    max_failed_fraction: float = setting(
+        0.5,
+        "the run ends if a larger share of a step's or an evaluation's episodes failed: those of programs and environments, but for those "
+        "that sampled nothing (docs/agents.md); 1: never",
+        between(0, 1),
+    )
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={
+            "meaning": "texts that end a response or a turn, besides end-of-text; such a text belongs to the response and is learned",
+            "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
+        },
+    )
+    tool_workers: int = setting(1, "processes for tools that compute; started at the first call", at_least(1))
+    tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
+    tool_memory_mib: int = setting(1024, "memory limit of a tool process", at_least(256))
+
+    @property
+    def stops_on_text(self) -> bool:
+        """Whether requests may have stop strings, so that engines need the tokenizer: the run's, or those of a program's calls."""
+        return bool(self.stop) or self.name in BY_CALLS
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from parts of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def replays_mask(self) -> bool:
+        return self.truncated and self.replay_mask
+
+
+# The schema's section on the training objective.
+
+
+NAMES = (
+    *("aipo", "grpo", "gspo", "icepop", "topr", "reinforce", "rloo", "proximal_rloo", "best_of_n", "online_dpo", "ipo", "copg", "ppo"),
+    "distill",
+)
+NO_DUAL_CLIP = 1e9
+_CLIPPED = {"name": "grpo", "rho_min": 0.8, "rho": 1.2, "dual_clip": NO_DUAL_CLIP}
+# What papers print, by the names that people know it by: settings of the section, or with a dot of others. Sources: docs/algorithms.md.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "aipo": {"name": "aipo", "rho": 4.0, "advantage": "mean", "loss_mean": "token"},
+    "grpo": {**_CLIPPED, "advantage": "normalized", "loss_mean": "sequence", "kl_coef": 0.04, "kl_estimator": "k3"},
+    "dr_grpo": {**_CLIPPED, "advantage": "mean", "loss_mean": "sequence_sum"},
+    "dapo": {
+        **_CLIPPED,
+        "rho": 1.28,
+        "advantage": "normalized",
+        "loss_mean": "token",
+        "mask_truncated": True,
+        "rollout.dynamic_sampling": True,
+    },
+    "gspo": {"name": "gspo", "rho_min": 0.9997, "rho": 1.0004, "advantage": "normalized", "loss_mean": "sequence"},
+    "cispo": {"name": "aipo", "rho_min": 0.0, "rho": 5.0, "advantage": "normalized", "loss_mean": "token"},
+    "icepop": {
+        **_CLIPPED,
+        "advantage": "normalized",
+        "loss_mean": "sequence",
+        "ratio": "decoupled",
+        "behavior_floor": 0.5,
+        "behavior_cap": 5.0,
+        "behavior_above": "drop",
+    },
+    "tis": {
+        **_CLIPPED,
+        "advantage": "normalized",
+        "loss_mean": "token",
+        "ratio": "decoupled",
+        "behavior_cap": 2.0,
+        "behavior_above": "truncate",
+    },
+    "rloo": {"name": "rloo", "advantage": "leave_one_out", "loss_mean": "sequence_sum"},
+    "reinforce_pp_baseline": {**_CLIPPED, "advantage": "batch_normalized", "loss_mean": "token"},
+}
+SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
+
+
+@dataclass
+class DistillConfig:
+    """Of runs with teachers among their `roles` (docs/algorithms.md)."""
+
+    coef: float = setting(1.0, "weight of the reverse KL divergence from the teachers, which adds up by their own weights", above(0))
+    over: str = setting(
+        SAMPLED,
+        "the tokens that the divergence is taken over at each place. sampled: an estimate from the sampled token alone, as an advantage; "
+        "top_k: the teacher's likeliest tokens and one bucket for all others, for teachers on engines; vocabulary: all tokens, for "
+        "teachers on the trainer's ranks",
+        one_of(SAMPLED, TOP_K, VOCABULARY),
+    )
+    top_k: int | None = setting(None, "with over=top_k, how many of the teacher's likeliest tokens are known; null: 20", between(1, 4096))
+
+    @property
+    def likeliest(self) -> int:
+        """How many tokens a teacher on engines is asked for at each place; 0: none but the sampled one."""
+        return (self.top_k or 20) if self.over == TOP_K else 0
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = setting(
+        "aipo",
+        "the algorithm; see docs/algorithms.md",
+        one_of(
+            *NAMES,
+            or_like=IMPORT_PATH,
+            written="package.module:rule, ./file.py:rule",
+            elsewhere={name: f"algorithm.recipe={name}" for name in PUBLISHED if name not in NAMES},
+        ),
+        MODULE,
+    )
+    recipe: str | None = setting(
+        None,
+        "settings that a paper prints: it sets this section, apart from skip_zero_advantage and distill, to what docs/algorithms.md lists. "
+        "Settings beside it in the file, or on the command line, win; one on the command line replaces the section of the file",
+        one_of(*PUBLISHED, elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED}),
+    )
+    rho: float | None = setting(
+        None,
+        "upper bound of the importance ratio; null: the algorithm's own. aipo's is 4; 2 to 10 works (LlamaRL, section 6)",
+        above(0),
+    )
+    rho_min: float | None = setting(None, "lower bound of the importance ratio; null: the algorithm's own. aipo has none", at_least(0))
+    dual_clip: float | None = setting(
+        None,
+        "grpo, gspo and proximal_rloo: with a negative advantage, ratios above this have no gradient; null: none, and for grpo 3",
+        at_least(1),
+    )
+    ratio: str = setting(
+        "behavior",
+        "whose ratio the bounds apply to. behavior: pi/mu, mu having sampled the token; proximal: pi/prox, prox being the weights that the "
+        "batch's optimizer steps began with, so that old samples count as prox's; decoupled: pi/prox, and tokens are weighted by prox/mu "
+        "besides (docs/algorithms.md)",
+        one_of("behavior", "proximal", "decoupled"),
+    )
+    behavior_cap: float | None = setting(
+        None, "with ratio=decoupled, tokens whose prox/mu is above this do not count; null: 5", at_least(1)
+    )
+    behavior_floor: float | None = setting(
+        None, "with ratio=decoupled, tokens whose prox/mu is below this do not count; null: 0", at_least(0)
+    )
+    behavior_level: str | None = setting(
+        None,
+        "with ratio=decoupled, whether prox/mu is a token's own, or sequence: the product of its response's; null: token",
+        one_of("token", "sequence"),
+    )
+    behavior_above: str | None = setting(
+        None,
+        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: tokens do not count; truncate: that bound "
+        "is their weight, as in truncated importance sampling; null: drop",
+        one_of("drop", "truncate"),
+    )
+    advantage: str | None = setting(
+        None,
+        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; batch_normalized: "
+        "divided by its own over the whole batch; leave_one_out: the reward minus the mean of the prompt's other samples; null: the "
+        "algorithm's own",
+        one_of("mean", "normalized", "batch_normalized", "leave_one_out"),
+    )
+    loss_mean: str | None = setting(
+        None,
+        "token: all tokens of a mini-batch count equally; sequence: all responses do; sequence_sum: the mean over responses of the sum "
+        "over their tokens; null: the algorithm's own. aipo's is token",
+        one_of("token", "sequence", "sequence_sum"),
+    )
+    gamma: float | None = setting(None, "ppo: what a later reward is discounted by, for each token; null: 1", between(0, 1))
+    gae_lambda: float | None = setting(
+        None,
+        "ppo: the weight of longer returns in generalised advantage estimation. 0: of the next value alone; 1: of the rewards alone; null: "
+        "0.95",
+        between(0, 1),
+    )
+    whiten: bool | None = setting(
+        None, "ppo: shift and scale the advantages of a batch to mean 0 and variance 1 over the policy's tokens; null: true"
+    )
+    kl_coef: float = setting(
+        0.0, "weight of the KL divergence from the frozen initial policy; 0: none, and no reference model is kept", at_least(0)
+    )
+    kl: str = setting(
+        "loss",
+        "where the divergence is counted. loss: token by token in the loss; reward: it is taken off a response's reward, summed over its "
+        "tokens, before advantages are formed; with ppo, off the reward of each token",
+        one_of("loss", "reward"),
+    )
+    kl_estimator: str | None = setting(
+        None,
+        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, in the reward alone; k2: d^2/2; k3: "
+        "exp(-d) - 1 + d; null: k2 in the loss, k1 in the reward (docs/algorithms.md)",
+        one_of("k1", "k2", "k3"),
+    )
+    beta: float | None = setting(
+        None,
+        "online_dpo, ipo and copg: the weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for copg "
+        "0.05; 0, with copg alone: none, and no reference model is kept",
+        at_least(0),
+    )
+    entropy_coefficient: float = setting(
+        0.0, "weight of a bonus for the entropy of the policy's distribution at each of its tokens, over the whole vocabulary", at_least(0)
+    )
+    mask_truncated: bool = setting(
+        False,
+        "leave samples that were cut at their token limit out of the loss and of its means; their rewards still count in the "
+        "advantages of the prompt's others (DAPO's overlong filtering)",
+    )
+    skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+
+def published(recipe: str) -> dict[str, Any]:
+    """Dotted keys of all that `recipe`, one of PUBLISHED, sets, with its values; the section's others are at their defaults."""
+    whole = {each.name: each.default for each in fields(AlgorithmConfig) if each.name not in ("recipe", "skip_zero_advantage", "distill")}
+    return {key if "." in key else f"algorithm.{key}": value for key, value in (whole | PUBLISHED[recipe]).items()}
+
+
+# The schema's sections on optimizers, and on what else is trained beside the policy: its warm start, reward models, critics.
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
+    eps: float = setting(1e-8, "Adam's epsilon", above(0))
+    weight_decay: float = setting(0.0, "decoupled weight decay", at_least(0))
+    warmup_steps: int = setting(0, "optimizer steps of linear warm-up", at_least(0))
+    schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine", "linear"))
+    min_lr_ratio: float = setting(0.1, "cosine and linear end at lr * min_lr_ratio", between(0, 1))
+    clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
+    megatron: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further settings, by the names of Megatron's OptimizerConfig"}
+    )
+
+
+@dataclass
+class CriticConfig:
+    """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the checkpoint
+    of the role `critic`, or with the policy's weights if there is none."""
+
+    head: str = setting(
+        "zeros",
+        "what the head of a causal model's checkpoint begins with: zeros, or numbers of variance 1 / (hidden size + 1) by `seed`. A reward "
+        "model keeps its own",
+        one_of("random", "zeros"),
+    )
+    warmup_steps: int = setting(0, "first steps of the run that train the critic alone, while the policy's weights stay", at_least(0))
+    value_clip: float | None = setting(
+        0.2,
+        "how far a value may move from the one that the batch began with before its loss stops pushing it further; null: any distance",
+        above(0),
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class SftConfig:
+    steps: int = setting(0, "optimizer steps of megarl sft", at_least(0))
+    tp: int | None = setting(None, "tensor parallel size of the warm start; null: trainer.tp, or 1 if sft sets pp or dp", at_least(1))
+    pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp", at_least(1))
+    dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp", at_least(1))
+    batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
+    max_tokens_per_microbatch: int | None = setting(
+        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
+    )
+    adapters: bool = setting(True, "with lora.rank, megarl sft trains adapters too, and merges them into what it makes; false: all weights")
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: MixtureConfig | None = setting(None, "demonstrations; null: data.train")
+    eval: DatasetConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
+    every: int = setting(0, "steps between measurements of `eval`, besides those before the first and after the last step", at_least(0))
+    keep: str = setting(
+        "best",
+        "with `eval`, the weights that end up in `output`: those of the measurement with the lowest loss, or the last",
+        one_of("best", "last"),
+    )
+    save_every: int = setting(
+        100, "steps between checkpoints in run_dir/sft, from the last of which an interrupted warm start goes on; 0: none", at_least(0)
+    )
+    output: str = setting(
+        "${run_dir}/sft/hf",
+        "folder of the HF checkpoint that megarl sft makes. megarl train and megarl eval begin with it if it exists and was made from the "
+        "same model.path; a resumed run keeps to what it began with",
+        path=OUTPUT,
+    )
+
+
+@dataclass
+class RewardModelConfig:
+    steps: int | None = setting(None, "optimizer steps of megarl reward-model; null: as many as `epochs` takes", at_least(1))
+    epochs: int = setting(1, "passes over the pairs, if `steps` is null", at_least(1))
+    tp: int | None = setting(None, "tensor parallel size; null: trainer.tp, or 1 if reward_model sets pp or dp", at_least(1))
+    pp: int | None = setting(None, "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp", at_least(1))
+    dp: int | None = setting(None, "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp", at_least(1))
+    batch_size: int = setting(64, "pairs per optimizer step", at_least(1))
+    max_tokens_per_microbatch: int | None = setting(
+        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    head: str = setting(
+        "random",
+        "what the head of a causal model's checkpoint begins with: numbers of variance 1 / (hidden size + 1) by `seed`, or zeros. A reward "
+        "model in model.path keeps its own",
+        one_of("random", "zeros"),
+    )
+    data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
+    eval: PreferenceConfig | None = setting(None, "held-out pairs, scored before the first and after the last step; null: none")
+    every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
+    output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes", path=OUTPUT)
+
+
+# The schema's sections on how a run is carried out: where its processes are, how long they wait, what they keep and show.
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = setting(10, "steps between checkpoints; 0: only at the end", at_least(0))
+    keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
+    keep_best: str | None = setting(
+        None,
+        "a held-out score by its key in metrics.jsonl, such as eval/pass@1: the checkpoint with the highest one is kept beside the newest, "
+        "and megarl export and megarl eval take it with --best. It needs eval.every to be a multiple of checkpoint.every; null: none",
+    )
+    beside: bool = setting(
+        True,
+        "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); each "
+        "is complete at the end of the step during which its last byte was written. false: hold up the step instead",
+    )
+    hf_every: int = setting(
+        0,
+        "steps between exports of the weights as a Hugging Face checkpoint (run_dir/hf/step_000010, …), all of which are kept; 0: none",
+        at_least(0),
+    )
+    on_termination_s: float = setting(
+        120.0, "on SIGTERM (Slurm's preemption), time to finish and save the running step; then the run is ended regardless", seconds()
+    )
+
+
+@dataclass
+class ObserveConfig:
+    probe_every: int = setting(10, "steps between probes that compare the log-probs of trainer and generator; 0: none", at_least(0))
+    probe_limit: float | None = setting(
+        None,
+        "the run warns if a probe's mean log-prob difference is larger, and ends if it is more than ten times as large or not finite. "
+        "null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8, and twice that for a mixture of experts without "
+        "trainer.routing_replay",
+        above(0),
+    )
+    rollouts_per_step: int = setting(
+        4, "groups of each step that are written to rollouts/, with numbers of each token that is trained on", at_least(0)
+    )
+    trackers: list[str] = field(
+        default_factory=lambda: ["tensorboard"],
+        metadata={
+            "meaning": "experiment trackers that are given every row of metrics.jsonl (docs/own_run.md); all but tensorboard are extras",
+            "limit": Limit(
+                f"a list of {', '.join(TRACKERS)}, each at most once",
+                lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
+                names=TRACKERS,
+            ),
+        },
+    )
+    project: str = setting("megarl", "the trackers' project (mlflow: experiment) that the run is put in")
+    entity: str | None = setting(None, "whose project it is at wandb (entity) and swanlab (workspace); null: the one you are logged in as")
+    name: str | None = setting(None, "the run's name at the trackers; null: run_dir")
+    tags: list[str] = field(default_factory=list, metadata={"meaning": "the run's tags at wandb, swanlab and mlflow"})
+
+
+@dataclass
+class LaunchConfig:
+    ranks_per_node: int | None = setting(
+        None,
+        "trainer or engine ranks on one node; null: its number of GPUs, or without GPUs the fewest for which all ranks fit",
+        at_least(1),
+    )
+    interface: str | None = setting(
+        None, "network interface by which nodes reach each other, a name or a pattern such as ib*; null: the default route's"
+    )
+    compile_cache: str | None = setting(
+        None,
+        "folder that keeps the kernels which engines and trainers compile (DeepGEMM's take 10 to 20 minutes at the first start), for each "
+        "host in a folder of its own name. null: ~/.cache/megarl/compiled",
+        path=OUTPUT,
+    )
+
+
+@dataclass
+class TimeoutConfig:
+    """Deadlines in seconds. A wait that expires says who waited for whom, and for what."""
+
+    rendezvous_s: float = setting(600.0, "until all processes of the run are up and connected", seconds())
+    collective_s: float = setting(
+        1800.0,
+        "one collective of the trainer ranks, and so how long one rank may load, save, or wait for engines while the others wait for it",
+        seconds(),
+    )
+    rollouts_s: float = setting(
+        3600.0, "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel", seconds()
+    )
+    weights_s: float = setting(600.0, "any part of a weight update", seconds())
+    request_s: float = setting(3600.0, "a generation request", seconds())
+    samples_s: float = setting(3600.0, "all samples of a prompt, including turns, tools and scores", seconds())
+    trackers_s: float = setting(60.0, "the trackers (observe.trackers) to finish, when the run has ended", seconds())
+    silence_s: float = setting(60.0, "a node's launcher without a sign of life", seconds())
+
+
+@dataclass
+class ClusterConfig:
+    """The machines that megarl plan assumes."""
+
+    gpu: str = setting(
+        "H100",
+        "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch cannot use",
+        one_of("L40S", "A100", "H100", "H200", "B200", "cpu"),
+    )
+
+
+@dataclass
+class PlanConfig:
+    """What megarl plan assumes. Runs ignore it."""
+
+    prompt_tokens: int | None = setting(
+        None, "mean length of a prompt; null: 256. A dry run takes that of data.train instead, where it can read it", at_least(1)
+    )
+    response_tokens: int | None = setting(None, "mean length of a response; null: half of rollout.max_tokens", at_least(1))
+    dropped_share: float | None = setting(
+        None,
+        "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
+        between(0, 1, open_high=True),
+    )
+
+    @property
+    def mean_prompt_tokens(self) -> int:
+        return self.prompt_tokens or 256
+
 
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit

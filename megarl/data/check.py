@@ -8,17 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megarl.config.data import DROP, PreferenceConfig, SourceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.datasets import answers_of, read_pairs, read_rows
-from megarl.data.held_out import held_out, held_out_tokens
-from megarl.data.mixture import source_sets
-from megarl.data.pairs import pair_sets, responses_tokens
+from megarl.config.schema import DROP, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.data.batches import demonstration_tokens, pair_sets, responses_tokens, sft_data
+from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
+from megarl.data.order import source_sets
 from megarl.data.prompts import prompt_tokens
-from megarl.data.records import is_local
-from megarl.data.rows import Pair, Reading, Row
-from megarl.data.sft import demonstration_tokens, sft_data
+from megarl.data.rows import Pair, Reading, Row, held_out, held_out_tokens
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec

@@ -2,29 +2,295 @@
 
 from __future__ import annotations
 
+import csv
+import difflib
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from megarl.config.data import DatasetConfig, PreferenceConfig, SourceConfig
+from megarl.base.files import HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
-from megarl.config.rollout import OF_HUBS
-from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.benchmarks import asked, dates_of, wanted
-from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template
-from megarl.data.formats import columns_of, learned, messages_of, tools_of
-from megarl.data.records import records
-from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows
+from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
+from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows, asked, dates_of, files_of, wanted
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.rewards import code, ifeval
-from megarl.rewards.cases import cases_of
+from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
-from megarl.rewards.parts import Part, parts_in_evaluation, parts_of
+from megarl.rewards.score import Part, parts_in_evaluation, parts_of
+
+# Where rows come from: files of JSON, comma-separated values or parquet, folders, the hub.
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_LONGEST_VALUE = 2**31 - 1  # of a .csv file, in characters: more than memory has, where the module csv has 131,072 by default
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
+_OTHER_FILES = (".txt", ".gz", ".zst", ".arrow")
+
+
+def is_local(source: str) -> bool:
+    """Whether reading it needs no network: it is a file or folder, even if missing, or a synthetic task."""
+    path = Path(source).expanduser()
+    looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
+    return source.startswith(PREFIX) or looks_local or path.exists()
+
+
+def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
+    """(where, record) pairs; for a line that is not JSON the record is a RowProblem."""
+    path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
+    if (parts := files_of(config)) and (not is_local(config.source) or path.is_dir()):
+        return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
+    if not is_local(config.source) or path.is_dir():
+        return _hub(config, key)
+    if path.suffix not in _FILES:
+        wanted = (
+            f"a file must end in {', '.join(_FILES[:-1])} or {_FILES[-1]}"
+            if path.exists() or path.suffix in _OTHER_FILES
+            else "no such file or folder"
+        )
+        raise ConfigError(f"{named}: {wanted}")
+    if not path.is_file():
+        raise ConfigError(f"{named}: no such file{_near(path)}")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{named}: may not be read")
+    return _READERS[path.suffix](path)
+
+
+def _part(config: SourceConfig, name: str, key: str) -> Path:
+    """A file of a data set that has several, in a folder or on the hub, whose own client can no longer read sets that need a program."""
+    folder = Path(config.source).expanduser()
+    if folder.is_dir():
+        if not (folder / name).is_file():
+            raise ConfigError(f"{key}.source={config.source}: has no {name}, which {key}.subset={config.subset} needs")
+        return folder / name
+    try:
+        return hub_file(config.source, name, "dataset")
+    except HubError as error:
+        raise ConfigError(f"{key}.source={config.source}: {error}") from error
+
+
+def _near(path: Path) -> str:
+    stems = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in _FILES} if path.parent.is_dir() else {}
+    found = difflib.get_close_matches(path.stem, stems, n=1)
+    return f"; did you mean {stems[found[0]]}?" if found else ""
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = parsed(line)
+            except RowProblem as problem:
+                record = problem
+            yield f"{path}, line {number}", record
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """One list of rows, or JSONL under another name."""
+    text = path.read_bytes()
+    try:
+        found = parsed(text)
+    except RowProblem as problem:
+        if text.lstrip()[:1] == b"[" or text.strip().split(b"\n")[0].strip() == b"{":
+            raise ConfigError(f"{path}: {problem}; it must be a list of rows, or have one row on each line") from problem
+        yield from _jsonl(path)
+        return
+    if not isinstance(found, list):
+        if b"\n" in text.strip():
+            raise ConfigError(f"{path}: is one value, and must be a list of rows, or have one row on each line")
+        found = [found]
+    yield from ((f"{path}, row {number}", record) for number, record in enumerate(found, start=1))
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    """Comma-separated (.csv) or tab-separated values, whose first line names the columns. All values are texts. A column without a name,
+    such as pandas writes for its index, is left out."""
+    csv.field_size_limit(_LONGEST_VALUE)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, delimiter="," if path.suffix == ".csv" else "\t", strict=True)
+            named = [name for name in rows.fieldnames or () if name]
+            if len(set(named)) < len(named):
+                raise ConfigError(f"{path}: its first line names a column twice")
+            for record in rows:
+                more = f"it has more values than the first line has columns: {len(rows.fieldnames or ())}"
+                known = {name: record[name] for name in named}
+                yield f"{path}, line {rows.line_num}", RowProblem(more) if rows.restkey in record else known
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as {path.suffix}: {error}") from error
+
+
+def parsed(text: bytes) -> Any:
+    """JSON. Raises RowProblem."""
+    try:
+        found = json.loads(text.decode("utf-8-sig").rstrip())
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeDecodeError as error:
+        raise RowProblem(f"not UTF-8 at byte {error.start}", "not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise RowProblem(f"malformed JSON at column {error.colno}: {error.msg}", "malformed JSON") from error
+    except UnicodeEncodeError as error:
+        raise RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character") from error
+    except RecursionError as error:
+        raise RowProblem("JSON that is nested too deeply") from error
+    except ValueError as error:  # the only one that is left
+        raise RowProblem("a number of too many digits") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
+            yield f"{path}, row {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: not a parquet file ({error})") from error
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+
+
+def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
+    why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        subset = f", subset {config.subset}" if config.subset else ""
+        what = f"{key}.source={config.source}{subset}, split {config.split}"
+        reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
+    for number, record in enumerate(rows, start=1):
+        yield f"{config.source}, split {config.split}, row {number}", record
+
+
+# The columns of a row in a known format, and its conversation.
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Format(NamedTuple):
+    name: str
+    keys: tuple[str, ...]  # by which a row is known to have it
+    prompt: str
+    answer: str
+
+
+FORMATS = (
+    Format("question and answer", ("question",), "question", "answer"),
+    Format("OpenAI's", ("messages",), "messages", "answer"),
+    Format("verl's", ("prompt", "reward_model"), "prompt", "reward_model.ground_truth"),
+    Format("slime's", ("prompt", "label"), "prompt", "label"),
+)
+
+
+_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")  # of rows that have no other format; environments of hubs write them
+
+
+class Columns(NamedTuple):
+    prompt: str
+    answer: str | None  # None: the conversation's last message
+
+
+def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Columns:
+    """The row's columns: those that the section names, else those of the one format whose keys the row has, or `prompt` and `answer`.
+    Raises RowProblem if it has the keys of several."""
+    if config.prompt_key is not None:
+        return Columns(config.prompt_key, config.answer_key or "answer")
+    fits = [each for each in FORMATS if all(record.get(name) is not None for name in each.keys)]
+    if len(fits) > 1:
+        both = " and ".join(f"{' with '.join(map(repr, each.keys))} ({each.name})" for each in fits)
+        raise RowProblem(f"it has the columns {both}: set {key}.prompt_key and {key}.answer_key")
+    found = fits[0] if fits else _PLAIN if "prompt" in record else FORMATS[0]
+    in_conversation = found.prompt == "messages" and found.answer not in record
+    return Columns(found.prompt, config.answer_key or (None if in_conversation else found.answer))
+
+
+def messages_of(value: list[Any], field: str) -> list[Message]:
+    """A conversation as chat templates read it: contents are texts, and arguments of tool calls objects. Raises RowProblem."""
+    return [_message(message, f"field {field!r}, message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RowProblem(f"{where}: must be an object with role and content")
+    found = {name: value for name, value in message.items() if value is not None}  # parquet has null where others have a key
+    if found["role"] not in ROLES:
+        raise RowProblem(f"{where}: role {found['role']!r} must be one of {', '.join(ROLES)}")
+    calls = found.get("tool_calls")
+    content = _content(found.get("content", "" if calls else None), where)
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(name_of(call), str) for call in calls)):
+        raise RowProblem(f"{where}: tool_calls must be a list of objects, each with the function's name")
+    return found | {"content": content} | ({"tool_calls": [_call(call, where) for call in calls]} if calls else {})
+
+
+def _content(content: Any, where: str) -> str:
+    """A text, or OpenAI's list of parts that are texts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise RowProblem(f"{where}: content must be text")
+    return "".join(map(str, texts))
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """With its arguments as an object."""
+    inner = call.get("function", call)
+    if not isinstance(inner.get("arguments"), str):
+        return call
+    try:
+        made = {**inner, "arguments": parsed(inner["arguments"].encode())}
+    except RowProblem as problem:
+        raise RowProblem(f"{where}: the arguments of its tool call are no JSON: {problem}") from problem
+    return {**call, "function": made} if inner is not call else made
+
+
+def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
+    """The tools that a row offers, also where they are written as JSON; None without any. Raises RowProblem."""
+    tools = record.get(field)
+    if isinstance(tools, str):
+        try:
+            tools = parsed(tools.encode())
+        except RowProblem as problem:
+            raise RowProblem(f"field {field!r} is neither a list of tools nor JSON of one: {problem}") from problem
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowProblem(f"field {field!r} must be a list of tools")
+    return tools or None
+
+
+def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Message], list[int]]:
+    """The messages without their weights, and the places of those that are learned. Raises RowProblem."""
+    places = []
+    for place, message in enumerate(messages):
+        weight, train = message.get("weight", 1), message.get("train", True)
+        if weight not in (0, 1) or not isinstance(train, bool):
+            wrong = f"train must be true or false, not {train!r}" if weight in (0, 1) else f"weight must be 0 or 1, not {weight!r}"
+            raise RowProblem(f"field {field!r}, message {place + 1}: {wrong}")
+        if message["role"] == "assistant" and weight and train:
+            places.append(place)
+    if learn == "last":
+        places = [place for place in places if place == len(messages) - 1]
+    if not places:
+        raise RowProblem(f"field {field!r}: no turn of the assistant is to be learned")
+    return [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in messages], places
+
 
 _MAX_PROBLEMS = 10  # shown at once
 _AS_IT_IS = "{prompt}"  # prompt_template

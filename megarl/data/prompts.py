@@ -7,18 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megarl.config.data import DROP, MixtureConfig
+from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig, RunConfig
-from megarl.data.curriculum import Place
+from megarl.config.schema import DROP, DatasetConfig, MixtureConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
-from megarl.data.held_out import held_out, held_out_tokens
-from megarl.data.mixture import Mixture, source_sets, train_mixture
-from megarl.data.permutation import permute
-from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows
+from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
+from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_tokens
 from megarl.data.tokenizer import Tokenizer
 from megarl.models.spec import ModelSpec
-from megarl.types import Prompt
 
 KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.23, tp_worker.py: max_req_input_len)
 

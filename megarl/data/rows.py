@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import OWN_PLACE, DatasetConfig, RunConfig, SuiteConfig
 
 
 class RowProblem(Exception):
@@ -66,3 +70,164 @@ Answers = Literal[
 it, for a user's own reward function or a judge; nothing, where an environment scores by the whole row ("row"), no score needs one
 ("unused"), or only demonstrations are read ("none"). A user's own function beside a verifier is given the row too ("final, row")."""
 WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "instructions, row", "tests": "tests, row"}
+
+
+# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and what is asked of their rows.
+#
+# The questions are worded as is usual for each: MATH-500, AIME and GSM8K as Qwen2.5-Math's evaluation asks them (arXiv:2409.12122),
+# MMLU-Pro
+# as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves.
+# LiveCodeBench's (arXiv:2403.07974) are its own for chat models, the system's message first.
+
+
+LIVECODEBENCH = "livecodebench"
+_LETTERS = "ABCDEFGHIJ"
+_BOXED = "{}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_CHOICE = (
+    'The following is a multiple choice question about {}. Think step by step and then finish your answer with "the answer is (X)" where X '
+    "is the correct letter choice.\n\nQuestion: {}\nOptions:\n{}"
+)
+_PROGRAM = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
+    "that matches the specification and passes all tests.\n\n### Question:\n{}\n\n### Format: {}\n\n"
+    "### Answer: (use the provided format with backticks)\n\n"
+)
+_STARTED = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+_FROM_INPUT = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
+    "code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the algorithm and writes "
+    "output to STDOUT."
+)
+_RELEASE = re.compile(r"(release_)?v([1-9])")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    source: str  # its name on the hub
+    split: str
+    asked: Callable[[Record], tuple[str, Any]]  # a row's question and reference answer
+    subset: str | None = None
+
+
+def _question(*columns: tuple[str, str]) -> Callable[[Record], tuple[str, Any]]:
+    """The first pair of columns, of question and answer, that a row has: mirrors on the hub name them differently."""
+
+    def asked(record: Record) -> tuple[str, Any]:
+        for question, answer in columns:
+            if question in record and answer in record:
+                return _BOXED.format(_text(record, question)), record[answer]
+        wanted = " or ".join(f"{question!r} and {answer!r}" for question, answer in columns)
+        raise RowProblem(f"must have the columns {wanted}; its columns are {', '.join(map(repr, record))}")
+
+    return asked
+
+
+def _choice(record: Record) -> tuple[str, str]:
+    options, answer = record.get("options"), record.get("answer")
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options) or not 2 <= len(options) <= len(_LETTERS):
+        raise RowProblem(f"field 'options' must be a list of 2 to {len(_LETTERS)} texts")
+    letters = _LETTERS[: len(options)]
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
+        raise RowProblem(f"field 'answer' must be one of the letters {letters}, not {answer!r}")
+    if (index := record.get("answer_index")) not in (None, letters.index(answer)):
+        raise RowProblem(f"field 'answer' is {answer}, field 'answer_index' {index!r}: they must agree")
+    listed = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options))
+    return _CHOICE.format(record.get("category") or "general knowledge", _text(record, "question"), listed), answer
+
+
+def _instructed(record: Record) -> tuple[str, Record]:
+    wanted = ("instruction_id_list", "kwargs")
+    if absent := [repr(column) for column in wanted if column not in record]:
+        raise RowProblem(f"must have the columns {' and '.join(absent)}; its columns are {', '.join(map(repr, record))}")
+    return _text(record, "prompt"), {column: record[column] for column in wanted}
+
+
+def _programming(record: Record) -> tuple[str, Record]:
+    if not isinstance(record.get("contest_date"), str):
+        raise RowProblem("field 'contest_date' must be a date such as 2024-08-01T00:00:00")
+    start = record.get("starter_code")
+    form = f"{_STARTED}\n```python\n{start}\n```" if start else f"{_FROM_INPUT}\n```python\n# YOUR CODE HERE\n```"
+    tests = {column: record.get(column) for column in ("public_test_cases", "private_test_cases", "metadata")}
+    return _PROGRAM.format(_text(record, "question_content"), form), tests
+
+
+def _text(record: Record, field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        raise RowProblem(f"field {field!r} must be a text that is not empty")
+    return value
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", _question(("problem", "answer"))),
+    "gsm8k": Benchmark("openai/gsm8k", "test", _question(("question", "answer")), "main"),
+    "aime2024": Benchmark("HuggingFaceH4/aime_2024", "train", _question(("problem", "answer"), ("Problem", "Answer"))),
+    "aime2025": Benchmark("math-ai/aime25", "test", _question(("problem", "answer"), ("question", "answer"))),
+    "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "test", _choice),
+    "ifeval": Benchmark("google/IFEval", "train", _instructed),
+    LIVECODEBENCH: Benchmark("livecodebench/code_generation_lite", "test", _programming, "release_v6"),
+}
+
+
+def located(suite: SuiteConfig) -> SuiteConfig:
+    """With the place on the hub, if it is a benchmark from there."""
+    found = BENCHMARKS[suite.benchmark] if suite.benchmark else None
+    if found is None:
+        return suite
+    place = {"source": found.source, "split": found.split} if suite.source == OWN_PLACE else {}
+    place |= {"subset": found.subset} if suite.source == OWN_PLACE and suite.subset is None else {}
+    return replace(suite, **place, prompt_key="prompt", answer_key="answer")
+
+
+def asked(record: Record, config: object) -> Record:
+    """The row with what the benchmark asks and the reference, if `config` is of one. Raises RowProblem."""
+    if not isinstance(config, SuiteConfig) or not config.benchmark:
+        return record
+    prompt, answer = BENCHMARKS[config.benchmark].asked(record)
+    return {"prompt": prompt, "answer": answer}
+
+
+def files_of(config: object) -> list[str]:
+    """The files of LiveCodeBench's release that `subset` names: release_v6 is all up to the sixth, v6 the sixth alone. Empty for other
+    sets. Raises ConfigError."""
+    if not isinstance(config, SuiteConfig) or config.benchmark != LIVECODEBENCH:
+        return []
+    if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
+        raise ConfigError(f"subset={config.subset}: must be a release of LiveCodeBench, such as release_v6 or v6")
+    last = int(found[2])
+    return [f"test{number if number > 1 else ''}.jsonl" for number in range(1 if found[1] else last, last + 1)]
+
+
+def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
+    """Those of the suite's dates."""
+    if not isinstance(config, SuiteConfig) or not (config.since or config.until):
+        return records
+    since, until = config.since or "", config.until or "9"
+
+    def inside(record: Any) -> bool:
+        date = record.get("contest_date") if isinstance(record, dict) else None
+        return not isinstance(date, str) or since <= date[:10] <= until  # what is no row, or has no date, is told of as such
+
+    return ((where, record) for where, record in records if inside(record))
+
+
+def dates_of(config: object) -> str:
+    """Which dates `wanted` leaves, in words; empty if all."""
+    if not isinstance(config, SuiteConfig):
+        return ""
+    return "".join(f" {name} {date}" for name, date in (("since", config.since), ("until", config.until)) if date)
+
+
+# The held-out sets of a run: data.eval and eval.suites.
+
+
+def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
+    """(name, config key, dataset, suite or None) of every held-out set; a suite is the dataset with its own sampling."""
+    suites = [(name, f"eval.suites.{name}", located(suite), suite) for name, suite in config.eval.suites.items() if suite is not None]
+    return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
+
+
+def held_out_tokens(config: RunConfig, suite: SuiteConfig | None) -> int:
+    """Tokens of the longest allowed response."""
+    return (suite.max_tokens if suite else None) or config.eval.max_tokens or config.rollout.max_tokens

@@ -17,7 +17,7 @@ tool_calls with the marks < and >: the policy writes "<347*286>", the environmen
 
 product_calls: the same as conversations with a tool, to begin agents with (docs/agents.md).
 
-summary: see megarl.data.summaries.
+summary: see megarl.data.synthetic.
 """
 
 from __future__ import annotations
@@ -25,11 +25,133 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, permutations
 
 from megarl.config.errors import ConfigError
-from megarl.data.permutation import permute
+from megarl.data.order import permute
 from megarl.data.rows import Pair, Row, Rows
-from megarl.data.summaries import Summaries, SummaryPairs
+
+# The gold scorer of synthetic:summary: the preferences that a reward model is to learn there, known exactly.
+#
+# As a reward it is named by import path: `eval.reward=megarl.data.synthetic:score`.
+
+
+WORST = -2.0
+_MISTAKE = 0.25
+
+
+def score(response: str, answer: str) -> float:
+    """How well any text summarises a post of six letters, from -2 to 1. Args: answer: the post's letters.
+
+    It is -1, plus 1/3 for each letter of the post at the first place where it stands, minus 1/4 for each mistake: a character that is
+    not a letter of the post, a letter that stood there before, a letter that alphabetically belongs before the last new one. So the post's
+    six letters in alphabetical order score 1, an empty text scores -1.
+    """
+    seen, found, mistakes, last = set[str](), 0, 0, ""
+    for character in response:
+        if character in answer and character not in seen:
+            found += 1
+            mistakes += character < last
+            last = character
+        else:
+            mistakes += 1
+        seen.add(character)
+    return max(2 * found / len(answer) - 1 - _MISTAKE * mistakes, WORST)
+
+
+# The task synthetic:summary, in which a model is to be rewarded by another that has learned a gold scorer's preferences.
+#
+# A post is six different letters of a to p, in any order; its summary names them in alphabetical order: "kcgpab=" -> "abcgkp". There are
+# 8,008 sets of letters in 720 orders each; 512 of the sets form the split "eval", in one order each, and are in no other.
+#
+# Demonstrations are by writers of different care, from none to perfect. A careless one leaves letters out, writes other letters of a to p,
+# writes letters twice, and swaps neighbours, all of it at random. What goes together there (a careful writer's letters are complete and in
+# order) a reward model may take for one another.
+#
+# A pair of responses is two demonstrations that megarl.data.synthetic scores differently, the better one preferred. They are not sampled
+# from
+# a trained policy: as in arXiv:2410.18252 all reward models learn from the same given pairs, which the gold scorer has labelled; and a warm
+# start writes much as its demonstrators do.
+
+
+LETTERS = "abcdefghijklmnop"
+LENGTH = 6  # letters of a post
+_HELD_OUT_SETS = 512
+# A writer without any care: probabilities for each letter.
+_OMIT, _INSERT, _REPEAT, _SWAP = 0.5, 0.25, 0.1, 0.4
+
+
+@dataclass(frozen=True)
+class Summaries(Sequence[Row]):
+    """Rows of one split. `seed` decides the demonstrations."""
+
+    split: str
+    seed: int
+
+    def __len__(self) -> int:
+        sets, orders = len(_sets()), len(_orders())
+        return _HELD_OUT_SETS if self.split == "eval" else (sets - _HELD_OUT_SETS) * orders
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        letters, post = self._post(index)
+        demonstration = demonstrate(letters, random.Random(f"{self.seed}/{self.split}/{index}"))
+        return Row(f"{post}=", letters, demonstration, f"synthetic:summary, split {self.split}, row {index}")
+
+    def _post(self, index: int) -> tuple[str, str]:
+        """The letters in alphabetical order, and as the post has them."""
+        if self.split == "eval":
+            number, order = index, permute(index, len(_orders()), "summary")
+        else:
+            order, number = divmod(permute(index, len(self), "summary"), len(_sets()) - _HELD_OUT_SETS)
+            number += _HELD_OUT_SETS
+        letters = _sets()[permute(number, len(_sets()), "summary")]
+        return letters, "".join(letters[place] for place in _orders()[order])
+
+
+@dataclass(frozen=True)
+class SummaryPairs(Sequence[Pair]):
+    """The posts of one split, each with two demonstrations, of which the gold scorer prefers one."""
+
+    posts: Summaries
+
+    def __len__(self) -> int:
+        return len(self.posts)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+        row, noise = self.posts[index], random.Random(f"{self.posts.seed}/{self.posts.split}/{index}/pair")
+        while True:
+            worse, better = sorted((demonstrate(row.answer, noise) for _ in range(2)), key=lambda text: score(text, row.answer))
+            if score(worse, row.answer) < score(better, row.answer):
+                return Pair(row.prompt, better, worse, margin=0.0, where=row.where)
+
+
+def demonstrate(letters: str, noise: random.Random) -> str:
+    """A summary by a writer of random care; never empty."""
+    carelessness, text = noise.random(), ""
+    for letter in letters:
+        if noise.random() >= _OMIT * carelessness:
+            text += letter * (2 if noise.random() < _REPEAT * carelessness else 1)
+        if noise.random() < _INSERT * carelessness:
+            text += noise.choice(LETTERS)
+    swapped = list(text or letters[0])
+    for place in range(len(swapped) - 1):
+        if noise.random() < _SWAP * carelessness:
+            swapped[place : place + 2] = reversed(swapped[place : place + 2])
+    return "".join(swapped)
+
+
+@cache
+def _sets() -> list[str]:
+    return list(map("".join, combinations(LETTERS, LENGTH)))
+
+
+@cache
+def _orders() -> list[tuple[int, ...]]:
+    return list(permutations(range(LENGTH)))
+
 
 PREFIX = "synthetic:"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import tokenizers
 
+from megarl.base.files import HubError, hub_file
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
-from megarl.hub import HubError, hub_file
 from megarl.models.spec import ModelSpec
 
 _SHORT_CHARS = 4096

@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.estimate import report, roles
-from megarl.estimate.baseline import best_baseline
+from megarl.estimate import report, sides
 from megarl.estimate.estimate import check_longest, estimate, to_json
-from megarl.estimate.remedies import remedies
-from megarl.estimate.search import search
+from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
 from megarl.plan.resolve import RunPlan, resolve
 
@@ -34,19 +32,19 @@ def run(
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
-    found, optima, asked, budget = None, None, plan.config, roles.gpus(plan) + roles.evaluating(plan) if gpus is None else gpus - served
+    found, optima, asked, budget = None, None, plan.config, sides.gpus(plan) + sides.evaluating(plan) if gpus is None else gpus - served
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
         plan = resolve(best, "plan") if searching else plan
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
-    baseline, cures = best_baseline(plan.config, plan.spec, roles.gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts = roles.describe(plan)
+    baseline, cures = best_baseline(plan.config, plan.spec, sides.gpus(plan)), remedies(plan.config, plan.spec, estimated)
+    facts = sides.describe(plan)
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
-        title = f"{facts['family']}, {roles.sizes(facts['trainer'])}; {roles.sizes(facts['generator'])}"
+        title = f"{facts['family']}, {sides.sizes(facts['trainer'])}; {sides.sizes(facts['generator'])}"
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
@@ -70,8 +68,8 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
     for name in ("trainer", "generator"):
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
-        print(f"{name:<10} {roles.sizes(role)}: {ranks}; weights {roles.gib_range(role)} a rank")
-    if evaluating := roles.evaluating(plan):
+        print(f"{name:<10} {sides.sizes(role)}: {ranks}; weights {sides.gib_range(role)} a rank")
+    if evaluating := sides.evaluating(plan):
         ranks = f"{evaluating} rank{'s' * (evaluating > 1)}"
         print(f"evaluation engines {plan.config.eval.engines}, tp {plan.generator_topology.tp}: {ranks}; as the generator's")
     for role in plan.served:

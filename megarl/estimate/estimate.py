@@ -7,25 +7,128 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import RunConfig
-from megarl.estimate.constants import constants_of
-from megarl.estimate.generate_time import GenerateModel, GenerateTime
-from megarl.estimate.generator_memory import GeneratorMemory, cache_tokens, generator_memory, usable_static
-from megarl.estimate.hardware import GIB, Cluster
-from megarl.estimate.served import Served, served
-from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, shadow_bytes
-from megarl.estimate.sync_time import control_s, sync_s
-from megarl.estimate.train_time import TrainTime
-from megarl.estimate.trainer_memory import TrainerMemory, saving_bytes
-from megarl.estimate.training import critic_of, training_memory, training_time
-from megarl.estimate.workload import Workload
+from megarl.config.schema import SAMPLED, GeneratorConfig, RunConfig, TrainerConfig
+from megarl.critic.plan import find_critic
+from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
+from megarl.estimate.memory import (
+    GeneratorMemory,
+    TrainerMemory,
+    Workload,
+    cache_tokens,
+    generator_memory,
+    generator_weights,
+    landing_bytes,
+    rank_bytes,
+    saving_bytes,
+    scoring_passes,
+    shadow_bytes,
+    trainer_memory,
+    usable_static,
+)
+from megarl.estimate.times import GenerateModel, GenerateTime, TrainModel, TrainTime, control_s, sync_s
+from megarl.lora.layout import Lora
+from megarl.lora.plan import sends_adapters
 from megarl.models import ModelSpec
-from megarl.models.adapters import Lora
-from megarl.plan.asynchrony import run_ahead
-from megarl.plan.lora import sends_adapters
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.models.spec import LM
+from megarl.plan.topologies import generator_topology, run_ahead, trainer_topology
+from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
 from megarl.reshard.layout import pool_layout
+from megarl.roles.plan import ServedRole, find_served, pairs
+from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
+from megarl.teachers.plan import find_frozen, teachers_of
+
+# What a run's training takes: that of the policy and, where the algorithm has one, of its critic.
+
+
+def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
+    critic = find_critic(config, spec)
+    return critic.with_scalar_head() if critic else None
+
+
+def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
+    """With `trainer` in the place of the config's. Raises ConfigError if the sizes do not divide a model."""
+    frozen, swapped = frozen_of(config, spec)
+    divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
+    of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
+    on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
+    shadow = shadow_bytes(spec, trainer, config.generator, config.model.dtype) if on_device else 0.0
+    merges = not sends_adapters(config, spec, gpu.device)
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), merges=merges, shadow=shadow)
+
+
+def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
+    """The frozen models on the trainer's ranks, and whether there is a reference that takes the place of the policy's weights."""
+    roles = find_frozen(config, spec, None)
+    swapped = [role for role in roles if role.role == REFERENCE and role.spec == spec and not config.lora.rank]
+    return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(swapped)
+
+
+def training_time(
+    config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
+) -> TrainTime:
+    """The two models compute one after the other; the critic scores each batch once before it is trained."""
+    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, Lora.of(config.lora))
+    of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
+    for model in frozen_of(config, spec)[0]:
+        scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(workload)
+        of_policy = replace(of_policy, compute=of_policy.compute + scoring)
+    if (critic := critic_of(config, spec)) is None:
+        return of_policy
+    of_critic = TrainModel(critic, trainer, config.model.dtype, cluster, constants).seconds(workload, extra_forwards=1)
+    both = {name: value + getattr(of_critic, name) for name, value in vars(of_policy).items()}
+    done = of_policy.tflops * of_policy.total + of_critic.tflops * of_critic.total
+    return TrainTime(**both | {"tflops": done / (of_policy.total + of_critic.total)})
+
+
+# Frozen models on engines: the memory of their ranks, and the seconds in which they score a step's responses.
+
+
+@dataclass(frozen=True)
+class Served:
+    """`score_s`: of the slowest engine; scores are asked for while other responses are generated."""
+
+    gpus: int
+    memory: GeneratorMemory
+    over_gib: float  # by which a rank is too large; negative: to spare
+    score_s: float
+
+
+def served(config: RunConfig) -> dict[str, Served]:
+    """By the names of the roles. Raises ConfigError if sizes do not divide a model."""
+    cluster = Cluster.of(config)
+    return {role.name: _served(config, role, cluster) for role in find_served(config, "plan")}
+
+
+def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
+    own, spec, gpu = role.settings, replace(role.spec, head=LM), cluster.gpu  # a head of one number takes no less than is estimated
+    shape = GeneratorConfig(
+        engines=own.engines,
+        tp=own.tp,
+        ep=own.ep,
+        max_concurrency=own.max_concurrency,
+        kv_cache_tokens=own.kv_cache_tokens,
+        mem_fraction=own.mem_fraction,
+        server_args=own.server_args,
+    )
+    work = _workload(config, role)
+    memory = generator_memory(spec, shape, role.dtype, work, gpu)
+    over = max(memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB)
+    time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
+    return Served(own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill)
+
+
+def _workload(config: RunConfig, role: ServedRole) -> Workload:
+    """What the model reads of a step, and what it writes. A template's own text is not counted."""
+    policy, own = Workload.generated(config), role.settings
+    read, longest = policy.tokens_per_sequence, policy.longest
+    if role.role != JUDGE:
+        return Workload(policy.sequences, policy.sequences, read, 1, 1 + longest - read)
+    sequences = policy.sequences
+    if own.mode == PAIRWISE:
+        sequences = policy.prompts * 2 * len(pairs(config.rollout.n, own.opponents))
+        read, longest = read + policy.response_tokens, longest + policy.max_response_tokens
+    return Workload(sequences, sequences, read, own.max_tokens / 2, own.max_tokens + longest - read)
 
 
 @dataclass(frozen=True)

@@ -55,3 +55,47 @@ class Cluster:
     @classmethod
     def of(cls, config: RunConfig) -> Cluster:
         return cls(GPUS[config.cluster.gpu], config.launch.ranks_per_node or cls.gpus_per_node)
+
+
+# How much of the hardware's peak rates is reached.
+#
+# Fitted constants come from the fitted half of the published rows alone: `python tests/tools/planner_validation.py --fit` prints them,
+# and a
+# test compares. All others were set once, from the named source.
+
+
+@dataclass(frozen=True)
+class Constants:
+    # Fitted.
+    gemm_efficiency: float = 0.7926  # share of the peak that an endlessly large matrix product reaches
+    expert_pass_s: float = 0.001052  # per layer of experts and pass: routing, permuting and launches that no product hides
+    decode_layer_s: float = 2.574e-05  # per layer and decoding step: small kernels
+    node_latency_s: float = 0.0001443  # per collective across nodes and doubling of the nodes
+    glue_s: float = 3.612  # per RL step: rewards, advantages, batches, logs and all else that nothing overlaps
+
+    # Set, not fitted.
+    hbm_efficiency: float = 0.8  # streaming kernels on H100 (STREAM-like copies reach 0.9, attention over pages less)
+    link_efficiency: float = 0.75  # NCCL's bus bandwidth / the wire's, large messages (nccl-tests)
+    latency_s: float = 10e-6  # per collective over NVLink by one-shot kernels; NCCL takes twice that (nccl-tests, 8 H100)
+    decode_step_s: float = 2e-3  # per decoding step: the engine's scheduler
+    decode_request_s: float = 20e-6  # per request and step: the same (SGLang 0.5.21 on a CPU, one tiny layer: 28e-6 with its attention)
+    half_rows: float = 256.0  # rows at which a product reaches half its efficiency: two tiles of 128
+    half_width: float = 256.0  # columns at which it does
+    decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
+    elementwise_passes: float = 8.0  # how often a forward pass reads or writes a layer's activations beside its products
+    trainer_message_s: float = 60e-6  # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)
+    worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (the same)
+    engine_calls_s: float = 1.4e-3  # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
+    step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
+
+
+CONSTANTS = Constants()
+# Two cores that run the quickstart: set by hand from its measured steps, good for the order of magnitude only.
+CPU_CONSTANTS = Constants(
+    gemm_efficiency=0.5, half_rows=16, half_width=16, expert_pass_s=5e-3, decode_layer_s=1.2e-3, node_latency_s=1e-3,
+    glue_s=0.03, latency_s=0.3e-3, decode_step_s=4e-3, decode_request_s=0.0, decode_gemm_efficiency=0.2, step_s=0.05,
+)  # fmt: skip
+
+
+def constants_of(gpu: str) -> Constants:
+    return CPU_CONSTANTS if gpu == "cpu" else CONSTANTS

@@ -7,14 +7,13 @@ from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.roles import gpus, layouts, sizes
-from megarl.estimate.sync_time import adapters_s, link_bytes_per_s
+from megarl.estimate.sides import gpus, layouts, sizes
+from megarl.estimate.times import adapters_s, link_bytes_per_s
 from megarl.plan.resolve import RunPlan
+from megarl.reshard.forwarding import foreseen
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import foreseen
-from megarl.reshard.report import copies_of, copy_fields, dump_lines, own_part_s, render_copies, to_json
-from megarl.reshard.table import render
+from megarl.reshard.report import copies_of, copy_fields, dump_lines, own_part_s, render, render_copies, to_json
 
 
 def run(

@@ -8,9 +8,9 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
-from megarl.estimate.baseline import Baseline
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.report import gib_parts
+from megarl.estimate.search import Baseline
 
 LETTER = 0.0085  # a letter's share of the longest bar: names that do not fit into their part stand in the legend only
 

@@ -7,15 +7,12 @@ from typing import Any
 
 from megarl.config.keys import value_at
 from megarl.config.schema import RunConfig
-from megarl.estimate.baseline import Baseline
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
-from megarl.estimate.knobs import Settings, written
-from megarl.estimate.remedies import Remedy
-from megarl.estimate.search import Found, Side
-from megarl.estimate.sync_time import CHANGED
+from megarl.estimate.memory import dropped_share
+from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, written
 from megarl.estimate.theory import Optima
-from megarl.estimate.workload import dropped_share
+from megarl.estimate.times import CHANGED
 
 
 def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:

@@ -10,27 +10,125 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.keys import field_path, yaml_text
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
-from megarl.estimate.baseline import even_stages
-from megarl.estimate.constants import constants_of
-from megarl.estimate.estimate import may_land, overlaps, unfinished
-from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, usable_static
-from megarl.estimate.hardware import GIB, Cluster
-from megarl.estimate.knobs import Settings, problems, turned
-from megarl.estimate.sizes import generator_weights, landing_bytes, shape_of
-from megarl.estimate.sync_time import balanced_sync_s, control_s
-from megarl.estimate.training import training_memory, training_time
-from megarl.estimate.workload import Workload
+from megarl.estimate.estimate import Estimate, estimate, may_land, overlaps, training_memory, training_time, unfinished
+from megarl.estimate.hardware import GIB, Cluster, constants_of
+from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_bytes_per_token, landing_bytes, shape_of, usable_static
+from megarl.estimate.times import GenerateModel, balanced_sync_s, control_s
 from megarl.models import ModelSpec
+from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_expert_sequences, check_sizes
 from megarl.plan.topologies import generator_topology, trainer_topology
-from megarl.reshard.kinds import ITEM_BYTES
-from megarl.reshard.relays import ENGINES
+from megarl.reshard.forwarding import ENGINES
+from megarl.reshard.layout import ITEM_BYTES
+
+# Changing settings of a config, and checking the result.
+
+
+Settings = Mapping[str, Any]  # by dotted key
+
+
+def turned(config: RunConfig, settings: Settings) -> RunConfig:
+    """`config` with these settings, whose keys are section.name."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, name = field_path(key).split(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()})
+
+
+def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """What `megarl plan` and `megarl train` would object to in the sizes; empty if the config can be planned."""
+    found = [problem for check in CONFIG_CHECKS for problem in check(config)]
+    return found + [problem for check in (*MODEL_CHECKS, check_expert_sequences) for problem in check(config, spec)]
+
+
+def written(settings: Settings) -> str:
+    """The settings as overrides on a command line."""
+    return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
+
+
+# The synchronous framework that a plan is compared with (LlamaRL, equations 2 and 6): all GPUs generate, then all GPUs train.
+#
+# Both phases have the same model parallel size m and stay in memory together; the engines hold bf16, like the trainer. The fastest m whose
+# memory fits counts, so the speed-up is over the best that such a system could do.
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    m: int
+    step_s: float
+
+
+def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
+    """The fastest baseline on `gpus` GPUs; None if no m fits."""
+    found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
+    return min(found, key=lambda baseline: baseline.step_s, default=None)
+
+
+def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | None:
+    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    constants = constants_of(cluster.gpu.name)
+    times = []
+    for trainer, generator in _layouts(config, spec, gpus, m):
+        colocated = replace(config, trainer=trainer, generator=generator)
+        if any(True for _ in check_sizes(colocated, spec)):
+            continue
+        try:
+            of_trainer = training_memory(config, spec, trainer, cluster.gpu)
+            of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
+            runtime = of_generator.runtime  # counted once: the phases share the GPU
+            spare = cluster.gpu.memory_gib * GIB - (of_trainer.total + of_generator.total - runtime)
+            cache = generator.kv_cache_tokens
+            if spare < 0 and cache is not None:  # a cache of a given size gives way, as far as the longest sequence
+                cache -= math.ceil(-spare / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype]))
+                generator = replace(generator, kv_cache_tokens=cache)
+                spare = cache - workload.longest
+            if spare < 0:
+                continue
+            train = training_time(config, spec, trainer, cluster, constants, workload)
+            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(Workload.generated(config))
+        except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
+            continue
+        times.append(train.total + generate.total + constants.glue_s)
+    return min(times, default=None)
+
+
+def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
+    """Trainers with tp * pp = m, and ep as configured if it divides (else 1); each with engines of tp = m."""
+    for tp in (1, 2, 4, 8):
+        if m % tp:
+            continue
+        pp, dp = m // tp, gpus // m
+        ep = config.trainer.ep if spec.num_experts and tp * dp % config.trainer.ep == 0 else 1
+        first, last = even_stages(spec.num_layers, pp)
+        trainer = replace(
+            config.trainer, tp=tp, pp=pp, vpp=1, cp=1, dp=dp, ep=ep, etp=1, zero=1, recompute=True,
+            sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
+        )  # fmt: skip
+        ep = min(m, config.generator.ep) if spec.num_experts else 1
+        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
+
+
+def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage if pp does not divide `layers`: fewer than the other stages have, which are equal."""
+    if pp == 1 or layers % pp == 0:
+        return None, None
+    if pp == 2:
+        return layers // 2, layers - layers // 2
+    others = -(-layers // pp)
+    rest = layers - others * (pp - 2)
+    return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)
+
 
 FINE_NODES = 4  # on so many nodes or fewer, trainer and engines may share one; on more, each side gets whole nodes
 LONG = 16384  # tokens of a sequence from which on shapes with context parallelism are tried
@@ -242,3 +340,87 @@ def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunCon
     """The best split and shapes on `gpus` GPUs, and the config with them. Raises ConfigError if nothing fits."""
     found = Search(config, shape_of(spec), gpus).run()
     return found, turned(config, found.settings)
+
+
+# Settings that would make a run fit that does not; each is planned again before it is proposed.
+
+
+@dataclass(frozen=True)
+class Remedy:
+    side: str  # "trainer" | "generator"
+    settings: Settings
+    gib: float  # per GPU of that side, with these settings
+    step_s: float
+
+
+def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
+    """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
+    return [remedy for side in found.overfull if side not in found.served for remedy in _of_side(config, spec, side)]
+
+
+def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
+    knobs = list(trainer_knobs(config, spec) if side == "trainer" else generator_knobs(config))
+    for together in (1, 2, 3):
+        tried = (_try(config, spec, side, {k: v for knob in some for k, v in knob.items()}) for some in combinations(knobs, together))
+        working = [remedy for remedy in tried if remedy is not None]
+        if working:
+            return sorted(working, key=lambda remedy: remedy.step_s)
+    return []
+
+
+def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> Remedy | None:
+    changed = turned(config, settings)
+    if problems(changed, spec):
+        return None
+    try:
+        then = estimate(changed, spec)
+    except ConfigError:  # an engine cannot have these sizes
+        return None
+    memory = then.trainer if side == "trainer" else then.generator
+    return None if side in then.overfull else Remedy(side, settings, memory.total / GIB, then.step_s)
+
+
+def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
+    """Settings for the same GPUs first, then for twice as many, then for larger ones."""
+    t = config.trainer
+    if t.tp > 1 and not t.sequence_parallel:
+        yield {"trainer.sequence_parallel": True}
+    if not t.recompute:
+        yield {"trainer.recompute": True}
+    if t.zero == 0:
+        yield {"trainer.zero": 1}
+    if t.max_tokens_per_microbatch // 2 >= config.rollout.max_tokens + config.plan.mean_prompt_tokens:
+        yield {"trainer.max_tokens_per_microbatch": t.max_tokens_per_microbatch // 2}
+    if t.dp % 2 == 0:
+        yield {"trainer.tp": 2 * t.tp, "trainer.dp": t.dp // 2, "trainer.sequence_parallel": True}
+        first, last = even_stages(spec.num_layers, 2 * t.pp)
+        stages = {"trainer.first_stage_layers": first, "trainer.last_stage_layers": last}
+        keep = {key: value for key, value in stages.items() if value is not None or getattr(t, key.split(".")[1]) is not None}
+        yield {"trainer.pp": 2 * t.pp, "trainer.dp": t.dp // 2} | keep
+        yield {"trainer.cp": 2 * t.cp, "trainer.dp": t.dp // 2}
+    if spec.num_experts:
+        yield {"trainer.ep": 2 * t.ep}
+    yield {"trainer.dp": 2 * t.dp}
+    yield from _larger_gpu(config)
+
+
+def generator_knobs(config: RunConfig) -> Iterator[dict[str, Any]]:
+    g = config.generator
+    for share in (2, 4, 8):
+        if g.max_concurrency >= share and g.kv_cache_tokens is None:
+            yield {"generator.max_concurrency": g.max_concurrency // share}
+    if g.quantization is None:
+        yield {"generator.quantization": "fp8_block"}
+    if g.engines % 2 == 0:
+        yield {"generator.tp": 2 * g.tp, "generator.engines": g.engines // 2}
+    else:
+        yield {"generator.tp": 2 * g.tp}
+    if g.mem_fraction < 0.9:
+        yield {"generator.mem_fraction": 0.9}
+    yield from _larger_gpu(config)
+
+
+def _larger_gpu(config: RunConfig) -> Iterator[dict[str, Any]]:
+    larger = {"L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200"}.get(config.cluster.gpu)
+    if larger:
+        yield {"cluster.gpu": larger}

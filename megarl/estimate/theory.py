@@ -11,17 +11,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megarl.config.schema import RunConfig
-from megarl.estimate.constants import constants_of
-from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.generator_memory import kv_bytes_per_token
-from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.hardware import GIB, Cluster, constants_of
+from megarl.estimate.memory import LOGIT_BYTES, Workload, activation_elements, kv_bytes_per_token
 from megarl.estimate.search import Found
-from megarl.estimate.train_time import TrainModel
-from megarl.estimate.trainer_memory import LOGIT_BYTES, activation_elements
-from megarl.estimate.workload import Workload
+from megarl.estimate.times import GenerateModel, TrainModel
 from megarl.models import ModelSpec
-from megarl.reshard.kinds import ITEM_BYTES
-from megarl.reshard.layout import parameter_count
+from megarl.reshard.layout import ITEM_BYTES, parameter_count
 
 PIPELINE = 64  # microbatches that share the pipeline's bubble
 

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import GroupLoss, GroupWeights
 from megarl.algorithms.base import Algorithm
-from megarl.algorithms.groups import GroupLoss, GroupWeights
-from megarl.algorithms.minibatches import MiniBatch, minibatches
+from megarl.algorithms.batches import MiniBatch, batch_rewards, masked_places, minibatches, to_train_sequences
 from megarl.algorithms.recipes import needs_one_sequence
-from megarl.algorithms.sequences import batch_rewards, masked_places, to_train_sequences
+from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
-from megarl.executors.teachers import OfBatch, Sequences, Teachers
-from megarl.types import Batch, Elsewhere, TrainSequence
+from megarl.teachers.trainer import OfBatch, Sequences, Teachers
 
 if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
     from megarl.trainer.step import MegatronTrainer, StepResult, TokenRow

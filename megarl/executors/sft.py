@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.algorithms.nll import nll_loss
+from megarl.algorithms.losses import nll_loss
+from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import RunError
-from megarl.data.sft import sft_batches, sft_held_out
-from megarl.executors.export import load_checkpoint
+from megarl.data.batches import sft_batches, sft_held_out
+from megarl.executors.saving import load_checkpoint
+from megarl.lora.trainer import make_trainer
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
@@ -20,9 +22,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import WARM_START, warm_start_record
 from megarl.trainer import checkpoint
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
-from megarl.trainer.make import make_trainer
 from megarl.trainer.step import MegatronTrainer
-from megarl.types import TrainSequence
 
 
 def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:

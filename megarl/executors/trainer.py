@@ -11,44 +11,62 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from megarl.algorithms.batches import batch_metrics, batch_rewards, dropped_metrics, masked_places, source_metrics, too_many_dropped
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, masked_places, source_metrics, too_many_dropped
+from megarl.base.rollout_types import Batch, TrainSequence, Version
 from megarl.config.errors import RunError
-from megarl.config.roles import TEACHER
-from megarl.data.mixture import train_mixture
+from megarl.critic.executor import ActorCriticSteps, begin_critic, make_critic
+from megarl.data.order import train_mixture
 from megarl.data.tokenizer import load_tokenizer
-from megarl.executors.actor_critic import ActorCriticSteps
+from megarl.evaluation.scores import NewEvaluations, forget_after
 from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
-from megarl.executors.critic import begin_critic, make_critic
-from megarl.executors.export import load_checkpoint
-from megarl.executors.saving import Saving
-from megarl.executors.step_times import step_times
-from megarl.executors.teachers import Teachers, load_frozen
+from megarl.executors.saving import Saving, load_checkpoint
+from megarl.lora.plan import sends_adapters
+from megarl.lora.trainer import LoraTrainer, make_trainer
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
-from megarl.observe.evaluations import NewEvaluations, forget_after
+from megarl.observe.agreement import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
 from megarl.observe.metrics import MetricsWriter
-from megarl.observe.probe import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
-from megarl.observe.rollouts import OrdinalsWriter, SamplesWriter, TokensWriter, write_rollouts
-from megarl.observe.status import StatusBoard
-from megarl.observe.trace import TraceWriter
-from megarl.plan.lora import sends_adapters
+from megarl.observe.samples import OrdinalsWriter, SamplesWriter, TokensWriter, write_rollouts
+from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.plan.teachers import teachers_of
 from megarl.reshard.layout import Layout
-from megarl.rewards.failures import too_many_failed_episodes, too_many_failures
-from megarl.rewards.shaping import shapes
-from megarl.rollouts.ledger import LEDGER_FILE, Ledger
-from megarl.rollouts.packing import texts_of
+from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_failures
+from megarl.roles.settings import TEACHER
+from megarl.rollouts.buffer import LEDGER_FILE, Ledger
+from megarl.rollouts.channel import texts_of
+from megarl.teachers.plan import teachers_of
+from megarl.teachers.trainer import Teachers, load_frozen
+from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
-from megarl.trainer.layer_spec import layer_spec
-from megarl.trainer.lora import LoraTrainer
-from megarl.trainer.make import make_trainer
 from megarl.trainer.step import StepResult
-from megarl.types import Batch, TrainSequence, Version
 from megarl.weight_sync.common import sent_layout
 from megarl.weight_sync.sender import SyncReport
+
+# Breaks down the time of a step, on both sides.
+
+
+def step_times(batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pause_s: float) -> dict[str, float]:
+    """The metrics of one step in seconds; docs/asynchrony.md says what each one is.
+
+    The bubble is the time that perfect overlap would have saved: the idle time of the side that idled less.
+    """
+    trainer_wait_s = batch_wait_s + sync.wait_s
+    return {
+        "time/step_s": step_s,
+        "time/train_s": train_s,
+        "time/generate_s": batch.generate_s,
+        "time/reward_s": batch.reward_s,
+        "time/sync_s": sync.sync_s,
+        "time/sync_pause_s": pause_s,
+        "time/trainer_wait_s": trainer_wait_s,
+        "time/weights_wait_s": sync.wait_s,
+        "time/generator_wait_s": batch.generator_wait_s,
+        "time/due_wait_s": batch.due_wait_s,
+        "time/bubble_s": min(trainer_wait_s + sync.sync_s, batch.generator_wait_s),
+    }
+
 
 DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import torch
 
-from megarl.files import log_tail
+from megarl.base.files import log_tail
+from megarl.base.rollout_types import TeacherScores, Version
 from megarl.generator.completions import (
     ABORT,
     Completion,
@@ -28,10 +32,31 @@ from megarl.generator.completions import (
     scoring,
 )
 from megarl.generator.server import LOADER
-from megarl.generator.wire import tensor_payload
 from megarl.models.routing import RoutingFormat
-from megarl.teacher_scores import TeacherScores
-from megarl.types import Version
+
+# Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its own pickle format.
+
+
+# The function that makes a storage of bytes. Where Megatron (0.19.2) is imported, it has put its own in place of torch's, and so into what
+# is pickled; SGLang accepts torch's alone.
+_TORCHS, _MEGATRONS = b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
+
+
+def tensor_payload(content: bytes) -> str:
+    """Encodes `content` as an entry of SGLang's `serialized_named_tensors`: one uint8 tensor named "command", base64 of a plain pickle.
+
+    Plain pickle puts the values into the message itself. SGLang's own helper would pass a handle to shared memory, and start a manager
+    process to keep it.
+    """
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    pickled = pickle.dumps([("command", tensor)], protocol=3)  # in which names of functions are plain lines
+    return base64.b64encode(pickled.replace(_MEGATRONS, _TORCHS, 1)).decode()
+
+
+def content_of(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+    """Unwraps the content of `tensor_payload`, which SGLang has put on the worker's device by then."""
+    [(_, tensor)] = named_tensors
+    return tensor.cpu().numpy().tobytes()
 
 
 class EngineUnreachable(EngineError):

@@ -2,17 +2,229 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
 
-from megarl.generator import cpu_support, quantization, sockets
+import zmq
+from zmq.utils import z85
+
+from megarl.base.processes import cause, ended_for_memory, how
+from megarl.generator import cpu_support
+from megarl.messaging.host import loopback, with_port
+
+if TYPE_CHECKING:
+    import torch
+
+# Closes the sockets of SGLang's own processes to everybody else on the host and the network.
+#
+# With data-parallel attention these processes communicate over TCP, and unpickle what arrives. SGLang gives the sockets no key, so each
+# gets
+# one here.
+
+
+SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"  # environment variable of all processes of an engine, on all its nodes
+_NETWORK = "sglang.srt.utils.network."
+
+
+def socket_key(admin_key: str) -> str:
+    """Derives the secret CURVE key of an engine's sockets. `admin_key` cannot be recovered from it."""
+    return z85.encode(hashlib.sha256(b"sockets of " + admin_key.encode()).digest()).decode()
+
+
+def close_sockets() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_NETWORK + "get_zmq_socket", _with_key, HookType.AROUND)
+    HookRegistry.register(_NETWORK + "get_zmq_socket_on_host", _bound_with_key, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", _in_own_folder, HookType.AROUND)
+
+
+def check_hooks() -> None:
+    """Raises RuntimeError if SGLang's sockets would have no key: SGLang only logs a hook that it could not apply."""
+    from sglang.srt.utils import network
+
+    with zmq.Context() as context:
+        port, bound = network.get_zmq_socket_on_host(context, zmq.PULL, loopback())
+        connected = network.get_zmq_socket(context, zmq.PUSH, f"tcp://{with_port(loopback(), port)}", False)
+        assert isinstance(connected, zmq.Socket)  # a tuple only where no endpoint is given
+        keyed = all(socket.getsockopt(zmq.MECHANISM) == zmq.CURVE for socket in (bound, connected))
+        bound.close(linger=0)
+        connected.close(linger=0)
+    if not keyed:
+        raise RuntimeError("this SGLang makes its sockets in another way than ours could be given keys: anybody could speak to them")
+
+
+class _KeyedContext:
+    """A ZeroMQ context that gives every socket the engine's key.
+
+    A CURVE handshake begins with a box that takes the binding side's public key to make. That key is kept secret too, so SGLang's contexts
+    need no authenticator.
+    """
+
+    def __init__(self, context: zmq.Context, binds: bool):
+        self._context, self._binds = context, binds
+
+    def socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        secret = os.environ[SOCKET_KEY].encode()
+        socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
+        if self._binds:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = zmq.curve_public(secret)
+        return socket
+
+
+def _with_key(original: Callable[..., Any], context: zmq.Context, kind: int, endpoint: str | None = None, bind: bool = True) -> Any:
+    """Runs around the making of a socket. Sockets in the file system need no key: their folder is open to this user only."""
+    if endpoint is not None and endpoint.startswith("ipc://"):
+        return original(context, kind, endpoint, bind)
+    return original(_KeyedContext(context, endpoint is None or bind), kind, endpoint, bind)
+
+
+def _bound_with_key(original: Callable[..., Any], context: zmq.Context, *arguments: Any, **named: Any) -> Any:
+    return original(_KeyedContext(context, binds=True), *arguments, **named)
+
+
+def _in_own_folder(original: Callable[[str], str], name: str) -> str:
+    """Moves a file that an engine's processes map to the folder of their sockets, so that it goes with them; in /dev/shm it would stay."""
+    return os.path.join(tempfile.gettempdir(), os.path.basename(original(name)))
+
+
+# Makes SGLang hold its weights in one of the fp8 formats of `generator.quantization`, and keep them so.
+#
+# SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's, in bf16 or float32. So its config is
+# overridden, no weights are loaded from it, and the first weight update writes every tensor.
+#
+#     fp8_block    quantization "fp8", blocks of 128x128           weight [out, in], weight_scale_inv [out / 128, in / 128]
+#     fp8_channel  "w8a8_fp8": per channel, activations per token  weight.t(), weight_scale [out, 1]; of experts not transposed, [E, out, 1]
+#     fp8_tensor   "compressed-tensors", strategy "tensor"         weight.t(), weight_scale []; of experts not transposed, [E]
+#
+# SGLang's "fp8" without blocks is not used for the last two: on Hopper it expands a scale per tensor to the channels, and it has no
+# per-channel scales for experts.
+
+
+_ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True, "symmetric": True}
+_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantization_config of a checkpoint in that format
+    "fp8_block": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8_channel": {"quant_method": "w8a8_fp8"},
+    "fp8_tensor": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _ACTIVATIONS}},
+    },
+}
+
+
+def server_arguments(quantization: str | None) -> dict[str, Any]:
+    """The arguments of SGLang's server for `generator.quantization`; none for null."""
+    if quantization is None:
+        return {}
+    how = CONFIGS[quantization]
+    overrides = json.dumps({"quantization_config": how})
+    return {"quantization": how["quant_method"], "json_model_override_args": overrides, "load_format": "dummy"}
+
+
+def quantise_weights() -> None:
+    """Hooks into SGLang by its plugin registry, on every device."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.layers.quantization.fp8.Fp8Config.get_quant_method", no_kv_scales, HookType.AROUND)
+    for method in (
+        "w8a8_fp8.W8A8Fp8LinearMethod",
+        "compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod",
+        "compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod",
+    ):
+        target = f"sglang.srt.layers.quantization.{method}.process_weights_after_loading"
+        HookRegistry.register(target, once, HookType.AROUND)
+
+
+def no_kv_scales(original: Callable[..., Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:
+    """Runs around the choice of a layer's method. SGLang would give an fp8 model scales of its keys and values as parameters, whatever the
+    cache's dtype; no trainer has them, and here the cache has the model's dtype."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return None if isinstance(layer, RadixAttention) else original(config, layer, prefix)
+
+
+def once(original: Callable[..., None], method: Any, layer: Any) -> None:
+    """Runs around post-load work that transposes weights or merges scales, and lets it happen only once. SGLang repeats it at the end of
+    each update; but direct writes write the processed form, which processing again would spoil."""
+    if not getattr(layer, "megarl_processed", False):
+        original(method, layer)
+        layer.megarl_processed = True
+
+
+# Each process of an engine watches its children, and ends when one of them has died.
+#
+# Without data-parallel attention SGLang notices a scheduler that dies before it is ready; but the error it raises then does not end the
+# process, since Python waits for the remaining children.
+
+
+LOOK_S = 0.05  # a child that dies sooner after its start may be reaped before it is known here, and its exit status is lost
+GRACE_S = 0.5  # for SGLang to end all processes of the engine itself, as it does for failures that it recognises
+
+
+class Children:
+    """The children of this process."""
+
+    def __init__(self) -> None:
+        self._ended_before = ended_for_memory()
+        self._known: dict[int, BaseProcess] = {}
+        self._telling, self._told = threading.Lock(), False
+
+    def watch(self) -> None:
+        """Starts to watch them, in a thread."""
+        threading.Thread(target=self._watch, name="children", daemon=True).start()
+
+    def end_with_the_dead(self, wait_s: float) -> None:
+        """Ends this process too, saying why, if a child has died or dies within `wait_s`; otherwise returns."""
+        deadline = time.monotonic() + wait_s
+        while (dead := self._dead()) is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_S / 5)
+        self._tell(*dead)
+        code = dead[1]
+        os._exit(128 - code if code < 0 else code)
+
+    def _watch(self) -> None:
+        while (dead := self._dead()) is None:
+            time.sleep(LOOK_S)
+        self._tell(*dead)  # now, since SGLang may kill this process too
+        time.sleep(GRACE_S)
+        self.end_with_the_dead(0.0)
+
+    def _tell(self, pid: int, code: int) -> None:
+        """Why this process ends, once."""
+        with self._telling:
+            if not self._told:
+                self._told, why = True, cause(code, self._ended_before)
+                print(f"process {pid} of this engine {how(code)}{why and f': {why}'}", file=sys.stderr, flush=True)
+
+    def _dead(self) -> tuple[int, int] | None:
+        """The pid and exit code of the first child that has failed; None if none has."""
+        self._known |= {child.pid: child for child in multiprocessing.active_children() if child.pid is not None}
+        return next(((pid, code) for pid, child in list(self._known.items()) if (code := child.exitcode)), None)
 
 
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", _hide_keys, HookType.AFTER)
-    sockets.register_hooks()
-    quantization.register_hooks()
+    close_sockets()
+    quantise_weights()
     if cpu_support.active():
         cpu_support.register_hooks()
 

@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.base.processes import end_with_parent
+from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
-from megarl.generator import cpu_support, quantization, sockets
-from megarl.generator.children import GRACE_S, Children
+from megarl.generator import cpu_support, hooks
 from megarl.generator.completions import POLICY
-from megarl.kept_sets import MOST_KEPT
-from megarl.parent import end_with_parent
+from megarl.generator.hooks import GRACE_S, Children
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
@@ -118,7 +118,7 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     of_device = _cpu_arguments(settings) if device == "cpu" else _GPU_ARGUMENTS
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
-    environment[sockets.SOCKET_KEY] = sockets.socket_key(keys.admin)
+    environment[hooks.SOCKET_KEY] = hooks.socket_key(keys.admin)
     environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used here, and publishes on a port without a key
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: the client drops idle connections first, never the engine
@@ -155,7 +155,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
         "sampling_defaults": "openai",  # instead of generation_config.json: the request alone defines the policy's distribution
-        **quantization.server_arguments(settings.quantization),
+        **hooks.server_arguments(settings.quantization),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -242,7 +242,7 @@ def main() -> None:
     children.watch()
     os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA they are forked (cpu_support)
     load_plugins()
-    sockets.check_hooks()
+    hooks.check_hooks()
     arguments = drawing_anew(json.loads(sys.argv[1]), int(os.environ.pop(RESTARTS, "0")))
     if "nnodes" not in arguments:  # its ranks meet through a file, because the port of a store would be open to everybody
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")

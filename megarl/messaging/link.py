@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from megarl.config.errors import RunError
 from megarl.messaging.host import with_port
 from megarl.messaging.messages import Message, decode, encode
-from megarl.messaging.pulse import Pulse
+from megarl.messaging.waiting import Pulse
 
 M = TypeVar("M", bound=Message)
 

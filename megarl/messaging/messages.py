@@ -6,9 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from megarl.kept_sets import KeptSets
+from megarl.base.rollout_types import KeptSets, Ordinal, Version
 from megarl.messaging.host import Host
-from megarl.types import Ordinal, Version
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +101,7 @@ class GenerateFrom(_Message, frozen=True):
     rested.
 
     `dropped`: those that have been dropped so far or have rested, each of which another prompt replaces. `outside` and `scored`: what the
-    curriculum has learned so far (data/curriculum.py)."""
+    curriculum has learned so far (data/order.py)."""
 
     first: Ordinal
     skip: list[Ordinal]
@@ -137,7 +136,7 @@ class GroupReady(_Message, frozen=True, gc=False):
     idle_s: float  # how long the generator's places in flight have waited for weights since its start, averaged over them
     summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
-    pieces: list[memoryview]  # the numbers (rollouts/packing.py): of the prompt, then of each sample, for the ranks that train on it
+    pieces: list[memoryview]  # the numbers (rollouts/channel.py): of the prompt, then of each sample, for the ranks that train on it
     dropped: bool = False  # by dynamic sampling, or unanswered: it is not trained on, so it has no pieces
     outside: bool = False  # of the band of pass rates that the curriculum trains on: its row is to rest
     scoring_s: tuple[float, float] = (0.0, 0.0)  # how long rollouts had waited for scores by then, when it began and when it ended

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -104,3 +106,31 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     if len(found) < count:
         raise RuntimeError(f"{count} free ports are needed on {host}, but there are only {len(found)}")
     return found
+
+
+# Engines that have left a run for good, as their launchers learn of it: by files in the run's launch folder, which all of them see.
+
+
+_PREFIX = "left."
+LOOK_S = 0.5
+
+
+def note_departure(folder: Path, engine: str) -> None:
+    """Notes that nothing needs the processes of `engine` (engine.3) any more."""
+    (folder / f"{_PREFIX}{engine}").touch()
+
+
+class Departures:
+    """What has been noted in `folder`."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._found = folder, frozenset[str]()
+        self._looked_at = -math.inf
+
+    def __contains__(self, process: str) -> bool:
+        """Whether the engine that `process` (engine.3, or its part engine.3.1) belongs to has left, at most LOOK_S ago."""
+        if (now := time.monotonic()) - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            with contextlib.suppress(OSError):  # the folder goes with the run; a file server may be away for a while
+                self._found = frozenset(name.removeprefix(_PREFIX) for name in os.listdir(self._folder) if name.startswith(_PREFIX))
+        return ".".join(process.split(".")[:2]) in self._found

@@ -6,9 +6,9 @@ parameters that are in fp8 when the engine is quantised.
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 _QKV, O = tuple(_L + f"self_attn.{x}_proj." for x in "qkv"), _L + "self_attn.o_proj.weight"

@@ -6,6 +6,7 @@ started with disable_shared_experts_fusion, since it may otherwise keep the shar
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import experts, latent_attention, mlp, vocabulary
 from megarl.models.attention import sglang_norm
@@ -13,7 +14,6 @@ from megarl.models.dense import read_common
 from megarl.models.parameters import Layers, LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 _ALLOWED = {

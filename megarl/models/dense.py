@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 
 def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:

@@ -5,10 +5,10 @@ Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_pr
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}

@@ -5,10 +5,10 @@ SGLang derives w_kc and w_vc from kv_b_proj after loading; they are not paramete
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.attention import INPUT_NORM
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, whole
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 _A = "model.layers.{layer}.self_attn."
 Q_DOWN, Q_UP, KV_UP, O = (_A + f"{x}_proj.weight" for x in ("q_a", "q_b", "kv_b", "o"))

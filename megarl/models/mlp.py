@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 _L = "model.layers.{layer}."
 POST_NORM = _L + "post_attention_layernorm.weight"

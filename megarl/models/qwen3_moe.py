@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import attention, experts, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODULE = "mlp"

@@ -5,20 +5,23 @@ The package's docstring says what a family module declares. Every module of the 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import json
+import math
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.base.files import HubError, hub_file
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_module, import_module
-from megarl.hub import HubError, hub_file
-from megarl.models.spec import ModelSpec
+from megarl.config.limits import find_module, import_module
+from megarl.models.spec import LM, ModelSpec
 
 CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # how names of architectures end: head LM, head SCALAR
 
@@ -169,3 +172,60 @@ def _config_file(model: str, setting: str) -> Path:
         return hub_file(model, "config.json")
     except HubError as error:
         raise ConfigError(f"{setting}={model}: no local folder; {error}") from error
+
+
+# The floating-point operations of one token, from the model's shape alone.
+
+
+def flops_per_token(spec: ModelSpec, length: float) -> float:
+    """FLOPs per token of a forward pass over the whole model, for sequences of `length` tokens."""
+    dense, expert = active_elements(spec)
+    outputs = spec.vocab_size if spec.head == LM else 1
+    return 2 * (dense + expert + outputs * spec.hidden_size) + spec.num_layers * attention_flops(spec, length)
+
+
+def attention_flops(spec: ModelSpec, length: float) -> float:
+    """Forward FLOPs per token and layer of scores and weighted values, of which the causal mask leaves half."""
+    values = spec.v_head_dim or spec.head_dim
+    return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2
+
+
+def active_elements(spec: ModelSpec) -> tuple[float, float]:
+    """(dense, experts) elements of the matrices that one token is multiplied by in all layers."""
+    return _active_elements(replace(spec, rope_scaling=None))  # which cannot be hashed, and has no part in it
+
+
+@functools.lru_cache(maxsize=64)
+def _active_elements(spec: ModelSpec) -> tuple[float, float]:
+    dense = expert = 0.0
+    for tensor in family(spec).logical_tensors(spec):
+        if tensor.place != "layer" or len(tensor.shape) < 2:
+            continue
+        first, end = tensor.layers or (0, spec.num_layers)
+        if tensor.experts:
+            expert += (end - first) * math.prod(tensor.shape) * spec.experts_per_token
+        else:
+            dense += (end - first) * math.prod(tensor.shape)
+    return dense, expert
+
+
+# Paths of models: a local folder, or a hub name, `owner/name`.
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def missing_folder(key: str, path: str) -> Iterable[str]:
+    """A problem if there is no such folder. A path whose first folder exists here is taken for a local one."""
+    is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
+    if Path(path).is_file():
+        yield f"{key}={path}: must be a folder, not a file"
+    elif not is_hub_name and not Path(path).is_dir():
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        yield f"{key}={path}: no such folder{where}{did_you_mean(Path(path))}"
+
+
+def did_you_mean(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names)
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

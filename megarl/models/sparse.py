@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import attention, experts, mlp, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 
 def logical_tensors(spec: ModelSpec, module: str) -> tuple[LogicalTensor, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.parameters import FIRST, LAST, LogicalTensor, Parameter, Part, padded_vocab_size, round_up, whole
 from megarl.models.spec import SCALAR, ModelSpec
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 EMBED, NORM, HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
 SGLANG_PADDING = 64  # rows; sglang/srt/layers/vocab_parallel_embedding.py

@@ -12,14 +12,64 @@ percentile is read from narrow bins, within 1.5 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.observe.metrics import Histogram, Row
-from megarl.observe.probe import DIFFERENCE, LIMIT
+from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION, describe_failed_episodes
+
+if TYPE_CHECKING:
+    from megarl.plan.resolve import RunPlan
+
+# How much a probe's log-probs may differ between trainer and generator under the same weights.
+#
+# Rounding keeps the mean over a probe's tokens far below the limits (docs/benchmarks.md); a stale or corrupt tensor, or engines that
+# compute
+# something else, brings it far above. The mean counts, since even in a healthy run a token whose router is nearly tied may go to another
+# expert and differ by 0.1 to 0.3. The largest difference is reported too.
+
+
+DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"
+BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
+OWN_ROUTING = 2  # factor on the limit where trainer and generator each choose experts themselves
+FAR = 10  # at so many times the limit the run ends
+
+
+def probe_limit(plan: RunPlan) -> float:
+    """observe.probe_limit, or the usual limit for the precision of trainer and engines."""
+    config = plan.config
+    if config.observe.probe_limit is not None:
+        return config.observe.probe_limit
+    limit = BY_DTYPE["fp8" if config.generator.quantization else config.model.dtype]
+    return limit * (OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1)
+
+
+def too_far(difference: float, limit: float) -> str | None:
+    """Why the run must stop; None if it may go on with such a mean difference."""
+    if math.isfinite(difference) and difference <= FAR * limit:
+        return None
+    found = f"differ by {difference:.3g} on average" if math.isfinite(difference) else "are not all finite"
+    return (
+        f"the log-probs of trainer and generator under the same weights {found}, more than {FAR} times observe.probe_limit={limit:g}: "
+        "they do not compute the same model. If weights.audit is on, the engines have the weights that were sent, so look at the rest: "
+        "generator.server_args, config.json and spec of model.path (rotary embedding, scaling, dtype), and with a mixture of experts "
+        "trainer.routing_replay. If such a difference is to be expected, set observe.probe_limit"
+    )
+
+
+def describe_differences(rows: Sequence[Mapping[str, float]]) -> str:
+    """The probes over the limit, in words; empty if there are none."""
+    over = [row for row in rows if DIFFERENCE in row and LIMIT in row and row[DIFFERENCE] > row[LIMIT]]
+    if not over:
+        return ""
+    most, limit = max(row[DIFFERENCE] for row in over), over[-1][LIMIT]
+    probes = "a probe" if len(over) == 1 else f"{len(over)} probes"
+    return f"log-probs of trainer and generator differ by {most:.2g} in {probes}, over observe.probe_limit={limit:g}"
+
 
 YOUNGEST = (0, 1, 2, 3, 5, 9, 17)  # age of the youngest tokens of each class
 AGES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_16", "age_17_up")
@@ -132,3 +182,68 @@ def describe_agreement(rows: Sequence[Row]) -> str:
 def _median(rows: Sequence[Row], key: str) -> float:
     """Infinite where most values are not finite."""
     return median(value if math.isfinite(value := row[key]) else math.inf for row in rows)
+
+
+# Advice about a run, in words: little, and only what is certain.
+
+
+FAILED_SHARE = 0.1  # of episodes or scores: more failures than that are no accident
+BINDS = 0.2  # of a step
+EQUAL_STEPS = 5  # so many steps in a row without two different rewards in any group are no accident
+
+
+def advisories(rows: Sequence[Row]) -> list[str]:
+    """The advisories that the run's last steps call for; possibly none."""
+    return [text for rule in RULES if (text := rule(rows))]
+
+
+def equal_rewards(rows: Sequence[Row]) -> str:
+    """Without different rewards there is no gradient: mostly the reward is wrong, or the task too hard or too easy."""
+    steps = 0
+    for row in reversed(rows):
+        if row.get("zero_advantage_fraction") != 1:
+            break
+        steps += 1
+    if steps < EQUAL_STEPS:
+        return ""
+    if failed := describe_failed(rows[-steps:], FAILED_SHARE):
+        return f"nothing has been learned for {steps} steps, since {failed}: rollouts/ marks them and says why"
+    same = rows[-1].get("reward/std") == 0
+    reward, most = rows[-1]["reward/mean"], max(row.get("reward/max", row["reward/mean"]) for row in rows)
+    if same and reward == most and reward > min(row["reward/mean"] for row in rows):
+        return f"all rewards have been equal for {steps} steps, and the highest of the run ({reward:g}): nothing is left to learn"
+    what = f"all rewards have been equal ({rows[-1]['reward/mean']:g})" if same else "the rewards of each prompt have been equal"
+    return f"{what} for {steps} steps, so nothing is learned: look into rollouts/ whether answers or reward are wrong"
+
+
+def failures(rows: Sequence[Row]) -> str:
+    """What many episodes or scores fail of is a mistake of the program or the reward, which the policy cannot help."""
+    recent = rows[-EQUAL_STEPS:]
+    failed = "" if equal_rewards(rows) else describe_failed(recent, FAILED_SHARE)
+    return f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why" if failed else ""
+
+
+def scoring_binds(rows: Sequence[Row]) -> str:
+    """Where rollouts wait longer for their scores than for engines, and the trainer for rollouts, more engines would not help."""
+    recent = rows[-EQUAL_STEPS:]
+    if len(recent) < EQUAL_STEPS or not all("time/reward_s" in row for row in recent):
+        return ""
+    names = ("step", "trainer_wait", "generate", "reward")
+    step, wait, generate, reward = (median(row[f"time/{name}_s"] for row in recent) for name in names)
+    if not (reward > generate and reward > BINDS * step and wait > BINDS * step):
+        return ""
+    return (
+        f"scoring binds: rollouts waited {reward:.3g} s of a step of {step:.3g} s for scores, generation took {generate:.3g} s (medians of "
+        f"the last {len(recent)}): raise reward.workers, or give what scores more room (an async function's service, a role's engines)"
+    )
+
+
+def describe_failed(rows: Sequence[Row], least: float) -> str:
+    """What failed in a share of at least `least`, episodes or else scores; empty if neither did."""
+    shares = {key: fmean(row.get(key, 0.0) for row in rows) for key in (FAILED_EPISODES, FAILED_FRACTION)} if rows else {}
+    if shares.get(FAILED_EPISODES, 0.0) >= least:
+        return describe_failed_episodes(rows)
+    return f"{shares[FAILED_FRACTION]:.0%} of the scores failed" if shares.get(FAILED_FRACTION, 0.0) >= least else ""
+
+
+RULES = (equal_rewards, failures, scoring_binds, describe_differences, describe_agreement)

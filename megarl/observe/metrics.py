@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.files import write_whole
+from megarl.base.files import write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"

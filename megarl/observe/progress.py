@@ -17,13 +17,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.observe.advisories import RULES, advisories
-from megarl.observe.evaluations import MISSED, VERSION_KEY
+from megarl.base.rollout_types import WARNING
+from megarl.evaluation.scores import MISSED, VERSION_KEY
+from megarl.observe.agreement import RULES, advisories
 from megarl.observe.metrics import METRICS_FILE, MetricsTail, Row
-from megarl.observe.rollouts import FailuresTail, escape, one_line
+from megarl.observe.samples import FailuresTail, escape, one_line
 from megarl.observe.status import Status, duration, read_statuses
-from megarl.rewards.failures import describe_failed_episodes, describe_failures, of_episode, told
-from megarl.types import WARNING
+from megarl.rewards.score import describe_failed_episodes, describe_failures, of_episode, told
 
 STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # evaluations

@@ -5,16 +5,230 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
-from megarl.observe.advisories import advisories
-from megarl.observe.evaluations import Evaluation, complete_metrics, damaged_results, read_results, sets
+import numpy as np
+
+from megarl.evaluation.scores import Evaluation, as_metrics, complete_metrics, damaged_results, read_results, sets
+from megarl.observe.agreement import AGES, DIFFERENCE, HISTOGRAM_EDGES, LIMIT, advisories
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
-from megarl.observe.plot import plot
-from megarl.observe.plot_agreement import plot_agreement
-from megarl.observe.rollouts import FailuresTail
-from megarl.observe.trace import merge_traces
-from megarl.rewards.failures import describe_failed_episodes, describe_failures
+from megarl.observe.samples import FailuresTail
+from megarl.observe.status import merge_traces
+from megarl.rewards.score import describe_failed_episodes, describe_failures
+
+# report.png: reward per step and on held-out prompts, response length and entropy, and where the time went.
+
+
+SMOOTH_STEPS = 10  # trailing window of the moving mean
+# (key, label, colour): the trainer's times are stacked upwards from the axis, the generator's downwards.
+TRAINER = [
+    ("time/train_s", "training", "#2b5c8a"),
+    ("time/sync_s", "weight sync", "#e07b39"),
+    ("time/trainer_wait_s", "waiting", "#cfd4da"),
+]
+GENERATOR = [
+    ("time/generate_s", "generation", "#4f9d69"),
+    ("time/sync_pause_s", "paused for sync", "#f2b880"),
+    ("time/generator_wait_s", "waiting", "#cfd4da"),
+]
+HELD_OUT_COLOURS = ("#b5423c", "#8a4f9d", "#c98a1b", "#3c7d8a")
+LEGEND_ROOM = 1.3  # height of the axis / height of what it shows
+HEADROOM = 1.25  # height of the axis / 97th percentile: a slow first step must not flatten all others
+
+
+def plot(run_dir: Path | str) -> Path:
+    """Writes `run_dir`/report.png and returns its path. Uses no display and no state of pyplot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / METRICS_FILE)
+    figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    reward_axes, length_axes, time_axes = figure.subplots(3, 1, sharex=True, height_ratios=[1, 0.7, 1.15])
+    _plot_reward(reward_axes, rows)
+    _plot_held_out(reward_axes, read_results(run_dir))
+    _plot_responses(length_axes, rows)
+    _plot_times(time_axes, rows)
+    reward_axes.legend(loc="lower right", frameon=False)
+    for axes in (reward_axes, length_axes, time_axes):
+        style(axes)
+    target = run_dir / "report.png"
+    figure.savefig(target)
+    return target
+
+
+def style(axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def series(rows: list[Row], key: str) -> np.ndarray:
+    """[steps] the key's values; NaN on steps without one."""
+    return np.array([row.get(key, math.nan) for row in rows], dtype=float)
+
+
+def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """[steps] means over trailing windows; NaN values do not count."""
+    return np.array([_nanmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+
+
+def _nanmean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
+def _plot_reward(axes, rows: list[Row]) -> None:
+    steps, reward = series(rows, "step"), series(rows, "reward/mean")
+    axes.plot(steps, reward, color="#9db8d2", linewidth=1, marker="o", markersize=2.5, label="mean of the step")
+    axes.plot(steps, moving_mean(reward, SMOOTH_STEPS), color="#2b5c8a", linewidth=2.2, label=f"mean of the last {SMOOTH_STEPS} steps")
+    axes.set_title("Reward", loc="left", fontweight="bold")
+    axes.set_ylabel("mean reward")
+    if np.nanmin(reward, initial=0.0) >= 0 and np.nanmax(reward, initial=0.0) <= 1:
+        axes.set_ylim(0, 1.03)
+
+
+def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
+    """pass@1 of every held-out set, or its mean reward, at the step of its weights: steps 0 to v - 1 have made version v."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for evaluation in evaluations:
+        found = as_metrics(evaluation)
+        for key, value in found.items():
+            if key.endswith("pass@1") or (key.endswith("/reward/mean") and key.replace("reward/mean", "pass@1") not in found):
+                points.setdefault(key.removeprefix("eval/").replace("/", " "), []).append((evaluation["version"], value))
+    for (name, found), colour in zip(points.items(), cycle(HELD_OUT_COLOURS)):
+        axes.plot(*zip(*found), color=colour, linewidth=1.2, linestyle="--", marker="D", markersize=5, label=f"held-out {name}")
+
+
+def _plot_responses(axes, rows: list[Row]) -> None:
+    """Response length with the band of the middle 80 %; entropy, and the divergence from teachers, on a second axis."""
+    steps, length = series(rows, "step"), series(rows, "response_tokens/mean")
+    low, high = series(rows, "response_tokens/p10"), series(rows, "response_tokens/p90")
+    axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
+    axes.plot(steps, length, color="#4f9d69", linewidth=1.6, label="mean length")
+    axes.set_title("Responses", loc="left", fontweight="bold")
+    axes.set_ylabel("tokens")
+    axes.set_ylim(0, LEGEND_ROOM * max(1.0, np.nanmax([*length, *high, 0.0])))
+    entropy, entropy_axes = series(rows, "entropy/mean"), axes.twinx()
+    entropy_axes.plot(steps, entropy, color="#8a4f9d", linewidth=1.3, label="entropy")
+    divergence = series(rows, "distill/kl")
+    if np.isfinite(divergence).any():
+        entropy_axes.plot(steps, divergence, color="#b5423c", linewidth=1.3, label="divergence from teachers")
+    entropy_axes.set_ylabel("nats per token", color="#8a4f9d")
+    entropy_axes.set_ylim(0, LEGEND_ROOM * max(1e-3, np.nanmax([*entropy, *divergence, 0.0])))
+    entropy_axes.spines[["top", "left"]].set_visible(False)
+    handles, labels = (left + right for left, right in zip(axes.get_legend_handles_labels(), entropy_axes.get_legend_handles_labels()))
+    axes.legend(handles, labels, loc="upper right", ncols=3, frameon=False)
+
+
+def _plot_times(axes, rows: list[Row]) -> None:
+    steps = series(rows, "step")
+    up = _stack(axes, steps, rows, TRAINER, sign=1)
+    down = _stack(axes, steps, rows, GENERATOR, sign=-1)
+    axes.axhline(0, color="#3a3f45", linewidth=1)
+    for total, sign in ((up, 1), (down, -1)):
+        limit_s = HEADROOM * float(np.percentile(total, 97)) if len(total) else 0.0
+        axes.set_ylim(**{"top" if sign > 0 else "bottom": sign * max(limit_s, 1e-3)})
+    axes.set_title("Time per step", loc="left", fontweight="bold")
+    axes.set_ylabel("generator  |  trainer   (s)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    axes.set_xlabel("step")
+    axes.margins(x=0.01)
+    axes.legend(*_unique_legend(axes), loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False)
+
+
+def _stack(axes, steps: np.ndarray, rows: list[Row], parts: list[tuple[str, str, str]], sign: int) -> np.ndarray:
+    """Draws one side's bars; returns their heights, [steps] seconds."""
+    base = np.zeros(len(rows))
+    for key, label, colour in parts:
+        heights = np.nan_to_num(series(rows, key))
+        axes.bar(steps, sign * heights, bottom=sign * base, width=0.9, color=colour, label=label)
+        base = base + heights
+    return base
+
+
+def _unique_legend(axes) -> tuple[list, list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles))
+    return list(unique.values()), list(unique)
+
+
+# agreement.png: the meters of agreement over a run's steps, by the age of tokens, and the ratios of its first and last steps.
+
+
+RATIO_STEPS = 20  # the ratios of so many first and last steps
+AGE_COLOURS: dict[str, str] = dict(zip(AGES, ("#1b3a5c", "#2b5c8a", "#4f9d69", "#c98a1b", "#e07b39", "#b5423c", "#8a4f9d"), strict=True))
+
+
+def plot_agreement(run_dir: Path) -> Path:
+    """Writes `run_dir`/agreement.png, if the run has meters, and returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    target = run_dir / "agreement.png"
+    rows = [row for row in read_metrics(run_dir / METRICS_FILE) if "agreement/tokens" in row]
+    if not rows:
+        return target
+    figure = Figure(figsize=(9, 9), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    difference, size, ratios = figure.subplots(3, 1, height_ratios=[1.2, 0.8, 1])
+    _plot_differences(difference, rows)
+    _plot_sizes(size, rows)
+    _plot_ratios(ratios, rows)
+    for axes in (difference, size, ratios):
+        style(axes)
+    figure.savefig(target)
+    return target
+
+
+def _plot_differences(axes, rows: list[Row]) -> None:
+    steps = series(rows, "step")
+    axes.plot(steps, series(rows, "agreement/abs_diff_max"), ".", color="#cfd4da", markersize=2.5, label="all tokens, maximum")
+    axes.plot(steps, series(rows, "agreement/abs_diff_p99"), ".", color="#9aa3ad", markersize=2.5, label="all tokens, 99th percentile")
+    for age in _present(rows):
+        values = moving_mean(series(rows, f"agreement/{age}/abs_diff_mean"), SMOOTH_STEPS)
+        axes.plot(steps, values, color=AGE_COLOURS[age], linewidth=1.6, label=f"{_words(age)}, mean")
+    axes.plot(steps, series(rows, DIFFERENCE), "D", color="#1d1f21", markersize=3, label="probe, mean")
+    axes.plot(steps, series(rows, LIMIT), "--", color="#b5423c", linewidth=1, label="observe.probe_limit")
+    axes.set_yscale("log")
+    axes.set_title("Log-prob difference of trainer and sampling policy", loc="left", fontweight="bold")
+    axes.set_ylabel("|log π - log μ|")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, frameon=False, fontsize=8)
+
+
+def _plot_sizes(axes, rows: list[Row]) -> None:
+    steps = series(rows, "step")
+    for age in _present(rows):
+        values = moving_mean(series(rows, f"agreement/{age}/ess"), SMOOTH_STEPS)
+        axes.plot(steps, values, color=AGE_COLOURS[age], linewidth=1.6)
+    axes.set_title("Effective sample size, of tokens", loc="left", fontweight="bold")
+    axes.set_ylabel("share of the tokens")
+    axes.set_xlabel("step")
+
+
+def _plot_ratios(axes, rows: list[Row]) -> None:
+    """On the axis of log-ratios all bins have the same width: half a power of ten."""
+    edges = HISTOGRAM_EDGES
+    for part, colour, name in ((rows[:RATIO_STEPS], "#9db8d2", "first"), (rows[-RATIO_STEPS:], "#2b5c8a", "last")):
+        counts = np.sum([row["agreement/histogram"] for row in part], axis=0)
+        axes.stairs(counts / counts.sum(), np.arange(len(edges) + 2), color=colour, linewidth=1.8, label=f"{name} {len(part)} steps")
+    ticks = [place for place, edge in enumerate(edges) if edge == 0 or (abs(edge) > 2e-7 and round(math.log10(abs(edge)), 6) % 2 == 1)]
+    axes.set_xticks([place + 1 for place in ticks], [f"{edges[place]:g}" for place in ticks])
+    axes.set_title("Ratios π/μ of tokens", loc="left", fontweight="bold")
+    axes.set_xlabel("log π - log μ")
+    axes.set_ylabel("share of the tokens")
+    axes.legend(loc="upper right", frameon=False)
+
+
+def _present(rows: list[Row]) -> list[str]:
+    return [age for age in AGES if any(f"agreement/{age}/tokens" in row for row in rows)]
+
+
+def _words(age: str) -> str:
+    return age.replace("_up", " and more").replace("_", " ", 1).replace("_", " to ")
+
 
 LINES_NAMED = 5
 ENDS = 10  # the mean rewards of so many first and last steps are compared

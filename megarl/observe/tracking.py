@@ -28,10 +28,10 @@ from typing import Any
 
 import yaml
 
-from megarl.files import write_whole
+from megarl.base.files import write_whole
 from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, parse_row, read_metrics
-from megarl.observe.rollouts import SAMPLES_FILE
-from megarl.observe.trackers import Beginning, Tracker, open_tracker
+from megarl.observe.samples import SAMPLES_FILE
+from megarl.trackers.trackers import Beginning, Tracker, open_tracker
 
 POLL_S = 0.5
 SAMPLES_EVERY = 10  # steps

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import math
+import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megarl.config.errors import ConfigError, RunError
+from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
+from megarl.config.limits import alike, did_you_mean
+from megarl.config.load import load_config
+from megarl.config.schema import DROP, RunConfig
+from megarl.data.rows import held_out
+from megarl.rewards.score import parts_in_evaluation
 
 STATE = "state.json"  # in a checkpoint: among others the step that it was saved after
 _NAME = re.compile(r"step_(\d{6,})")
@@ -99,3 +113,264 @@ def remove_whole(path: Path) -> None:
             shutil.rmtree(doomed)
     except OSError as error:
         print(f"{path} could not be removed: {error}", flush=True)
+
+
+# The index of a checkpoint folder, which tells whole files from damaged ones. It needs no torch, since the launcher uses it too.
+#
+# `index.msgpack` is written last. It lists every other file with its size. For small files it has a digest; for those with tensors it says
+# which box of which tensor lies where, with that box's share in the tensor's hash (kernels/audit.py). It begins with a digest of itself. So
+# every byte of a checkpoint is accounted for.
+
+
+INDEX_FILE = "index.msgpack"
+CRITIC = "critic"  # the folder in a checkpoint that holds the critic's
+FORMAT = 1
+_DIGEST_BYTES = 32
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged or missing. The message names it, the file, and what to do; `problem` is the middle part."""
+
+    def __init__(self, message: str, problem: str = ""):
+        super().__init__(message)
+        self.problem = problem
+
+
+def unusable(folder: Path | str, problem: str) -> CheckpointError:
+    """The error about a checkpoint, or about a critic's in one: that folder alone must not be moved away."""
+    folder = Path(folder)
+    if folder.name == CRITIC:
+        folder, problem = folder.parent, f"in {CRITIC}/: {problem}"
+    return CheckpointError(f"checkpoint {folder} cannot be used: {problem}. Move it away, and the one before it serves", problem)
+
+
+class StoredBox(msgspec.Struct, frozen=True, array_like=True):
+    """The elements of a tensor's box at `start` of shape `shape`, stored row by row at `offset` of file number `file`."""
+
+    file: int
+    offset: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    share: int  # its part of the tensor's hash
+
+
+class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str  # "float32" | "uint8"
+    shape: tuple[int, ...]
+    boxes: list[StoredBox]  # of all ranks; together they hold every element once
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(box.shape) for box in self.boxes)
+
+    @property
+    def hash(self) -> int:
+        return sum(box.share for box in self.boxes) % 2**64
+
+
+class StoredFile(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    size_bytes: int
+    digest: bytes = b""  # of the whole file; empty if it consists of boxes
+
+
+class _Head(msgspec.Struct):
+    """The part of the index that every version has."""
+
+    format: int
+
+
+class Index(msgspec.Struct, frozen=True):
+    format: int
+    dtype: str  # of the model that was trained
+    files: list[StoredFile]
+    tensors: dict[str, StoredTensor]
+    live: dict[str, int]  # hash of every logical tensor in the model's own dtype, by name with the kind `live`
+
+    def write(self, folder: Path) -> None:
+        body = msgspec.msgpack.encode(self)
+        write_durably(folder / INDEX_FILE, digest(body) + body)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Index:
+        """Reads the index of `folder`. Raises CheckpointError if it is missing or damaged."""
+        path = Path(folder) / INDEX_FILE
+        if not path.exists():
+            there = "it was written by an earlier version of MegaRL" if (path.parent / ".metadata").exists() else "it is not complete"
+            raise unusable(folder, f"{there}: {INDEX_FILE} is missing")
+        content = _content(path, folder)
+        found, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest(body) != found:
+            raise unusable(folder, f"{INDEX_FILE} is damaged")
+        if (written := msgspec.msgpack.decode(body, type=_Head).format) != FORMAT:
+            raise unusable(folder, f"{INDEX_FILE} has format {written}; this version of MegaRL reads format {FORMAT}")
+        return msgspec.msgpack.decode(body, type=cls)
+
+    def check(self, folder: Path | str, files: Iterable[StoredFile] | None = None) -> None:
+        """Checks that `files` (by default all) exist with their sizes, and that the small ones have their contents.
+
+        Raises CheckpointError that names those that do not.
+        """
+        problems = [problem for file in (self.files if files is None else files) if (problem := _problem(Path(folder), file))]
+        if problems:
+            raise unusable(folder, "; ".join(problems))
+
+    def content(self, folder: Path | str, name: str) -> bytes:
+        """The content of a small file. Raises CheckpointError if it is missing or damaged."""
+        file = next((file for file in self.files if file.name == name and file.digest), None)
+        if file is None:
+            raise unusable(folder, f"{name} is not among its files")
+        self.check(folder, [file])
+        return _content(Path(folder) / name, folder)
+
+
+def check_checkpoint_files(folder: Path | str) -> None:
+    """Makes all checks that need not read the tensors. Raises CheckpointError."""
+    for part in (Path(folder), *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}"))):
+        Index.read(part).check(part)
+
+
+def small_file(folder: Path, name: str, content: bytes) -> StoredFile:
+    """Writes a small file, and returns its entry in the index."""
+    write_durably(folder / name, content)
+    return StoredFile(name, len(content), digest(content))
+
+
+def listed_file(folder: Path, name: str) -> StoredFile:
+    """The entry of a small file that is there."""
+    content = (folder / name).read_bytes()
+    return StoredFile(name, len(content), digest(content))
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Returns when the content is on the disk; the file's name is only there once the folder is synchronised too."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _problem(folder: Path, file: StoredFile) -> str | None:
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    if size != file.size_bytes:
+        return f"{file.name} is damaged: it has {size} bytes instead of {file.size_bytes}"
+    if file.digest and digest(_content(path, folder)) != file.digest:
+        return f"{file.name} is damaged: its bytes are not those that were written"
+    return None
+
+
+def _content(path: Path, folder: Path | str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unusable(folder, f"{path.name} cannot be read: {error.strerror}") from error
+
+
+# The best checkpoint of a run by a held-out score (checkpoint.keep_best): which scores it can be chosen by.
+
+
+def scores_to_choose_by(config: RunConfig) -> list[str]:
+    """The keys in metrics.jsonl of the held-out scores of which more is better."""
+    graded = any(part.role is not None for part in parts_in_evaluation(config))  # then no answer counts as right or wrong
+    keys: list[str] = []
+    for name, _, _, suite in held_out(config):
+        samples = (suite.samples if suite else None) or config.eval.samples
+        right = [] if graded else ["pass@1", *([f"pass@{samples}", f"avg@{samples}"] if samples > 1 else [])]
+        keys += ["/".join(("eval", *name.split(), score)) for score in (*right, "reward/mean")]
+    return keys
+
+
+def check_best(config: RunConfig) -> Iterable[str]:
+    """Problems with checkpoint.keep_best. A version can only be kept if it is both evaluated and saved."""
+    key, keys = config.checkpoint.keep_best, scores_to_choose_by(config)
+    if key is None:
+        return
+    if key not in keys:
+        yield f"checkpoint.keep_best={key}: must be " + (
+            f"one of {', '.join(keys)}{did_you_mean(alike(key, keys))}" if keys else "null without a held-out set"
+        )
+    every, saved = config.eval.every, config.checkpoint.every
+    if every == 0 or saved == 0 or every % saved:
+        yield f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of checkpoint.every={saved}, and neither to be 0"
+
+
+# Checks that a run directory with checkpoints may be continued with this config, and lists changed settings.
+
+
+# Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel sizes may change.
+FIXED_KEYS = (
+    "model.path",
+    "model.tokenizer",
+    "model.dtype",
+    *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
+    *(key for key in settings() if key.startswith(("data.train.", "data.curriculum."))),
+    "data.shuffle",
+    "data.bad_rows",
+    "algorithm.name",
+    "algorithm.distill.over",
+    "algorithm.distill.top_k",
+    "rollout.prompts_per_step",
+    "rollout.n",
+    "reward.name",
+    "reward.parts.NAME.name",
+    "reward.parts.NAME.weight",
+    "roles.NAME.role",
+    "roles.NAME.path",
+    "roles.NAME.on",
+    "seed",
+)
+# With data.bad_rows=drop, which rows are left out depends on these too, and so does the order of the others.
+_ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens")
+
+
+def check_resume(config: RunConfig) -> Iterable[str]:
+    """Problems with resuming from `config.run_dir`; none if it has no checkpoint yet."""
+    yield from check_names(config.run_dir)
+    try:
+        before = _earlier(config)
+    except ConfigError as error:
+        yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
+        return
+    fixed = (*FIXED_KEYS, *_ROOM_KEYS) if config.data.bad_rows == DROP else FIXED_KEYS
+    for key, value in differences(before, config).items():
+        if general(key) in fixed:
+            now = yaml_text(value_at(config, key))
+            yield f"{key}={now}: the run in run_dir={config.run_dir} began with {yaml_text(value)}; keep that, or use another run_dir"
+
+
+def changes(config: RunConfig) -> list[str]:
+    """One line for each setting of a resumed run that has changed since its last start."""
+    if not _settings_before(config).is_file():
+        return [f"what, if anything, cannot be said: {_settings_before(config)} is gone"]
+    return [
+        f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}" for key, value in differences(_earlier(config), config).items()
+    ]
+
+
+def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
+    """The settings that have other values than in `before`, with their values before; None for those under names that are new."""
+    keys = dict.fromkeys((*before, *keys_of(now))) if before else ()
+    return {key: before.get(key) for key in keys if before.get(key) != value_at(now, key)}
+
+
+def _earlier(config: RunConfig) -> Mapping[str, Any]:
+    """Every setting of the run in `config.run_dir`; empty if there is no checkpoint to resume from. Raises ConfigError."""
+    written = _settings_before(config)
+    if not written.is_file() or not complete_checkpoints(config.run_dir):
+        return {}
+    earlier = load_config(written)
+    return {key: value_at(earlier, key) for key in keys_of(earlier)}
+
+
+def _settings_before(config: RunConfig) -> Path:
+    return Path(config.run_dir) / "config.yaml"

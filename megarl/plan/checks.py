@@ -11,23 +11,171 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megarl.algorithms import recipes
-from megarl.config.outputs import folder_problems, new_folder_problems
-from megarl.config.rollout import BY_CALLS, OF_HUBS, RolloutConfig
-from megarl.config.schema import GRADERS, OWN_PLACE, RewardConfig, RunConfig, SuiteConfig
-from megarl.data.benchmarks import LIVECODEBENCH
-from megarl.data.held_out import held_out
-from megarl.data.mixture import mixture_problems
-from megarl.plan.best import check_best
-from megarl.plan.checkpoints import check_names
-from megarl.plan.megatron_settings import check_megatron_settings
-from megarl.plan.quantisation import check_ampere, check_blackwell_blocks, check_evaluated_format, check_format_arguments
-from megarl.plan.resume import check_resume
-from megarl.plan.roles import check_reward, check_roles, pairwise
-from megarl.plan.server_args import check_server_args
-from megarl.plan.teachers import check_distillation
+from megarl.base.files import folder_problems, new_folder_problems
+from megarl.config.errors import problems_of
+from megarl.config.schema import BY_CALLS, GRADERS, OF_HUBS, OWN_PLACE, RewardConfig, RolloutConfig, RunConfig, SuiteConfig
+from megarl.data.order import mixture_problems
+from megarl.data.rows import LIVECODEBENCH, held_out
+from megarl.lora.plan import check_lora
+from megarl.models import ModelSpec
+from megarl.models.mlp import SGLANG_CPU_PADDING
+from megarl.plan.checkpoints import check_best, check_names, check_resume
+from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import check_begun_warm_start, check_warm_start
-from megarl.rewards import shaping
-from megarl.rewards.parts import parts_of
+from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_layer, trainer_parameters
+from megarl.rewards import score
+from megarl.rewards.score import parts_of
+from megarl.roles.plan import check_reward, check_roles, pairwise
+from megarl.teachers.plan import check_distillation
+
+# Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
+
+
+BLOCK = 128  # rows and columns of fp8_block
+_KEEP_BLOCKS = {  # arguments of SGLang: (its choice here on Blackwell, what keeps blocks as they are)
+    "fp8_gemm_runner_backend": ("auto", ("flashinfer_trtllm", "triton")),
+    "moe_runner_backend": ("triton", ("triton",)),
+}
+_DECIDED = ("json_model_override_args", "load_format")  # arguments that tell SGLang the format
+
+
+def check_format_arguments(config: RunConfig) -> Iterable[str]:
+    quantization = config.generator.quantization
+    for name in _DECIDED if quantization else ():
+        if name in config.generator.server_args:
+            yield f"generator.server_args.{name}: must be left out with generator.quantization={quantization}, which decides it"
+
+
+def check_ampere(config: RunConfig) -> Iterable[str]:
+    if config.cluster.gpu == "A100" and config.generator.quantization is not None:
+        yield f"generator.quantization={config.generator.quantization}: must be null with cluster.gpu=A100, which has no fp8"
+
+
+def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
+    return repacked_blocks(config, "cluster.gpu=B200") if config.cluster.gpu == "B200" else ()
+
+
+def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
+    """Refuses DeepGEMM on GPUs of compute capability 10, `where`. After loading, SGLang (0.5.23) there quantises weights once more, by
+    scales that are powers of two, and packs these (requant_block_scale_ue8m0_for_deepgemm): direct writes bring neither."""
+    for name, (chosen, kept) in _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ():
+        if (backend := config.generator.server_args.get(name, chosen)) not in kept:
+            needed = f"generator.server_args.{name} of {' or '.join(kept)}"
+            yield f"generator.quantization=fp8_block: with {where} needs {needed}; it is {backend}, which repacks the scales"
+
+
+def check_evaluated_format(config: RunConfig) -> Iterable[str]:
+    """A quantised engine gets its weights from a trainer."""
+    if config.generator.quantization is not None:
+        quantization = f"generator.quantization={config.generator.quantization}"
+        yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
+
+
+def check_latent_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed."""
+    quantization = config.generator.quantization
+    if spec.kv_lora_rank and quantization not in (None, "fp8_block"):
+        yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
+
+
+# Checks settings against the model. Each check yields problems: the key, its value, what is allowed.
+
+
+ModelCheck = Callable[[RunConfig, ModelSpec], Iterable[str]]
+
+
+def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    sizes = {"trainer.ep": config.trainer.ep, "trainer.etp": config.trainer.etp, "generator.ep": config.generator.ep}
+    if not spec.num_experts:
+        yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes.items() if value > 1)
+
+
+def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """On a CPU, SGLang pads the rows of one expert and multiplies that for shared experts; no layout here covers several of them."""
+    rows, tp = spec.expert_intermediate_size, config.generator.tp
+    shared = spec.shared_intermediate_size // rows if rows else 0
+    if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
+        needed = f"{SGLANG_CPU_PADDING} * generator.tp={tp}, which the {rows} ffn rows of an expert are no multiple of"
+        fit = [n for n in range(1, tp) if tp % n == 0 and rows % (SGLANG_CPU_PADDING * n) == 0]
+        advice = f"generator.tp={fit[-1]} would do" if fit else "they cannot serve it"
+        yield f"model.path={config.model.path}: its {shared} shared experts are padded on CPUs to multiples of {needed}; {advice}"
+
+
+def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    if config.trainer.routing_replay and not spec.num_experts:
+        yield f"trainer.routing_replay=true: must be false: a {spec.family} model has no experts"
+
+
+def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Without sequence parallelism every tensor rank would send the same tokens to the experts, which Megatron refuses."""
+    if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
+        yield f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={config.trainer.tp}"
+
+
+def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """What the layouts of both sides do not cut. Engines on CPUs would pad; they are held to what GPUs take, as are plans for these."""
+    t, g = trainer_topology(config.trainer), generator_topology(config.generator)
+    yield from problems_of(
+        lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
+        lambda: generator_parameters(spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")),
+        lambda: stage_of_layer(spec.num_layers, t),
+    )
+    if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
+        yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
+    if g.dp_attention > config.generator.max_concurrency:
+        yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={g.dp_attention}"
+
+
+def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Latent attention has its own rotary embeddings."""
+    allowed = ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
+    if spec.rope_type not in allowed:
+        yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
+
+
+def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    yield from (f"model.path={config.model.path}: {problem}" for problem in _router_problems(spec))
+
+
+def _router_problems(spec: ModelSpec) -> Iterable[str]:
+    """Finds routers that Megatron cannot train, or computes differently from Hugging Face and SGLang."""
+    if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
+        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, the others by two.
+        yield f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = {spec.topk_groups}"
+    if spec.score_function == "sigmoid" and not spec.norm_topk_prob:
+        yield "norm_topk_prob must be true for a router of sigmoid scores"
+    if spec.num_experts and spec.experts_per_token == 1 and spec.norm_topk_prob:
+        yield "norm_topk_prob=true with one expert per token: the router would never learn"
+
+
+def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """A response and at least one prompt token must fit wherever they go. Prompts themselves are checked with the data."""
+    room = {"the model's context of": spec.max_position_embeddings}
+    train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
+    if config.generator.kv_cache_tokens is not None:
+        key = "generator.kv_cache_tokens" + " / generator.dp_attention" * (config.generator.dp_attention > 1)
+        room[f"{key} ="] = config.generator.kv_cache_tokens // max(1, config.generator.dp_attention)
+    for key, length, limits in (
+        ("rollout.max_tokens", config.rollout.max_tokens, room | train_room),
+        ("eval.max_tokens", config.eval.max_tokens or 0, room),
+    ):
+        for name, limit in limits.items():
+            if length >= limit:
+                yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
+
+
+MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    check_experts,
+    check_shared_experts,
+    check_routing_replay,
+    check_sizes,
+    check_lengths,
+    check_lora,
+)
+# Commands that only plan do without these.
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)
+
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
@@ -94,7 +242,7 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
 
 
 def check_program(config: RunConfig) -> Iterable[str]:
-    """Programs make episodes with branches. (What their arguments are like is for rollouts/environments/functions.py.)"""
+    """Programs make episodes with branches. (What their arguments are like is for rollouts/environments/loading.py.)"""
     name = config.rollout.name
     if name not in BY_CALLS:
         return
@@ -128,7 +276,7 @@ def check_curriculum(config: RunConfig) -> Iterable[str]:
 
 
 def check_shaping(config: RunConfig) -> Iterable[str]:
-    return shaping.problems(config)
+    return score.problems(config)
 
 
 def check_eval(config: RunConfig) -> Iterable[str]:

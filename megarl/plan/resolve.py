@@ -6,23 +6,21 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.lora import LoraConfig
-from megarl.config.roles import REFERENCE
 from megarl.config.schema import RunConfig
+from megarl.critic.plan import check_critic, find_critic
+from megarl.lora.plan import check_first_adapters
+from megarl.lora.settings import LoraConfig
 from megarl.models import ModelSpec, load_spec
-from megarl.models.registry import CLASSIFICATION
+from megarl.models.registry import CLASSIFICATION, did_you_mean, missing_folder
 from megarl.models.spec import SCALAR
-from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, PLANNING_COMMANDS, check_batch
-from megarl.plan.critic import check_critic, find_critic
-from megarl.plan.lora import check_first_adapters
-from megarl.plan.model_checks import MODEL_CHECKS, RUN_MODEL_CHECKS, check_sizes
-from megarl.plan.model_paths import did_you_mean, missing_folder
-from megarl.plan.roles import ServedRole, find_served
-from megarl.plan.teachers import FrozenRole, check_served_teachers, find_frozen
+from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS, PLANNING_COMMANDS, RUN_MODEL_CHECKS, check_batch, check_sizes
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
-from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.roles.plan import ServedRole, find_served
+from megarl.roles.settings import REFERENCE
+from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
 OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import recipes
+from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.keys import keys_of, value_at
-from megarl.config.roles import REFERENCE, role_of
 from megarl.config.schema import RunConfig
-from megarl.files import write_whole
 from megarl.plan.checkpoints import check_names, complete_checkpoints
+from megarl.roles.settings import REFERENCE, role_of
 
 WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings of the megarl sft that made them
 WARM = "warm"  # the command that only has engines compile: any weights will do

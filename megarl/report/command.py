@@ -3,14 +3,188 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import gzip
+import hashlib
+import html
+import http.server
+import json
 import math
+import secrets
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+from megarl.base.files import file_problems, write_whole
 from megarl.config.errors import ConfigError
-from megarl.config.outputs import file_problems
-from megarl.files import write_whole
 from megarl.observe.metrics import METRICS_FILE
+from megarl.report.reading import RunReader
+
+# The report page: one HTML file with everything in it. What a run wrote is in it compressed, and becomes text nodes only.
+#
+# The page's policy lets no script run but its own, and nothing be loaded; a page that is served may ask its server.
+
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    *(f"{name}.js" for name in ("store", "charts", "timeline", "times", "weights", "samples", "sample", "summary", "main")),
+)
+STYLES = ("uPlot.min.css", "page.css")
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">to the content</a>
+<header><div class="bar">
+<h1>{heading}</h1><span class="live" id="live">{made}</span><nav role="tablist" aria-label="questions"></nav>
+</div></header>
+<main id="main"><div id="top"><p class="soft">reading …</p></div><div id="tools"></div></main>
+<footer>Made by megarl report from {sources}. Curves by uPlot (MIT).</footer>
+<noscript><p>This page needs JavaScript; the same is in the run's metrics.jsonl, trace.json and rollouts/.</p></noscript>
+<script type="application/json" id="live-data">{live}</script>
+{runs}
+<script>{script}</script>
+{chunks}
+</body>
+</html>
+"""
+
+
+def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None) -> str:
+    """`found`: what RunReader.read returns of each run. `made`: when. `live`: how a served page asks for what is new."""
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "</script" not in script
+    connect = "'self'" if live else "'none'"
+    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; connect-src {connect}"
+    names = [each["name"] for each in found]
+    return PAGE.format(
+        policy=policy,
+        title=html.escape(f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''} · MegaRL"),
+        heading=html.escape(names[0] if len(names) == 1 else f"{len(names)} runs"),
+        made=html.escape(made),
+        sources=html.escape(", ".join(str(each["path"]) for each in found)),
+        style="\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
+        live=json.dumps(live).replace("<", "\\u003c"),
+        runs="\n".join(f'<script type="text/plain" class="run">{packed(_without_chunks(each))}</script>' for each in found),
+        script=script,
+        chunks="\n".join(
+            f'<script type="text/plain" id="chunk-{run}-{number}">{chunk}</script>'
+            for run, each in enumerate(found)
+            for number, chunk in enumerate(each["samples"]["chunks"])
+        ),
+    )
+
+
+def packed(value: Any) -> str:
+    return base64.b64encode(gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 6, mtime=0)).decode()
+
+
+def _without_chunks(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The page has them beside, as many elements: one is opened when it is looked at."""
+    return {**found, "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])}}
+
+
+# `megarl report --serve`: the page over HTTP, for this machine alone, and what is new in the runs whenever an open page asks.
+
+
+PAGES = 8  # that are followed at a time: one that is opened beyond them makes the oldest load itself anew
+EVERY_MS = 2000
+
+
+class ReportServer(http.server.ThreadingHTTPServer):
+    """Answers who knows `token`, on the loopback interface."""
+
+    daemon_threads = True
+
+    def __init__(self, run_dirs: Sequence[Path], text_bytes: int, port: int, now: Callable[[], str]):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.token = secrets.token_urlsafe(24)
+        self._run_dirs, self._text_bytes, self._now = run_dirs, text_bytes, now
+        self._pages: OrderedDict[str, _Page] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+
+    def open(self) -> str:
+        opened, name = _Page([RunReader(path, self._text_bytes) for path in self._run_dirs]), secrets.token_hex(8)
+        found = opened.read()
+        with self._lock:
+            self._pages[name] = opened
+            while len(self._pages) > PAGES:
+                self._pages.popitem(last=False)
+        return page(found, self._now(), {"token": self.token, "page": name, "every_ms": EVERY_MS})
+
+    def new(self, name: str, number: int) -> list[dict[str, Any]] | None:
+        """What is new for a page that has had `number` answers; None if it has to be loaded anew."""
+        with self._lock:
+            opened = self._pages.get(name)
+        return None if opened is None else opened.new(number)
+
+
+class _Page:
+    def __init__(self, readers: Sequence[RunReader]):
+        self._readers, self._answers, self._lock = readers, 0, threading.Lock()
+
+    def read(self) -> list[dict[str, Any]]:
+        return [reader.read(follow=True) for reader in self._readers]
+
+    def new(self, number: int) -> list[dict[str, Any]] | None:
+        with self._lock:
+            if number != self._answers:  # an answer was lost on its way
+                return None
+            self._answers += 1
+            return self.read()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(asked.query).items()}
+        hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+        if self.headers.get("Host") not in hosts:  # another name that somebody has led to this machine
+            self._answer(403, "text/plain", "the page is served as " + " or ".join(hosts))
+        elif not secrets.compare_digest(query.get("token", "").encode(), self.server.token.encode()):
+            self._answer(403, "text/plain", "the token is missing or wrong: take the address that megarl report has printed")
+        elif asked.path == "/":
+            self._answer(200, "text/html; charset=utf-8", self.server.open())
+        elif asked.path == "/new" and query.get("number", "").isdecimal():
+            found = self.server.new(query.get("page", ""), int(query["number"]))
+            self._answer(409 if found is None else 200, "application/json", json.dumps(found, allow_nan=False))
+        else:
+            self._answer(404, "text/plain", "there is nothing here")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(data))), ("Cache-Control", "no-store")):
+            self.send_header(name, value)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the token is in the addresses."""
+
 
 DESCRIPTION = "make one HTML page of runs: curves, times, weight updates, samples; --serve follows a run that is going on"
 EXAMPLES = [
@@ -52,7 +226,7 @@ def run(arguments: argparse.Namespace) -> None:
         problems += file_problems("--output", str(output), (".html",))
     if problems:
         raise ConfigError(problems)
-    from megarl.report.page import page  # what is checked above needs none of it
+    # what is checked above needs none of it
     from megarl.report.reading import RunReader
 
     text_bytes = int(arguments.text_mib * 2**20)
@@ -66,7 +240,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _serve(folders: list[Path], text_bytes: int, port: int) -> None:
-    from megarl.report.serve import ReportServer
 
     try:
         server = ReportServer(folders, text_bytes, port, _now)

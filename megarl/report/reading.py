@@ -5,28 +5,303 @@ A reader may be asked again while the run goes on, and then returns what is new.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 import re
+import statistics
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median, median_high
+from typing import Any, Protocol
 
 import msgspec
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.observe.advisories import advisories
+from megarl.observe.agreement import advisories, scoring_binds
 from megarl.observe.metrics import METRICS_FILE, Row
-from megarl.observe.rollouts import FailuresTail, one_line
-from megarl.observe.trace import TRACE_FOLDER
-from megarl.report.advice import advice
-from megarl.report.samples import Samples
-from megarl.rewards.failures import FAILED_EPISODES, FAILED_FRACTION
-from megarl.rewards.failures import told as failure_told
+from megarl.observe.samples import SAMPLES_FILE, FailuresTail, one_line
+from megarl.observe.status import TRACE_FOLDER
+from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
+from megarl.rewards.score import told as failure_told
+
+# The samples of a run: an index with a row for each, and the texts in compressed chunks that the page opens when they are looked at.
+
+
+SETTLED_S = 10.0  # after which no rank still writes its part of a step: all do so right after it
+CHUNK_BYTES = 400_000  # of JSON, before it is compressed
+EXCERPT_CHARS = 60  # of a response, in the table
+COMPRESSED = 0.3  # about this much of the files' bytes becomes the page's
+COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "begins", "chunk", "place")
+
+
+class Lines(Protocol):
+    path: Path
+    damaged: int
+    unfinished: bool
+
+    def lines(self) -> Iterator[bytes]: ...
+
+
+class _Sample(msgspec.Struct):
+    reward: float | None
+    text: str
+    tokens: int
+    parts: dict[str, float | None] = {}
+    failed: list[dict[str, str]] = []
+    finish_reason: str = ""
+    turns: int = 1
+    versions: list[tuple[int, int]] = []
+    environment: list[tuple[int, int]] = []
+    numbers: dict[str, Any] | None = None  # from tokens.<rank>.jsonl
+
+
+class _Group(msgspec.Struct):
+    step: int
+    ordinal: int
+    prompt: str
+    answer: str
+    samples: list[_Sample]
+    prompt_tokens: int = 0
+    dropped: bool = False
+
+
+class _Tokens(msgspec.Struct):
+    step: int
+    ordinal: int
+    sample: int
+    ids: list[int]
+    positions: list[tuple[int, int]]
+    diff: list[float | None]
+    mu: list[float | None]
+    advantage: float | list[float | None] | None
+    pieces: dict[int, str] = {}
+
+
+_group, _tokens, _encode = msgspec.json.Decoder(_Group).decode, msgspec.json.Decoder(_Tokens).decode, msgspec.json.Encoder().encode
+
+
+class Samples:
+    def __init__(self, run_dir: Path, tail: Callable[[Path], Lines], text_bytes: int):
+        self._folder, self._tail = run_dir / "rollouts", tail
+        self._groups = tail(self._folder / SAMPLES_FILE)
+        self._ranks: dict[str, _OfRank] = {}
+        self._held: list[_Group] = []
+        self._chunks = 0
+        files = [self._folder / SAMPLES_FILE, *self._folder.glob("tokens.*.jsonl")]
+        size = COMPRESSED * sum(path.stat().st_size for path in files if path.exists())
+        self.every = max(1, math.ceil(size / text_bytes))  # one in so many steps has texts
+
+    @property
+    def tails(self) -> list[Lines]:
+        return [self._groups, *(rank.tail for rank in self._ranks.values())]
+
+    def read(self, follow: bool) -> dict[str, Any]:
+        """`index`: the new samples' columns; `chunks`: their texts, each gzipped JSON in base64; `every`."""
+        for path in sorted(self._folder.glob("tokens.*.jsonl")):
+            self._ranks.setdefault(path.name, _OfRank(self._tail(path)))
+        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        chunks: list[str] = []
+        full: list[bytes] = []
+        for group in self._new(follow):
+            with_text = group.step % self.every == 0
+            self._index(columns, group, len(full) if with_text else -1)
+            if with_text:
+                full.append(_encode(group))
+            if sum(map(len, full)) > CHUNK_BYTES:
+                chunks.append(_chunk(full))
+                full, self._chunks = [], self._chunks + 1
+        if full:
+            chunks.append(_chunk(full))
+            self._chunks += 1
+        return {"index": columns, "chunks": chunks, "every": self.every}
+
+    def _new(self, follow: bool) -> Iterator[_Group]:
+        groups, self._held = self._held, []
+        newest = groups[-1].step if groups else -1
+        for line in self._groups.lines():
+            try:
+                group = _group(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                self._groups.damaged += 1
+                continue
+            newest = max(newest, group.step)
+            groups.append(group)
+            if len(groups) > 1 and groups[0].step < newest:
+                yield from self._with_numbers([each for each in groups if each.step < newest])
+                groups = [each for each in groups if each.step >= newest]
+        if follow and not self._settled():
+            self._held = groups
+        else:
+            yield from self._with_numbers(groups)
+
+    def _settled(self) -> bool:
+        """Whether the newest step's lines are so old that all ranks have written theirs: the run waits, or has ended."""
+        files = [self._groups.path, *(rank.tail.path for rank in self._ranks.values())]
+        return all(time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists())
+
+    def _with_numbers(self, groups: list[_Group]) -> Iterator[_Group]:
+        """The groups of one step, with what ranks wrote about their tokens."""
+        numbers: dict[tuple[int, int], dict[str, Any]] = {}
+        for rank in self._ranks.values():
+            numbers |= rank.of_step(groups[0].step) if groups else {}
+        for group in groups:
+            for index, sample in enumerate(group.samples):
+                sample.numbers = numbers.get((group.ordinal, index))
+            yield group
+
+    def _index(self, columns: dict[str, list[Any]], group: _Group, place: int) -> None:
+        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+        spread = statistics.pstdev(rewards) if rewards else None
+        for number, sample in enumerate(group.samples):
+            age = group.step - min(version for version, _ in sample.versions) if sample.versions else None
+            chunk = self._chunks if place >= 0 else -1
+            row = (group.step, group.ordinal, number, sample.reward, sample.tokens, age, spread, sample.finish_reason)
+            row = (*row, int(bool(sample.failed)), int(group.dropped), " ".join(sample.text[:EXCERPT_CHARS].split()), chunk, place)
+            for name, value in zip(COLUMNS, row, strict=True):
+                columns[name].append(value)
+
+
+class _OfRank:
+    """The lines of one trainer rank, which are in the order of their steps."""
+
+    def __init__(self, tail: Lines):
+        self.tail = tail
+        self._pieces: dict[int, str] = {}
+        self._ahead: deque[_Tokens] = deque()
+        self._lines: Iterator[bytes] = iter(())
+
+    def of_step(self, step: int) -> dict[tuple[int, int], dict[str, Any]]:
+        found = {}
+        while (line := self._next()) is not None:
+            if line.step > step:
+                self._ahead.appendleft(line)
+                break
+            if line.step == step:
+                pieces = [self._pieces.get(number, f"<{number}>") for number in line.ids]
+                numbers = {"positions": line.positions, "diff": line.diff, "mu": line.mu, "advantage": line.advantage}
+                found[line.ordinal, line.sample] = {"pieces": pieces, **numbers}
+        return found
+
+    def _next(self) -> _Tokens | None:
+        if self._ahead:
+            return self._ahead.popleft()
+        for again in (False, True):
+            if again:
+                self._lines = self.tail.lines()
+            for line in self._lines:
+                try:
+                    tokens = _tokens(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    self.tail.damaged += 1
+                    continue
+                rows = [tokens.diff, tokens.mu, *([tokens.advantage] if isinstance(tokens.advantage, list) else [])]
+                if {len(tokens.ids)} != {sum(count for _, count in tokens.positions), *map(len, rows)}:
+                    self.tail.damaged += 1
+                    continue
+                self._pieces |= tokens.pieces
+                return tokens
+        return None
+
+
+def _chunk(groups: list[bytes]) -> str:
+    return base64.b64encode(gzip.compress(b"[" + b",".join(groups) + b"]", 6, mtime=0)).decode()
+
+
+# What the page says about a run beside `observe.advisories`: few things, each with the numbers that it is concluded from.
+
+
+RECENT = 20  # steps that are looked at
+FEWEST = 10
+WAITS = 0.4  # of a step
+TRUNCATED = 0.1
+NO_SIGNAL = 0.5
+SOLVED = 0.9  # where the mean reward is between a step's lowest and highest
+GROWTH = 2.0  # the queue at the end beside that of as many steps before
+SLOW = 0.7  # of its peers' tokens
+FEWEST_TOKENS = 10_000  # of an engine's peer
+
+
+def advice(rows: Sequence[Row], settings: Mapping[str, Any], engine_tokens: Mapping[int, int]) -> list[str]:
+    recent = rows[-RECENT:]
+    if len(recent) < FEWEST:
+        return []
+    rules = (_waits(recent, settings), _truncated(recent), _no_signal(recent), _queue(rows), _slow_engine(engine_tokens))
+    return [text for text in rules if text]
+
+
+def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
+    step, trainer, generator = (_median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait"))
+    if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run waits by its nature
+        return ""
+    if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
+        return (
+            f"the trainer waits {trainer / step:.0%} of a step ({trainer:.3g} of {step:.3g} s, median of the last {len(rows)}): "
+            "generation is the slower side; more engines, shorter responses, or a larger async.capacity if their times vary"
+        )
+    if generator > WAITS * step and generator > trainer:
+        return (
+            f"the engines wait {generator / step:.0%} of a step for weights ({generator:.3g} of {step:.3g} s, median of the last "
+            f"{len(rows)}): training is the slower side; fewer engines or more trainer ranks, or a larger async.capacity"
+        )
+    return ""
+
+
+def _truncated(rows: Sequence[Row]) -> str:
+    share = _median(rows, "truncated_fraction")
+    most = "rollout.max_tokens"
+    return (
+        f"{share:.0%} of the responses end at {most} (median of the last {len(rows)} steps): their rewards say little"
+        if share > TRUNCATED
+        else ""
+    )
+
+
+def _no_signal(rows: Sequence[Row]) -> str:
+    share = _median(rows, "zero_advantage_fraction")
+    if not NO_SIGNAL < share < 1:
+        return ""
+    lowest, mean, highest = (_median(rows, f"reward/{name}") for name in ("min", "mean", "max"))
+    height = (mean - lowest) / (highest - lowest) if highest > lowest else math.nan
+    if height >= SOLVED:  # equal since they are right: it has learned what there is to learn
+        return ""
+    why = "hard" if height <= 1 - SOLVED else "easy or too hard"
+    return (
+        f"in {share:.0%} of the groups all rewards are equal (median of the last {len(rows)} steps), so they teach nothing: the prompts "
+        f"are too {why}; rollout.dynamic_sampling replaces them"
+    )
+
+
+def _queue(rows: Sequence[Row]) -> str:
+    if len(rows) < 2 * RECENT:
+        return ""
+    before, now = (_median(part, "prompts/buffered") for part in (rows[-2 * RECENT : -RECENT], rows[-RECENT:]))
+    if not (now > GROWTH * before and now > 1):
+        return ""
+    return f"the queue of finished groups grows: {now:.0f} wait, {before:.0f} did {RECENT} steps before; samples become older than need be"
+
+
+def _slow_engine(tokens: Mapping[int, int]) -> str:
+    if len(tokens) < 2:
+        return ""
+    usual = median_high(tokens.values())
+    slow = [index for index, count in sorted(tokens.items()) if count < SLOW * usual]
+    if usual < FEWEST_TOKENS or not slow:
+        return ""
+    shares = ", ".join(f"engine {index} {tokens[index] / usual:.0%}" for index in slow[:5])
+    return f"engines that made far fewer tokens than their peers, in per cent of the median engine's: {shares}"
+
+
+def _median(rows: Sequence[Row], key: str) -> float:
+    values = [row[key] for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key])]
+    return median(values) if values else math.nan
+
 
 LAST_STEPS = 5  # in which something must have failed for its reason to be told
 MOST_RANKS = 64  # trainer ranks whose trace is read

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.layout import ITEM_BYTES
 from megarl.reshard.map import Copy, ReshardMap
 
 if TYPE_CHECKING:

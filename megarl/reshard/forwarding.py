@@ -11,16 +11,22 @@ A table per kind gives the leaders of each *turn*: instances (layers) take turns
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
-from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout
+from megarl.models.parameters import EXPERT_FIELD, FIRST, LAST, LAYER
+from megarl.reshard.deltas import MOST_OF_FULL, delta_share
+from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
+from megarl.reshard.map import ReshardMap, Summary, count_tensors
 from megarl.reshard.proof import ProofError
+from megarl.reshard.template import ZEROS, Row
 
 
 class Relay(Struct, frozen=True):
@@ -128,3 +134,246 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
         for rank in shard:
             by_host[rank // ranks_per_host].append(rank)
         yield list(by_host.values())
+
+
+# Relays between engines, for a trainer with few ranks or unequal stages.
+#
+# Only trainer ranks hold a shard at first, so they would send it once for each engine. With many engines their links are the bottleneck,
+# and
+# with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
+# (scatter, then all-gather), the trainer writes every layer to some of the engines, different ones for each layer, and those pass it on.
+# Their number is chosen so that the two parts of the update, writing and then passing on, take the least time together.
+
+
+PLACES = (FIRST, LAYER, LAST)
+MOST_CANDIDATES = 64  # numbers of engines that are tried
+RELAY_COST = 1.25  # of a relayed byte, relative to one that the trainer sends: relays wait until all of those are there. Set, not measured.
+
+
+def between_engines(map: ReshardMap, tp: int) -> Forwarding:
+    """The relays for `map`, which goes to all engines of `tp` ranks each. There are none where they would save no time.
+
+    Pure: equal on all ranks.
+    """
+    return passed_on(map.destination, tp, *written_directly(map, map.destination.world_size // tp))
+
+
+def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwarding:
+    """The trainer writes each layer to `of_layers` engines, and the tensors before and after the layers to `of_ends`."""
+    engines = layout.world_size // tp
+    leader_of: list[np.ndarray] = []
+    begins: list[int] = []
+    passed = 0
+    for kind in layout.kinds:
+        followers = engines - (of_layers if kind.place == LAYER else of_ends)
+        begins.append(passed if kind.scales_of is None else begins[kind.scales_of])  # scales follow their weights
+        passed += followers if kind.scales_of is None else 0
+        leader_of.append(_by_engine(kind, tp, engines, followers, begins[-1]) if followers else kind.ranks)
+    return Forwarding.of(layout, tuple(leader_of))
+
+
+def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
+    """Chooses `of_ends` and `of_layers` of `passed_on` so that the update takes the least time."""
+    sent, held = _bytes_by_place(map)
+    first, layer, last = range(len(PLACES))
+    numbers = np.array(sorted(set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())))
+    of_ends, of_layers = numbers[:, None], numbers[None, :]
+    written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
+    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so some rank sends all of it
+    by_layers = _turns(map, engines, of_layers) * held[layer]
+    cost = written + RELAY_COST * (by_ends + by_layers)
+    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # among equals, the one that passes on least
+    return int(numbers[best[0]]), int(numbers[best[1]])
+
+
+def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
+    """The layer bytes that the busiest engine passes on, as a multiple of those that it holds. Engines take turns, layer by layer; if there
+    are more engines than layers, some lead one layer and others none."""
+    layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
+    led = -(-layers * of_layers // engines)  # layers
+    return led * -(-(engines - of_layers) // of_layers) / layers
+
+
+def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that trainer ranks send to all engines, [places, ranks that differ], and bytes of the fullest generator rank, [places].
+
+    It assumes that all holders of a box send it equally often, which the schedule comes close to. Padding is left out: any rank can send
+    zeros.
+    """
+    sent = np.zeros((len(PLACES), map.source.world_size))
+    held = np.zeros((len(PLACES), map.destination.world_size))
+    for kind in map.destination.kinds:
+        sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
+        np.add.at(held[PLACES.index(kind.place)], kind.ranks[0], kind.instances * sizes[:, None])
+    for row in map.rows:
+        target = map.destination.kinds[row.kind]
+        for holder in row.holders if row.transform != ZEROS else ():
+            kind = map.source.kinds[holder.kind]
+            ranks = kind.ranks[:, holder.shard]  # [stages, replicas]
+            share = map.row_bytes(row) * target.replicas / (len(row.holders) * ranks.shape[1])
+            instances = np.bincount(kind.stages, minlength=len(ranks))
+            np.add.at(sent[PLACES.index(target.place)], ranks, share * instances[:, None])
+    return np.array(sorted(set(zip(*sent.tolist())))).T, held.max(axis=1)
+
+
+def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:
+    """The leader of every replica, [turns, shards, replicas]. The engines after a run of `followers` engines pass tensors on to it."""
+    turns = min(engines, kind.instances)
+    engine = kind.ranks[0] // tp
+    start = (begin + followers * np.arange(turns))[:, None, None] % engines
+    place = (engine - start) % engines
+    leads = (start + followers + place % (engines - followers)) % engines
+    return kind.ranks[0] + np.where(place < followers, leads - engine, 0) * tp
+
+
+# Splits a reshard map into the part that the trainer writes and the part that engines pass on (`weights.relay`).
+
+
+AUTO, ENGINES = "auto", "engines"  # weights.relay
+INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
+
+
+class RelayRule(NamedTuple):
+    """Says which ranks pass tensors on to which. `ranks` is the number of generator ranks of a host, or of an engine."""
+
+    how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
+    ranks: int
+
+
+def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
+    """The part of `map` that the trainer writes, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks.
+
+    Between engines nothing is passed on unless that relieves the busiest rank. Raises ValueError if replicas are spread unevenly over the
+    hosts.
+    """
+    begin = time.perf_counter()
+    by_host = rule.how == INSIDE_HOSTS
+    forwarding = inside_hosts(map.destination, rule.ranks) if by_host else between_engines(map, rule.ranks)
+    if not by_host and busiest_bytes(replace(map, destination=forwarding.leaders), forwarding) >= busiest_bytes(map, None):
+        forwarding = passed_on(map.destination, rule.ranks, *[map.destination.world_size // rule.ranks] * 2)  # no relays
+    forwarding.prove()
+    return replace(map, destination=forwarding.leaders, build_s=map.build_s + time.perf_counter() - begin), forwarding
+
+
+def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
+    """The result of `relayed`, as far as it is known before a run. `relay` is weights.relay, `tp` the ranks of an engine. Relays inside
+    hosts depend on where engines will run, so they are not included."""
+    return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
+
+
+def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
+    """The summary of both parts together; copies and writes count only the trainer's."""
+    if forwarding is None:
+        return map.summary()
+    (_, written), (given, taken) = map.rank_bytes(), forwarding.rank_bytes()
+    received = written + taken
+    return replace(
+        map.summary(),
+        tensors=count_tensors(forwarding.layout),
+        bytes=int(received.sum()),
+        bytes_minimum=sum(kind.bytes for kind in forwarding.layout.kinds),
+        relayed_bytes=int(given.sum()),
+        receiver_max_over_mean=float(received.max() / received.mean()),
+    )
+
+
+def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
+    """The bytes of the rank that sends or receives most while the trainer writes, plus those of the busiest while engines pass on."""
+    written = max(int(side.max()) for side in map.rank_bytes())
+    return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())
+
+
+def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
+    """As `busiest_bytes`, of an update that carries only what has changed, a share `changed` of the elements. Engines pass whole tensors
+    on. A delta that is too large becomes a full update."""
+    share, full = delta_share(map, changed), busiest_bytes(map, forwarding)
+    written = busiest_bytes(map, None)
+    return full if share > MOST_OF_FULL else full - written * (1 - share)
+
+
+# Which tensors each source rank of a reshard map writes to each destination rank, as arrays: a large model has a million such triples.
+#
+# Both ends of an update number a rank's tensors in the order of their names, so that hashes and offsets travel without names.
+
+
+_Span = tuple[int, int, int]  # a destination kind, and the first and end of its experts where each has a tensor of its own; otherwise 0, 0
+
+
+class SentTensors:
+    """Of `map`, and of `relays`, the tensors that its destination ranks get from each other instead.
+
+    A *place* is one tensor of one destination rank: they are numbered rank by rank, and within a rank by name. A *sending* is a source rank
+    that writes to a place: they are numbered source by source, and within a source by place.
+    """
+
+    def __init__(self, map: ReshardMap, relays: Sequence[Relay] = ()):
+        self.map = map
+        ranks, numbers = map.destination.world_size, _numbers(map)
+        self.names = sorted({name for names in numbers.values() for name in names.ravel().tolist()})
+        number = {name: i for i, name in enumerate(self.names)}
+        count = len(self.names)
+        numbered = {span: np.vectorize(number.__getitem__)(names) for span, names in numbers.items()}
+        triples = _distinct(np.concatenate(_triples(map, numbered, count)))
+        sources, pairs = np.divmod(triples, ranks * count)
+        led, taken = (
+            np.array([rank * count + number[relay.tensor] for rank, relay in zip(of, relays)], dtype=np.int64)
+            for of in ([relay.source_rank for relay in relays], [relay.destination_rank for relay in relays])
+        )
+        self._pairs = _distinct(np.concatenate([pairs, taken]))  # destination rank and name of each place
+        self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))  # the first of each source rank
+        self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)  # the first of each destination rank
+        self.place_of = np.searchsorted(self._pairs, pairs)  # of each sending
+        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)  # of leaders and followers
+
+    def name(self, place: int) -> tuple[int, str]:
+        """Destination rank and name of a place."""
+        rank, number = divmod(int(self._pairs[place]), len(self.names))
+        return rank, self.names[number]
+
+    def names_of(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of their names in `names`."""
+        return self._pairs[places] % len(self.names)
+
+    def sent_by(self, source: int) -> np.ndarray:
+        """The places that a source rank writes to, in order."""
+        return self.place_of[self.sendings[source] : self.sendings[source + 1]]
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """In order. (np.unique takes ten times as long.)"""
+    numbers = np.sort(numbers)
+    return numbers[np.append(True, numbers[1:] != numbers[:-1])] if len(numbers) else numbers
+
+
+def _span(map: ReshardMap, row: Row) -> _Span:
+    kind = map.destination.kinds[row.kind]
+    experts = kind.shards[row.shard].experts
+    if experts is None or EXPERT_FIELD not in kind.name:
+        return row.kind, 0, 0
+    first = experts[0] + row.box.start[0]
+    return row.kind, first, first + row.box.shape[0]
+
+
+def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
+    """The names of a span's tensors, [instances, experts or 1]."""
+    found = {}
+    for span in {_span(map, row) for row in map.rows}:
+        kind, experts = map.destination.kinds[span[0]], range(*span[1:])
+        names = [kind.name_of(i) for i in range(kind.instances)]
+        found[span] = np.array([[name.replace(EXPERT_FIELD, str(e)) for e in experts] or [name] for name in names], dtype=object)
+    return found
+
+
+def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
+    """(source * destination ranks + destination) * `count` + number of the name, of all rows, once for rows that are served alike."""
+    ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
+    found: dict[tuple, np.ndarray] = {}
+    for row in map.rows:
+        route, span = map.turns.alike(row), _span(map, row)
+        if (route, span) in found:
+            continue
+        if route not in ends:
+            served = map.turns.assignment(row)
+            ends[route] = (served.senders.astype(np.int64) * map.destination.world_size + served.receivers)[served.class_of]
+        found[route, span] = (ends[route][:, None, :] * count + numbers[span][:, :, None]).ravel()
+    return list(found.values())

@@ -2,23 +2,538 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import msgspec
 import numpy as np
 
+from megarl.base.geometry import DP_ATTENTION_FAMILIES, Box, GeneratorTopology, TrainerTopology, whole_box
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
-from megarl.models.adapter_pool import is_of_stack, pool_parameters
-from megarl.models.adapters import Lora, adapter_parameters, lora_tensors, trainer_adapters
-from megarl.models.parameters import ATTENTION, DENSE, EXPERT, FIRST, LAST, LAYER, Layers, LogicalTensor, Parameter, whole
+from megarl.lora.layout import Lora, adapter_parameters, is_of_stack, lora_tensors, pool_parameters, trainer_adapters
+from megarl.models.parameters import (
+    ATTENTION,
+    DENSE,
+    EXPERT,
+    EXPERT_FIELD,
+    FIRST,
+    LAST,
+    LAYER,
+    LAYER_FIELD,
+    Layers,
+    LogicalTensor,
+    Parameter,
+    whole,
+)
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
-from megarl.reshard.kinds import ITEM_BYTES, Kind, Layout, LocalTensor, Piece
-from megarl.reshard.scales import with_scales
-from megarl.reshard.shards import local_tensor
-from megarl.reshard.sizes import generator_parameters, trainer_parameters
-from megarl.topology import GeneratorTopology, TrainerTopology
+
+# Layouts say which rank holds which elements of which logical tensor, and under which local name.
+#
+# A layout is kept factorised. A `Kind` is one parameter: it states once what each of its shards holds, with a table of the ranks that hold
+# each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are asked for. In a shard's
+# statement, experts are a leading dim of both boxes, whether the engine stacks them or not.
+
+
+Coordinates = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of everything that a rank holds, by kind and shard
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape.
+
+    If an engine stacks experts, `local` belongs to one expert, and `logical` has a leading dim of 1 for it.
+    """
+
+    local: Box
+    logical_name: str
+    logical: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor in a rank's memory. Elements that no piece covers are padding, which holds zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    engine_shape: tuple[int, ...] | None = None  # if the engine shows the same memory in another shape: transposed, or a scalar
+    experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
+
+    def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
+        """The tensors that this statement stands for at one layer, with names resolved and experts one by one."""
+        if layer is None:
+            return (self,)
+        number = str(layer)
+        pieces = tuple([Piece(p.local, p.logical_name.replace(LAYER_FIELD, number), p.logical) for p in self.pieces])
+        tensor = replace(self, name=self.name.replace(LAYER_FIELD, number), pieces=pieces, experts=None)
+        if self.experts is None:
+            return (tensor,)
+        apart = [(e, expert, piece) for piece in pieces for e, expert, piece in _of_each_expert(piece)]
+        if EXPERT_FIELD not in self.name:  # stacked
+            return (replace(tensor, pieces=tuple(piece for _, _, piece in apart)),)
+        own: dict[int, list[Piece]] = {expert: [] for expert in range(*self.experts)}
+        for _, expert, piece in apart:
+            own[expert].append(Piece(piece.local.drop(), piece.logical_name, piece.logical.drop()))
+        return tuple(
+            replace(tensor, name=tensor.name.replace(EXPERT_FIELD, str(expert)), shape=self.shape[1:], pieces=tuple(own[expert]))
+            for expert in own
+        )
+
+
+def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
+    """Yields (local expert, global expert, its piece)."""
+    for i in range(piece.local.shape[0]):
+        e, expert = piece.local.start[0] + i, piece.logical.start[0] + i
+        local = Box((e,) + piece.local.start[1:], (1,) + piece.local.shape[1:])
+        logical = Box((0,) + piece.logical.start[1:], (1,) + piece.logical.shape[1:])
+        yield e, expert, Piece(local, piece.logical_name.replace(EXPERT_FIELD, str(expert)), logical)
+
+
+class LayoutError(RuntimeError):
+    """A live trainer rank or engine does not keep its weights as the reshard map says."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """One parameter of a layout.
+
+    Instance i is the tensor of layer `first_layer + i` for place LAYER; other places have one instance (i = 0). It lives on stage
+    `stages[i]`, where replica e of its shard s lies on rank `ranks[stages[i], s, e]`.
+    """
+
+    name: str
+    place: str  # FIRST | LAYER | LAST
+    shards: tuple[LocalTensor, ...]  # [S]
+    stages: np.ndarray  # [instances]
+    ranks: np.ndarray  # [stages, S, replicas]
+    first_layer: int = 0
+    rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` holds their scales
+    scales: int | None = None
+    scales_of: int | None = None  # if these are scales: number of the kind that they belong to
+
+    @property
+    def instances(self) -> int:
+        return len(self.stages)
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all instances, shards and replicas."""
+        sizes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.shards]
+        return sum(sizes) * self.instances * self.replicas
+
+    @property
+    def layers(self) -> Layers | None:
+        return (self.first_layer, self.first_layer + self.instances) if self.place == LAYER else None
+
+    def layer(self, instance: int) -> int | None:
+        return self.first_layer + instance if self.place == LAYER else None
+
+    def name_of(self, instance: int) -> str:
+        """The name at one instance; it may still contain `{expert}`."""
+        return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
+
+    def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
+        """One tensor, or one per expert if the engine keeps experts apart."""
+        return self.shards[shard].expand(self.layer(instance))
+
+    def tensor(self, shard: int, instance: int) -> LocalTensor:
+        """The tensor of a kind that has one tensor per layer."""
+        (only,) = self.tensors(shard, instance)
+        return only
+
+    def bare(self, shard: int, stage: int) -> list[LocalTensor]:
+        """The tensors of a shard on a stage, without their pieces."""
+        held, names = self.shards[shard], [self.name_of(i) for i in np.flatnonzero(self.stages == stage).tolist()]
+        shape = held.shape
+        if held.experts is not None and EXPERT_FIELD in self.name:
+            names = [name.replace(EXPERT_FIELD, str(expert)) for name in names for expert in range(*held.experts)]
+            shape = shape[1:]
+        return [LocalTensor(name, shape, held.dtype, (), held.engine_shape) for name in names]
+
+    def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """(stage, shard, replica) of everything of this kind that `rank` holds."""
+        found = np.flatnonzero(self.ranks.ravel() == rank)
+        if len(found) == 0:
+            return ()
+        per_shard = self.ranks.shape[2]
+        per_stage = self.ranks.shape[1] * per_shard
+        return tuple((i // per_stage, i % per_stage // per_shard, i % per_shard) for i in found.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Says where every element lives among `world_size` ranks."""
+
+    name: str  # "trainer" | "generator" | "hf": used in messages
+    world_size: int
+    kinds: tuple[Kind, ...]
+
+    def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
+        """The local tensors of `rank` in forward order: the first stage's, layer by layer, the last stage's."""
+        return tuple(tensor for _, _, tensor in self._in_order(rank))
+
+    def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
+        """(depth, number of the kind, tensor) for everything on `rank`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
+        found = []
+        for order, kind in enumerate(self.kinds):
+            for stage, shard, _ in kind.coordinates(rank):
+                instances = np.flatnonzero(kind.stages == stage).tolist()
+                found += [(self.depth(kind, i), order, tensor) for i in instances for tensor in kind.tensors(shard, i)]
+        return sorted(found, key=lambda entry: entry[:2])
+
+    def coordinates(self, rank: int) -> Coordinates:
+        of_mesh: dict[int, tuple[tuple[int, int, int], ...]] = {}  # kinds of one mesh share its table of ranks
+        found: Coordinates = {}
+        for k, kind in enumerate(self.kinds):
+            mesh = id(kind.ranks)
+            if mesh not in of_mesh:
+                of_mesh[mesh] = kind.coordinates(rank)
+            for stage, shard, replica in of_mesh[mesh]:
+                found.setdefault((k, shard), []).append((stage, replica))
+        return found
+
+    def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
+        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold alike ones share them."""
+        held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
+        if held not in self._shapes:
+            found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
+            self._shapes[held] = tuple(sorted(found, key=lambda tensor: tensor.name))
+        return self._shapes[held]
+
+    @cached_property
+    def _shapes(self) -> dict[tuple, tuple[LocalTensor, ...]]:
+        return {}
+
+    @cached_property
+    def _alike(self) -> list[list[int]]:
+        """For each kind and shard, the first shard that differs in nothing but its pieces."""
+        stated = [[replace(shard, pieces=()) for shard in kind.shards] for kind in self.kinds]
+        return [[shards.index(shard) for shard in shards] for shards in stated]
+
+    def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
+        """The pieces that `rank` owns. Over all ranks, every element of every logical tensor is owned exactly once.
+
+        The owner is the first replica among holders of the same elements; for a tensor with two names (a tied embedding on the first and
+        the last stage) it holds the first name; for one that several shards hold, it is the first shard.
+        """
+        return ((tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica)
+
+    def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
+        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its replicas: as `owned_pieces`, but on every
+        replica."""
+        owner: dict[tuple[str, Layers | None], str] = {}
+        for kind in self.kinds:
+            for shard in kind.shards:
+                for piece in shard.pieces:
+                    owner.setdefault((piece.logical_name, kind.layers), kind.name)
+        for kind in self.kinds:
+            for stage, shard, replica in kind.coordinates(rank):
+                before = {(p.logical_name, p.logical) for s in range(shard) for p in kind.shards[s].pieces}
+                wanted = [
+                    p
+                    for p in kind.shards[shard].pieces
+                    if owner[p.logical_name, kind.layers] == kind.name and (p.logical_name, p.logical) not in before
+                ]
+                own = replace(kind.shards[shard], pieces=tuple(wanted))
+                for instance in np.flatnonzero(kind.stages == stage).tolist():
+                    for tensor in own.expand(kind.layer(instance)):
+                        yield from ((tensor, piece, replica, kind.replicas) for piece in tensor.pieces)
+
+    @cached_property
+    def num_layers(self) -> int:
+        return max((kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
+
+    def depth(self, kind: Kind, instance: int) -> int:
+        """The position in the forward pass: 0 for the first stage's tensors, 1 + layer for layers, then the last stage's."""
+        if kind.place == LAYER:
+            return 1 + kind.first_layer + instance
+        return 0 if kind.place == FIRST else 1 + self.num_layers
+
+
+# The quantised parameters of an engine and the tensors of their scales.
+#
+# Tiles that share a scale are those of the logical tensor, as in a quantised checkpoint, whatever the cuts on either side:
+#
+#     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
+#     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's rank holds only part of the row
+#     fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one parameter (for experts: one per expert)
+#
+# After loading, SGLang keeps the weights of the last two transposed (dense layers only): the same memory with other strides.
+
+
+SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
+
+
+def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
+    """Returns `kinds` with those called `names` quantised by `rule`, each followed by the kind of its scales.
+
+    Raises ConfigError if a padded tensor would be quantised. That no cut goes through a block is known (`sizes.generator_parameters`).
+    """
+    known = {kind.name for kind in kinds}
+    if missing := [name for name in names if name not in known]:
+        raise ConfigError(f"quantised parameters that the layout does not have: {', '.join(missing)}")
+    result: list[Kind] = []
+    for kind in kinds:
+        if kind.name not in names:
+            result.append(kind)
+            continue
+        scales = tuple(_scales(tensor, rule, logical) for tensor in kind.shards)
+        own = replace(kind, shards=tuple(_quantised(tensor, rule) for tensor in kind.shards), rule=rule, scales=len(result) + 1)
+        result += [own, replace(kind, name=scales[0].name, shards=scales, scales_of=len(result))]
+    return result
+
+
+def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The (shape, strides in elements) that the live engine shows for a tensor of its layout."""
+    shape = tensor.engine_shape
+    if shape is None:
+        return tensor.shape, contiguous_strides(tensor.shape)
+    if len(shape) == 2:  # transposed
+        return shape, contiguous_strides(tensor.shape)[::-1]
+    return shape, contiguous_strides(shape)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def scale_name(name: str, rule: Rule) -> str:
+    return name + ("_scale_inv" if is_block(rule) else "_scale")
+
+
+def is_block(rule: Rule) -> bool:
+    return rule.cols is not None
+
+
+def of_whole_tensor(rule: Rule) -> bool:
+    return rule.rows is None
+
+
+def _quantised(tensor: LocalTensor, rule: Rule) -> LocalTensor:
+    transposed = not is_block(rule) and len(tensor.shape) == 2
+    return replace(tensor, dtype=QUANTISED_DTYPE, engine_shape=tensor.shape[::-1] if transposed else None)
+
+
+def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor]) -> LocalTensor:
+    name = scale_name(tensor.name, rule)
+    if sum(piece.local.numel for piece in tensor.pieces) != Box((0,) * len(tensor.shape), tensor.shape).numel:
+        raise ConfigError(f"generator.quantization: {tensor.name} of shape {tensor.shape} is padded; padded tensors are not quantised")
+    shape = rule.scale_shape(tensor.shape)
+    if of_whole_tensor(rule):
+        engine_shape = tensor.shape[:1] if tensor.experts else ()
+        first = tensor.pieces[0]
+        local = Box((0,) * len(shape), shape)
+        logical_box = Box(first.logical.start[:-2] + (0, 0), shape)
+        piece = Piece(local, scale_name(first.logical_name, rule), logical_box)
+        return LocalTensor(name, shape, SCALE_DTYPE, (piece,), engine_shape, experts=tensor.experts)
+    pieces, tile_row = [], 0
+    by_rows = len({piece.local.start[-1] for piece in tensor.pieces}) == 1
+    for piece in tensor.pieces:
+        assert not is_block(rule) or rule.whole_tiles(piece.logical, logical[piece.logical_name].shape), tensor.name
+        tiles = rule.tiles(piece.logical)
+        assert by_rows  # no engine fuses parts side by side
+        local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
+        pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
+        tile_row += tiles.shape[-2]
+    assert tile_row == shape[-2], tensor.name
+    return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
+
+
+# The parameters of both sides, where the parallel sizes fit the model: each rule of what divides what stands here, once.
+#
+# Problems name the key, its value, and what it must divide; a ConfigError holds all of one side's.
+
+
+Cut = tuple[str, int]  # the key with its value, and the number of shards
+
+
+def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str = "local") -> Sequence[Parameter]:
+    """Megatron's parameters. Raises ConfigError if the topology does not divide the model."""
+    t, problems = topology, []
+    if spec.num_experts:
+        ranks = t.tp * t.cp * t.dp
+        if ranks % (t.ep * t.etp):
+            product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
+            problems.append(f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the ranks of a stage")
+        problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
+    parameters = family(spec).megatron_parameters(spec, t, layer_spec)
+    problems += _uneven(parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)})
+    if problems:
+        raise ConfigError(problems)
+    return parameters
+
+
+def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None) -> Sequence[Parameter]:
+    """SGLang's parameters, of an engine quantised by `rule`. Raises ConfigError if SGLang could not start."""
+    t, problems = topology, []
+    tp, ep, replicas = f"generator.tp={t.tp}", f"generator.ep={t.ep}", f"generator.dp_attention={t.dp_attention}"
+    if t.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
+        problems.append(f"{replicas}: must be 1 for a {spec.family} model; others are for {', '.join(DP_ATTENTION_FAMILIES)}")
+    elif t.tp % t.dp_attention:
+        problems.append(f"{replicas}: must divide {tp}")
+    if spec.num_experts:
+        problems += [f"{ep}: must divide {tp}"] if t.tp % t.ep else []
+        problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
+    if problems:
+        raise ConfigError(problems)
+    parameters = family(spec).sglang_parameters(spec, t, device)
+    attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
+    expert = f"{tp} / {ep}" if t.ep > 1 else tp
+    problems = _uneven(parameters, {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)})
+    if rule is not None and rule.rows and rule.cols and not problems:
+        problems = _cut_blocks(spec, t, parameters, rule.rows, rule.cols)
+    if problems:
+        raise ConfigError(problems)
+    return parameters
+
+
+def _uneven(parameters: Sequence[Parameter], cuts: Mapping[str, Cut]) -> list[str]:
+    uneven: dict[Cut, dict[str, int]] = {}
+    for parameter in parameters:
+        if parameter.layers is None or parameter.layers[0] < parameter.layers[1]:
+            uneven.setdefault(cuts[parameter.mesh], {}).update(parameter.units)
+    return [problem for cut, units in uneven.items() for problem in _indivisible(cut, units)]
+
+
+def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
+    key, shards = cut
+    uneven = [f"{count} {name}" for name, count in units.items() if count % shards]
+    return [f"{key}: must divide the model's {' and '.join(uneven)}"] if uneven else []
+
+
+def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequence[Parameter], rows: int, cols: int) -> list[str]:
+    """Fused or cut tensors must consist of whole blocks, as in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod."""
+    t, problems, names = topology, [], family(spec).quantised_parameters(spec)
+    logical = {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
+    quantised = [parameter for parameter in parameters if parameter.name in names]
+    if fused := [text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)]:
+        must = f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are {', '.join(fused)}"
+        problems.append(f"generator.quantization=fp8_block: must be null for this model: {must}")
+    if cut := [text for parameter in quantised for text in _unevenly_cut(parameter, logical, (rows, cols), t)]:
+        sizes = f"generator.tp={t.tp}" + (f", generator.ep={t.ep}" if spec.num_experts else "")
+        sizes += f", generator.dp_attention={t.dp_attention}" if t.dp_attention > 1 else ""
+        blocks = f"multiples of {rows}" if rows == cols else f"whole blocks of {rows} by {cols}"
+        problems.append(f"generator.quantization=fp8_block: with {sizes} a rank must hold {blocks}; it holds {', '.join(cut)}")
+    return problems
+
+
+def _unevenly_fused(parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int) -> Iterator[str]:
+    """Finds parts whose last block would overlap the next part, in a tensor that every rank holds whole."""
+    for part in parameter.parts[:-1] if parameter.dim is None else ():
+        if (rows := logical[part.logical_name].shape[0]) % block:
+            yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
+
+
+def _unevenly_cut(
+    parameter: Parameter, logical: Mapping[str, LogicalTensor], blocks: tuple[int, int], topology: GeneratorTopology
+) -> Iterator[str]:
+    if parameter.dim is None:  # whole on every rank: SGLang rounds up
+        return
+    shards = {DENSE: topology.tp, ATTENTION: topology.attention_tp, EXPERT: topology.tp // topology.ep}[parameter.mesh]
+    fused = len(parameter.parts) > 1 or parameter.of_expert
+    block, what = blocks[parameter.dim], ("rows", "columns")[parameter.dim]
+    for part in parameter.parts:
+        held = logical[part.logical_name].shape[parameter.dim] * part.replicas // shards
+        if (fused or shards > 1) and held % block:
+            yield f"{held} {what} of {part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
+
+
+# The part of a parameter that one shard holds: cut by tensor and expert parallelism; boxes of a run of its elements.
+
+
+def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Contiguous chunks; the second index runs faster."""
+    expert_shard, tensor_shard = divmod(shard, cut[1])
+    tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
+    if not parameter.of_expert:
+        return tensor
+    count = logical[parameter.parts[0].logical_name].experts // cut[0]
+    pieces = tuple(Piece(_stack(p.local, 0, count), p.logical_name, _stack(p.logical, expert_shard * count, count)) for p in tensor.pieces)
+    experts = expert_shard * count, (expert_shard + 1) * count
+    return replace(tensor, shape=(count,) + tensor.shape, pieces=pieces, experts=experts)
+
+
+def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
+    """Splits elements first .. end of the flattened tensor into boxes; in two dims at most three (two cut rows and those between)."""
+    if first >= end:
+        return
+    if len(shape) <= 1:
+        yield Box((first,) * len(shape), (end - first,) * len(shape))
+        return
+    size = math.prod(shape[1:])
+    if first // size == (end - 1) // size:
+        row, begin = first // size, first // size * size
+        yield from (Box((row,) + box.start, (1,) + box.shape) for box in flat_boxes(shape[1:], first - begin, end - begin))
+        return
+    head, tail = -(-first // size), end // size
+    yield from flat_boxes(shape, first, min(head * size, end))
+    if head < tail:
+        yield Box((head,) + (0,) * (len(shape) - 1), (tail - head,) + shape[1:])
+    yield from flat_boxes(shape, tail * size, end)
+
+
+def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: str) -> LocalTensor:
+    """The whole parameter, with its parts one below the other."""
+    shapes = [logical[part.logical_name].shape for part in parameter.parts]
+    pieces, row = [], 0
+    for part, shape in zip(parameter.parts, shapes):
+        local = Box((row,) + (0,) * (len(shape) - 1), shape)
+        pieces.append(Piece(local, part.logical_name, whole_box(shape)))
+        row += shape[0]
+    return LocalTensor(parameter.name, (row,) + shapes[0][1:], dtype, tuple(pieces))
+
+
+def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
+    """Chunk `shard` of `shards` contiguous chunks of the parameter's groups (see models.parameters)."""
+    dim, groups = parameter.dim, parameter.groups
+    assert dim is not None
+    tensors = [logical[part.logical_name] for part in parameter.parts]
+    # per part: extent of one group's slice
+    slices = [(part.padded or tensor.shape[dim]) * part.replicas // groups for part, tensor in zip(parameter.parts, tensors)]
+    period = sum(slices)
+    extent, rest = divmod(period * groups, shards)
+    if rest:
+        raise ConfigError(f"{parameter.name}: {period * groups} rows or columns cannot be cut into {shards} equal shards")
+    begin, end = shard * extent, (shard + 1) * extent
+    pieces = []
+    for group in range(begin // period, -(-end // period)):
+        offset = group * period
+        for part, tensor, size in zip(parameter.parts, tensors, slices):
+            skipped = max(0, begin - offset)  # a group may begin before the chunk and end after it
+            start = group // part.replicas * size
+            count = min(size, end - offset, tensor.shape[dim] - start) - skipped
+            if count > 0:
+                local = _cut(tensor.shape, dim, offset + skipped - begin, count)
+                pieces.append(Piece(local, tensor.name, _cut(tensor.shape, dim, start + skipped, count)))
+            offset += size
+    shape = tensors[0].shape
+    return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
+
+
+def _stack(box: Box, start: int, count: int) -> Box:
+    return Box((start,) + box.start, (count,) + box.shape)
+
+
+def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
+    zeros = (0,) * len(shape)
+    return Box(zeros[:dim] + (start,) + zeros[dim + 1 :], shape[:dim] + (count,) + shape[dim + 1 :])
+
 
 __all__ = [
     "Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "together",

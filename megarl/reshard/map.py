@@ -4,17 +4,241 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
+from msgspec import Struct
 
-from megarl.models.parameters import EXPERT_FIELD
-from megarl.reshard.copies import Copy, Quantisation
-from megarl.reshard.kinds import ITEM_BYTES, Layout, LocalTensor
-from megarl.reshard.lists import of_experts, received, sent
-from megarl.reshard.rows import ZEROS, Row, coalesce, join
+from megarl.base.geometry import Box
+from megarl.kernels.quantise_rules import Rule
+from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD
+from megarl.reshard.layout import ITEM_BYTES, Coordinates, Kind, Layout, LocalTensor, of_whole_tensor
+from megarl.reshard.template import ZEROS, Holder, Row, coalesce, join
 from megarl.reshard.turns import Turns
+
+# One copy of a reshard map, as ranks carry it out.
+
+
+class Quantisation(Struct, frozen=True, gc=False):
+    """How a copy's weights are quantised: whose tiles they use, and where the copy's source box begins in that tensor."""
+
+    rule: Rule
+    tiles_of: str  # the logical tensor; or the parameter, if one scale covers all of it
+    origin: tuple[int, int]  # row and column of the first element in the logical tensor
+    cut: bool  # whether a tile reaches beyond this copy: its amax then comes from `amax.amax_parts`
+
+
+class Copy(Struct, frozen=True, gc=False):
+    """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
+
+    transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding, which has a sender but no source tensor);
+    "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales of the tiles in the source box, so the shapes differ).
+    A stacked tensor has a leading dim for experts, of size 1 in the box, which the other side may lack.
+    """
+
+    source_rank: int
+    source_tensor: str | None
+    source_box: Box | None
+    destination_rank: int
+    destination_tensor: str
+    destination_box: Box
+    transform: str
+    dtype: str  # of the destination, and of the values sent
+    depth: int  # position of the destination tensor in the forward pass: 0, then 1 + layer, then num_layers + 1
+    quantisation: Quantisation | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.destination_box.numel * ITEM_BYTES[self.dtype]
+
+
+# Writes out a rank's own part of a reshard map: expands template rows to copies, layer by layer and expert by expert.
+#
+# A rank waits for this expansion at start-up, so it is fast: senders and receivers are worked out once for all rows that are served alike,
+# names are made once per kind and layer, and copies are put where they belong instead of being sorted.
+
+
+ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
+_Served = list[tuple[int, int, int, int]]  # (instance, index into row.holders, sender, receiver), sorted by instance
+
+
+def sent(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """The copies that source rank `rank` sends, in forward order: by depth, then in the order of rows."""
+    depths = _depths(turns)
+    put_sent(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
+
+
+def received(turns: Turns, rank: int, rows: tuple[Row, ...]) -> list[Copy]:
+    """The copies that destination rank `rank` receives, in forward order."""
+    depths = _depths(turns)
+    put_received(turns, rank, rows, lambda depth, sender, receiver: depths[depth])
+    return list(chain.from_iterable(depths))
+
+
+def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+    """Appends the copies that source rank `rank` sends to the lists that `list_for` returns, each in the order of rows."""
+    coordinates = turns.source.coordinates(rank)
+    own = [row for row in rows if any((holder.kind, holder.shard) in coordinates for holder in row.holders)]
+    _write(turns, own, list_for, lambda row: _given(turns, rank, coordinates, row))
+
+
+def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
+    """The same for the copies that destination rank `rank` receives."""
+    coordinates = turns.destination.coordinates(rank)
+    own = [row for row in rows if (row.kind, row.shard) in coordinates]
+    _write(turns, own, list_for, lambda row: _taken(turns, rank, coordinates, row))
+
+
+def of_experts(destination: Layout, row: Row) -> bool:
+    """Whether the row is written out expert by expert."""
+    return destination.kinds[row.kind].shards[row.shard].experts is not None
+
+
+def _depths(turns: Turns) -> list[list[Copy]]:
+    return [[] for _ in range(turns.destination.num_layers + 2)]
+
+
+def _given(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
+    only = row.holders[0] if len(row.holders) == 1 else None
+    assignment = turns.assignment(row, stages=None if only is None else [stage for stage, _ in coordinates[only.kind, only.shard]])
+    of_class: dict[int, list[tuple[int, int]]] = {}
+    own = np.nonzero(assignment.senders == rank)  # class, replica
+    for c, holder, receiver in zip(own[0].tolist(), assignment.holders[own].tolist(), assignment.receivers[own].tolist()):
+        of_class.setdefault(c, []).append((holder, receiver))
+    classes = assignment.class_of.tolist()
+    return [(i, h, rank, receiver) for i, c in enumerate(classes) if c in of_class for h, receiver in of_class[c]]
+
+
+def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Served:
+    served: _Served = []
+    for stage, replica in coordinates[row.kind, row.shard]:
+        assignment = turns.assignment(row, replica)
+        here = np.flatnonzero(turns.destination.kinds[row.kind].stages == stage)
+        classes = assignment.class_of[here]
+        senders, holders = assignment.senders[classes, 0].tolist(), assignment.holders[classes, 0].tolist()
+        served += [(i, h, s, rank) for i, h, s in zip(here.tolist(), holders, senders)]
+    return served
+
+
+@dataclass
+class _Share:
+    """A rank's part in all rows that are served alike."""
+
+    layers: list[str]  # for each instance it has a part in
+    copies: list[tuple]  # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its list)
+    _names: dict[str, list[str]] = field(default_factory=dict)  # by template
+    _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
+
+    def names(self, template: str) -> list[str]:
+        """The names of each instance; only one if the template has no layer."""
+        if template not in self._names:
+            before, layered, after = template.partition(LAYER_FIELD)
+            self._names[template] = [f"{before}{layer}{after}" for layer in self.layers] if layered else [before] * len(self.layers)
+        return self._names[template]
+
+    def hows(self, rule: Rule, template: str, origin: tuple[int, int], cut: bool) -> list[Quantisation]:
+        """The quantisation of each instance."""
+        asked = template, origin, cut
+        if asked not in self._hows:  # shared by weights and their scales
+            self._hows[asked] = [Quantisation(rule, name, origin, cut) for name in self.names(template)]
+        return self._hows[asked]
+
+
+def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]) -> None:
+    """Writes out `rows`. `served` returns the rank's part in a row, which is the same for all rows served alike."""
+    shares: dict[tuple, _Share] = {}
+    for row in rows:
+        kind = turns.destination.kinds[row.kind]
+        alike = turns.destination.depth(kind, 0), kind.first_layer, turns.alike(row)
+        if alike not in shares:
+            shares[alike] = _share(*alike[:2], list_for, served(row))
+        if shares[alike].copies:
+            (_add_experts if row.transform != ZEROS and of_experts(turns.destination, row) else _add)(turns, row, shares[alike])
+
+
+def _share(first_depth: int, first_layer: int, list_for: ListFor, served: _Served) -> _Share:
+    layers: list[str] = []
+    copies = []
+    instance, depth = None, first_depth
+    for i, h, s, r in served:
+        if i != instance:
+            layers.append(str(first_layer + i))
+            instance, depth = i, first_depth + i
+        copies.append((len(layers) - 1, h, s, r, depth, list_for(depth, s, r).append))
+    return _Share(layers, copies)
+
+
+def _add(turns: Turns, row: Row, share: _Share) -> None:
+    target, transform, box = turns.destination.kinds[row.kind], row.transform, row.box
+    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    if transform == ZEROS:
+        for n, _, s, r, depth, put in share.copies:
+            put(Copy(s, None, None, r, names[n], box, transform, dtype, depth))
+        return
+    origins = [(share.names(turns.source.kinds[holder.kind].name), holder.box) for holder in row.holders]
+    hows = _hows(turns, row, share)
+    for n, h, s, r, depth, put in share.copies:
+        source_names, here = origins[h]
+        put(Copy(s, source_names[n], here, r, names[n], box, transform, dtype, depth, hows[n]))
+
+
+def _add_experts(turns: Turns, row: Row, share: _Share) -> None:
+    target, hows = turns.destination.kinds[row.kind], _hows(turns, row, share)
+    dtype, names = target.shards[row.shard].dtype, share.names(target.name)
+    made: dict[tuple[int, int], list] = {}  # shared by all replicas
+    for n, h, s, r, depth, put in share.copies:
+        if (n, h) not in made:
+            source_name = share.names(turns.source.kinds[row.holders[h].kind].name)[n]
+            made[n, h] = list(_of_each_expert(turns, row, row.holders[h], source_name, names[n], hows[n]))
+        for source_name, here, name, box, how in made[n, h]:
+            put(Copy(s, source_name, here, r, name, box, row.transform, dtype, depth, how))
+
+
+def _hows(turns: Turns, row: Row, share: _Share) -> Sequence[Quantisation | None]:
+    if row.logical is None:
+        return [None] * len(share.layers)
+    weights = turns.destination.kinds[row.weights]
+    assert weights.rule is not None
+    origin = row.logical.start[-2], row.logical.start[-1]
+    return share.hows(weights.rule, tile_space(weights, row.logical_name), origin, row.cut)
+
+
+def _of_each_expert(
+    turns: Turns, row: Row, held: Holder, source_name: str, name: str, how: Quantisation | None
+) -> Iterator[tuple[str, Box, str, Box, Quantisation | None]]:
+    """Yields (source tensor, its box, destination tensor, its box, how) for the row's experts at one layer."""
+    here, there = turns.source.kinds[held.kind].shards[held.shard], turns.destination.kinds[row.kind].shards[row.shard]
+    assert held.box is not None
+    for e in range(row.box.shape[0]):
+        source_expert, source_box = _one_expert(here, held.box, e)
+        expert, box = _one_expert(there, row.box, e)
+        assert source_expert == expert
+        number = str(expert)
+        own = None if how is None else Quantisation(how.rule, how.tiles_of.replace(EXPERT_FIELD, number), how.origin, how.cut)
+        yield source_name.replace(EXPERT_FIELD, number), source_box, name.replace(EXPERT_FIELD, number), box, own
+
+
+def tile_space(weights: Kind, logical_name: str) -> str:
+    """The template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
+    assert weights.rule is not None
+    if not of_whole_tensor(weights.rule):
+        return logical_name
+    return weights.name if weights.shards[0].experts is None else f"{weights.name} {EXPERT_FIELD}"
+
+
+def _one_expert(tensor: LocalTensor, box: Box, e: int) -> tuple[int, Box]:
+    """(global expert, box in the rank's real tensor) for the e-th expert of a template box."""
+    assert tensor.experts is not None
+    local = box.start[0] + e
+    expert = tensor.experts[0] + local
+    if EXPERT_FIELD in tensor.name:
+        return expert, box.drop()
+    return expert, Box((local,) + box.start[1:], (1,) + box.shape[1:])
+
 
 __all__ = ["Copy", "Quantisation", "ReshardMap", "Summary"]
 

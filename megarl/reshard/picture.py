@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from megarl.reshard.balance import sender_bound
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import ReshardMap
+from megarl.reshard.report import sender_bound
 
 MOST_CELLS = 512  # along a side of the matrix; if there are more ranks, runs of them share a cell
 

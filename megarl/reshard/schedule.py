@@ -16,12 +16,11 @@ from operator import itemgetter
 import numpy as np
 from msgspec import Struct
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.models.parameters import EXPERT_FIELD, LAYER
-from megarl.reshard.kinds import ITEM_BYTES, Kind
-from megarl.reshard.lists import put_received, put_sent, received
-from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.rows import ZEROS, Row
+from megarl.reshard.layout import ITEM_BYTES, Kind
+from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
+from megarl.reshard.template import ZEROS, Row
 
 # The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of
 # 64 KiB take twice as long one by one as packed and spread, rows of 128 KiB equally long, longer ones less.

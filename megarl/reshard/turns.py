@@ -6,14 +6,159 @@ receivers, not with layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from megarl.reshard.kinds import Layout
-from megarl.reshard.orders import Ordering, Orders, candidates
+from megarl.models.parameters import LAYER
+from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
 from megarl.reshard.template import Row
+
+# Decides in which order replicas take the turns of a parameter, so that the bytes that a stage sends are even over its replicas.
+#
+# The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
+# divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has
+# least
+# to do so far. That is a run of single turns, until loads are even to within one turn, and a round robin from there on. So an order is a
+# short table however many layers and receivers there are, and every rank computes the same one.
+
+
+MOST_AHEAD = 64  # single turns of one replica before the round robin
+
+_Key = tuple[int, int, int, int]  # destination kind (of the weights), source kind, source shard, Row.index
+
+
+@dataclass(frozen=True)
+class Orders:
+    """For each stage of the sending kind: turn t goes to candidate `table[t]` while t < ahead, then round robin to the rest of `table`."""
+
+    table: np.ndarray  # [stages, most ahead + candidates]
+    ahead: np.ndarray  # [stages]
+    candidates: int
+
+    def place(self, stage: np.ndarray, turn: np.ndarray) -> np.ndarray:
+        """The column of the table for a turn. Turns with equal columns are followed by equal turns."""
+        ahead = self.ahead[stage]
+        return np.where(turn < ahead, turn, ahead + (turn - ahead) % self.candidates)
+
+
+class Ordering:
+    """The orders of the rows of one map."""
+
+    def __init__(self, source: Layout, destination: Layout, rows: Iterable[Row]):
+        self._source, self._destination = source, destination
+        self._sizes: dict[_Key, int] = {}  # bytes per turn
+        self._fans: dict[_Key, int] = {}
+        self._charged = np.zeros(source.world_size, dtype=np.int64)  # bytes of end tensors that several shards hold: a tied embedding
+        self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}  # (mesh, shard) → its items
+        for row in rows:
+            size = row.box.numel * ITEM_BYTES[destination.kinds[row.kind].shards[row.shard].dtype]
+            if len(row.holders) == 1:
+                self._sizes[_key(row)] = self._sizes.get(_key(row), 0) + size
+                self._fans[_key(row)] = row.fan
+            elif source.kinds[row.holders[0].kind].place != LAYER:
+                _, ranks = candidates(source, row, np.zeros(1, dtype=np.int64))
+                turns = np.arange(destination.kinds[row.kind].replicas)
+                np.add.at(self._charged, ranks[0, round_robin(row, ranks.shape[1])[turns % ranks.shape[1]]], size)
+
+    @cached_property
+    def _charges(self) -> bool:
+        return bool(self._charged.any())
+
+    def group(self, row: Row) -> _Key | None:
+        """The key of the row's order; None for round robin."""
+        kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
+        return None if len(row.holders) > 1 or self._is_even(kind, shard, row.kind) else _key(row)
+
+    def of(self, row: Row) -> Orders:
+        kind, shard = self._source.kinds[row.holders[0].kind], row.holders[0].shard
+        count = sum(self._source.kinds[holder.kind].replicas for holder in row.holders)
+        if self.group(row) is None:
+            table = np.broadcast_to(round_robin(row, count), (kind.ranks.shape[0], count))
+            return Orders(table, np.zeros(len(table), dtype=np.int64), count)
+        group = id(kind.ranks), shard
+        if group not in self._found:
+            self._found[group] = self._place(kind.ranks, shard)
+        return self._found[group][_key(row)]
+
+    def _is_even(self, kind: Kind, shard: int, target: int) -> bool:
+        if self._destination.kinds[target].replicas % kind.replicas:
+            return False
+        return not (self._charges and self._charged[kind.ranks[:, shard]].any())
+
+    def _place(self, mesh: np.ndarray, shard: int) -> dict[_Key, Orders]:
+        """Orders everything that one source shard sends, which its replicas share. mesh: [stages, shards, replicas]."""
+        keys = [key for key in self._sizes if key[2] == shard and self._source.kinds[key[1]].ranks is mesh]
+        keys.sort(key=lambda key: (-self._sizes[key], key))
+        ranks = mesh[:, shard]  # [stages, C]
+        counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
+        turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
+        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
+        of_stages = []
+        for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
+            alike = tuple(own), tuple(charged)
+            if alike not in known:
+                known[alike] = self._tables(keys, *alike)
+            of_stages.append(known[alike])
+        return {key: _padded(tables, ranks.shape[1]) for key, tables in zip(keys, zip(*of_stages))}
+
+    def _tables(self, keys: list[_Key], turns: tuple[int, ...], charged: tuple[int, ...]) -> list[np.ndarray]:
+        loads, c, tables = np.array(charged), len(charged), []
+        for key, count in zip(keys, turns):
+            first = key[3] * c // self._fans[key]
+            tables.append(least_loaded_first(loads, self._sizes[key], count, first))
+            cycle, rest = tables[-1][len(tables[-1]) - c :], count - (len(tables[-1]) - c)
+            served = np.bincount(tables[-1][: len(tables[-1]) - c], minlength=c) + rest // c
+            served[cycle[: rest % c]] += 1
+            loads = loads + served * self._sizes[key]
+        return tables
+
+
+def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> np.ndarray:
+    """The replicas that take single turns of `size` until loads [C] are even to within one, then all C once. Ties go from `first` on."""
+    c = len(loads)
+    behind = np.minimum((loads.max() - loads) // size, min(turns, MOST_AHEAD))
+    replica = np.repeat(np.arange(c), behind)
+    number = np.arange(len(replica)) - np.repeat(behind.cumsum() - behind, behind)
+    ahead = replica[np.lexsort(((replica - first) % c, loads[replica] + number * size))][:turns]
+    after = loads + np.bincount(ahead, minlength=c) * size
+    return np.concatenate([ahead, np.lexsort(((np.arange(c) - first) % c, after))])
+
+
+def round_robin(row: Row, count: int) -> np.ndarray:
+    """[count]. In one turn, the shards that a sender feeds are spaced evenly over the candidates, so that a few turns use all of them."""
+    return (np.arange(count) + row.index * count // row.fan) % count
+
+
+def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All candidates to send a row: index into row.holders [C] and source rank [instances, C]."""
+    holder_of, ranks_of = [], []
+    for h, holder in enumerate(row.holders):
+        kind = source.kinds[holder.kind]
+        ranks = kind.ranks[kind.stages[instances], holder.shard]
+        ranks_of.append(ranks)
+        holder_of += [h] * ranks.shape[1]
+    if len(row.holders) == 1:
+        return np.array(holder_of), ranks_of[0]
+    # Alternate between the holders, so that a few turns use all of them.
+    order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
+    return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
+
+
+def _key(row: Row) -> _Key:
+    return row.weights, row.holders[0].kind, row.holders[0].shard, row.index
+
+
+def _padded(tables: Sequence[np.ndarray], count: int) -> Orders:
+    """tables: per stage."""
+    width = max(map(len, tables))
+    ahead = np.array([len(table) - count for table in tables])
+    padded = np.zeros((len(tables), width), dtype=np.int64)
+    for stage, table in enumerate(tables):
+        padded[stage, : len(table)] = table
+    return Orders(padded, ahead, count)
 
 
 @dataclass(frozen=True)

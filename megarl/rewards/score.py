@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
 import inspect
@@ -9,14 +10,17 @@ import math
 import numbers
 import reprlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from megarl.config.errors import ConfigError
-from megarl.config.schema import MAX_REWARD
-from megarl.types import Failure
+from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Sample, SampleSummary, episodes
+from megarl.config.errors import ConfigError, RunError
+from megarl.config.schema import GRADERS, MAX_REWARD, RewardConfig, RolloutConfig, RunConfig
 
 CORRECT = 1.0  # the lowest reward that counts as right
 SCORE = "score"  # in a result with named parts, the key or field that is the reward
@@ -142,3 +146,253 @@ def _inner(row: dict[str, Any], column: str, field: str, otherwise: Any) -> Any:
 def _near(name: str) -> str:
     near = difflib.get_close_matches(name, _FIELDS, n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+# What a reward is made of: one score, or the weighted sum of several.
+
+
+ROLE = "roles."  # begins the name of a score that a model of `roles` gives
+_EXAMPLE_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Part:
+    """One score of a response. `part` is its name in reward.parts; empty if it is all of the reward."""
+
+    name: str  # as reward.name
+    failed_score: float
+    part: str = ""
+    weight: float = 1.0
+    key: str = "reward.name"
+
+    @property
+    def setting(self) -> str:
+        return f"{self.key}={self.name}"
+
+    @property
+    def role(self) -> str | None:
+        """The role whose model gives the score; None if a rule does."""
+        return self.name.removeprefix(ROLE) if self.name.startswith(ROLE) else None
+
+    def failed(self, kind: str, reason: str, request: ScoreRequest) -> Score:
+        """The score of a response that could not be scored."""
+        return Score(self.failed_score, failures=[Failure(kind, reason, excerpt(request.response), self.part)])
+
+
+def single(config: RewardConfig) -> Part:
+    return Part(config.name, config.failed_score)
+
+
+def parts_of(config: RewardConfig) -> list[Part]:
+    """The parts of the reward: those of reward.parts, or reward.name alone."""
+    found = [
+        Part(
+            own.name,
+            config.failed_score if own.failed_score is None else own.failed_score,
+            part,
+            own.weight,
+            f"reward.parts.{part}.name",
+        )
+        for part, own in config.parts.items()
+        if own is not None
+    ]
+    return found or [single(config)]
+
+
+def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
+    """The parts of what scores held-out responses: to a benchmark's prompts its own, to all others the same."""
+    if (own := config.eval.suites.get(suite)) and own.benchmark:
+        return [Part(GRADERS[own.benchmark], 0.0, key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name")]
+    if config.eval.reward is None:
+        return parts_of(config.reward)
+    return [Part(config.eval.reward, config.reward.failed_score, key="eval.reward")]
+
+
+def all_parts(config: RunConfig) -> list[Part]:
+    """Those of training and of all evaluations."""
+    benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
+    evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
+    return [*parts_of(config.reward), *evaluated]
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Scores a response by all parts at once."""
+
+    parts: Sequence[tuple[Part, Callable[[ScoreRequest], Awaitable[Score]]]]
+
+    async def score(self, request: ScoreRequest) -> Score:
+        scores = await asyncio.gather(*(score(request) for _, score in self.parts))
+        return weighted_sum([(part, score) for (part, _), score in zip(self.parts, scores, strict=True)])
+
+
+def weighted_sum(scored: Sequence[tuple[Part, Score]]) -> Score:
+    """Each part's own parts come below its name; one without a name is all of the reward."""
+    named = {part.part: score.reward for part, score in scored if part.part}
+    inner = {f"{part.part}/{name}".lstrip("/"): value for part, score in scored for name, value in score.parts.items()}
+    failures = [failure for _, score in scored for failure in score.failures]
+    return Score(bounded(sum(part.weight * score.reward for part, score in scored), named), named | inner, failures)
+
+
+def bounded(reward: float, parts: Mapping[str, float]) -> float:
+    """The weighted sum of `parts`. Raises RunError if it is larger than a reward may be."""
+    if abs(reward) > MAX_REWARD:
+        scores = ", ".join(f"{name} {score:g}" for name, score in parts.items())
+        raise RunError(f"reward.parts: the weighted sum of {scores} is {reward:g}, more than {MAX_REWARD:g} in size: lower the weights")
+    return reward
+
+
+def excerpt(response: str) -> str:
+    """The beginning of a response, to be shown in an error."""
+    return response if len(response) <= _EXAMPLE_CHARS else response[:_EXAMPLE_CHARS] + "…"
+
+
+# What training takes off a response's score: penalties for length. Evaluations and the metric reward/mean are of scores alone.
+
+
+def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
+    """What training uses in the place of `score`. A response that was cut loses `reward.unfinished_penalty`, or has
+    `reward.unfinished_score`, which may be more than its own. Of the longest allowed response the last `reward.overlong_tokens` cost
+    `reward.overlong_penalty` in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
+    reward = config.reward
+    if finish_reason == "length":  # never a difference to the fixed score: rounding would prefer one cut response to another
+        score = score - reward.unfinished_penalty if reward.unfinished_score is None else reward.unfinished_score
+    if not reward.overlong_tokens:
+        return score
+    beyond = tokens - (config.rollout.max_tokens - reward.overlong_tokens)
+    return score - reward.overlong_penalty * max(0, beyond) / reward.overlong_tokens
+
+
+def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> float:
+    """Of an episode, all of whose branches have its reward: the most is lost by which any of them is cut or too long."""
+    return min(trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in branches)
+
+
+def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
+    """Whether the rewards of a prompt's samples, after penalties, are not all the same."""
+    return len({trained_reward(branches, config) for branches in episodes(samples)}) > 1
+
+
+def shapes(config: RunConfig) -> bool:
+    """Whether there are penalties at all."""
+    reward = config.reward
+    return reward.unfinished_penalty > 0 or reward.unfinished_score is not None or reward.overlong_tokens > 0
+
+
+def problems(config: RunConfig) -> Iterable[str]:
+    reward, longest = config.reward, config.rollout.max_tokens
+    if reward.overlong_tokens > longest:
+        yield f"reward.overlong_tokens={reward.overlong_tokens}: must be at most rollout.max_tokens={longest}"
+    if reward.unfinished_score is not None and reward.unfinished_penalty:
+        taken = f"reward.unfinished_penalty={reward.unfinished_penalty:g}"
+        yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {taken}"
+
+
+# Counts failed scores and failed episodes by kind, and says when there are too many.
+
+
+METRICS = {"timeout": "reward/timeouts", "error": "reward/errors", "memory": "reward/out_of_memory", "exit": "reward/exits"}
+FAILED_FRACTION, FAILED_EPISODES = "reward/failed_fraction", "rollout/failed_fraction"
+_FAILED_KIND = "rollout/failed_"  # begins the key of the share of episodes that failed in one way
+
+Scored = Sample | SampleSummary
+
+
+def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
+    """How many of the samples' scores failed, by kind and by part of the reward, and which share of the samples that is."""
+    failures = [failure for sample in samples for failure in sample.failures if _of_score(failure)]
+    kinds, parts = (Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part"))
+    by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
+    by_part = {f"reward/{part}/failed": count for part, count in parts.items() if part}
+    failed = sum(any(map(_of_score, sample.failures)) for sample in samples)
+    return {**by_kind, **by_part, FAILED_FRACTION: failed / len(samples)}
+
+
+def teacher_failures(samples: Sequence[Scored]) -> dict[str, float]:
+    """How many of the samples each teacher on engines has failed to judge."""
+    failures = [failure for sample in samples for failure in sample.failures if _of_teacher(failure)]
+    return {f"distill/{part.removeprefix(ROLE)}/failed": count for part, count in Counter(failure.part for failure in failures).items()}
+
+
+def _of_teacher(failure: Failure) -> bool:
+    return failure.part.startswith(ROLE)
+
+
+def of_episode(failure: Failure) -> bool:
+    """Whether the episode itself has failed, not its scoring."""
+    return failure.part.startswith(EPISODE)
+
+
+def _of_score(failure: Failure) -> bool:
+    return not _of_teacher(failure) and not of_episode(failure)
+
+
+def failed_episodes(samples: Sequence[Scored]) -> list[Failure]:
+    """What each episode that failed has failed of; a branch is no episode of its own."""
+    return [failure for sample in samples for failure in list(filter(of_episode, sample.failures))[:1]]
+
+
+def episode_metrics(samples: Sequence[Scored]) -> dict[str, float]:
+    """Which share of the episodes failed."""
+    return {FAILED_EPISODES: len(failed_episodes(samples)) / max(1, sum(not sample.branch for sample in samples))}
+
+
+def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -> str | None:
+    """Why the run must stop, if more than `rollout.max_failed_fraction` of the samples' episodes failed: kinds, limit and an example.
+
+    Those that sampled nothing do not count: nothing is learned of them, and rollout.args.max_unanswered is their limit.
+    """
+    failures = [failure for failure in failed_episodes(samples) if failure.kind != UNANSWERED]
+    episodes = sum(not sample.branch for sample in samples)
+    if len(failures) <= config.max_failed_fraction * episodes:
+        return None
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.kind for failure in failures).items())
+    share = f"{len(failures)} of {episodes} episodes failed ({kinds}), more than rollout.max_failed_fraction={config.max_failed_fraction:g}"
+    return f"rollout.name={config.name}: {share}; for example {failures[-1].reason!a}"
+
+
+def too_many_failures(
+    config: RewardConfig, samples: Sequence[Scored], parts: Sequence[Part] | None = None, teachers: Iterable[str] = ()
+) -> str | None:
+    """Why the run must stop, if more than `reward.max_failed_fraction` of the samples' scores, or of a part of these, failed, or of what a
+    teacher was asked: kinds, limit and an example. `parts`: of the reward, if it is not that of training."""
+    asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [(f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers]
+    for name, setting in asked:
+        failures = [failure for sample in samples for failure in sample.failures if failure.part == name]
+        if len(failures) > config.max_failed_fraction * len(samples):
+            share = f"of {len(samples)} samples {_described(Counter(METRICS[failure.kind] for failure in failures))}"
+            limit = f"more than reward.max_failed_fraction={config.max_failed_fraction:g}"
+            return f"{setting}: {share}, {limit}; for example {failures[0].text!a}: {failures[0].reason}"
+    return None
+
+
+def describe_failures(rows: Sequence[Mapping[str, float]]) -> str:
+    """The failures that rows of metrics count, in words; empty if there are none."""
+    return _described({key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()})
+
+
+def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
+    """Which share of the episodes failed in rows of metrics, all and by kind, in words; empty if none did."""
+    if not any(row.get(FAILED_EPISODES) for row in rows):
+        return ""
+    kinds = dict.fromkeys(key for row in rows for key in row if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES)
+    shares = {key.removeprefix(_FAILED_KIND): fmean(row.get(key, 0.0) for row in rows) for key in kinds}
+    told = ", ".join(f"{share:.3g}% {kind}" for kind, share in ((kind, 100 * share) for kind, share in shares.items()) if share)
+    share = 100 * fmean(row.get(FAILED_EPISODES, 0.0) for row in rows)
+    return f"{share:.3g}% of the episodes failed{f' ({told})' if told else ''}"
+
+
+def _described(counts: Mapping[str, float]) -> str:
+    told = ", ".join(f"{counts[key]:g} {key.partition('/')[2].replace('_', ' ')}" for key in METRICS.values() if counts.get(key))
+    return f"{sum(counts.values()):g} scores failed: {told}" if told else ""
+
+
+def told(failure: Failure) -> str:
+    """Its kind, and the part of the reward that it is of."""
+    return f"{failure.kind} of {failure.part}" if failure.part else failure.kind
+
+
+def short(reason: str, errors: str = "") -> str:
+    """Why an episode failed, as Failure.reason: with the last line of what its program wrote to standard error."""
+    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+    return excerpt(f"{reason}: {last}" if last else reason)

@@ -6,20 +6,30 @@ math-verify's LaTeX grammar, never through `sympify` or `parse_expr`, which eval
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from statistics import fmean
 from typing import Any
 
-from megarl.rewards.choice import choice_reward
-from megarl.rewards.equality import equal
-from megarl.rewards.extract import boxed_answers, clean, last_expression, last_line, last_number, last_running_number, marked_answer
+from megarl.rewards.answers import Refused, check_characters, equal, plain_number
+from megarl.rewards.extract import (
+    boxed_answers,
+    choice_reward,
+    chosen_letter,
+    clean,
+    last_expression,
+    last_line,
+    last_number,
+    last_running_number,
+    marked_answer,
+)
 from megarl.rewards.ifeval import ifeval_reward
-from megarl.rewards.limits import Refused, check_characters
 
 MAX_TEXT_CHARS = 1 << 18
 
 
 def math_reward(text: str, answer: str) -> float:
-    """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.equality).
+    """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.answers).
 
     The final answer is the one that the text marks (\\boxed{}, "####", "answer is"), else its last line or last number.
     """
@@ -70,3 +80,41 @@ def _equal_or_refused(reference: str, candidate: str) -> bool:
         return equal(reference, candidate)
     except Refused:
         return False
+
+
+# maj@k: whether the answer that most of k samples give is right.
+
+
+Vote = Hashable  # an answer; True: the right one; None: the sample gives none
+
+
+def _final_answer(text: str) -> str:
+    if boxes := boxed_answers(text):
+        return boxes[-1]
+    marked = marked_answer(text)
+    return marked if marked is not None else last_number(text) or clean(last_line(text))
+
+
+ANSWERS: dict[str, Callable[[str], str]] = {"math": _final_answer, "last_number": last_running_number, "choice": chosen_letter}
+
+
+def vote(grader: str, text: str, right: bool) -> Vote:
+    """What a response to a prompt votes for. Right answers are one, however they are written; wrong ones are one if their numbers or their
+    texts are equal."""
+    if right:
+        return True
+    answer = ANSWERS[grader](text) if len(text) <= MAX_TEXT_CHARS else ""
+    number = plain_number(answer)
+    return str(number.value) if number else "".join(answer.split()) or None
+
+
+def majority(votes: Sequence[Vote]) -> float:
+    """The chance that the answer with the most votes, drawn by lot from those with equally many, is right."""
+    counts = Counter(vote for vote in votes if vote is not None)
+    first = [answer for answer, count in counts.items() if count == max(counts.values())]
+    return (True in first) / len(first) if first else 0.0
+
+
+def majority_at(k: int, votes: Sequence[Vote]) -> float:
+    """The mean of `majority` over as many draws of k votes as there are without using one twice."""
+    return fmean(majority(votes[first : first + k]) for first in range(0, len(votes) - k + 1, k))

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from megarl.config.named import attribute
+from megarl.config.limits import attribute
 from megarl.rewards.score import score_of
 from megarl.sandbox import process
-from megarl.sandbox.mistakes import own_line
+from megarl.sandbox.process import own_line
 
 _INSTRUCTIONS = {
     "language:response_language": {"language": "en"},

@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.roles import REWARD_MODEL, TEACHER
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
-from megarl.plan.roles import ServedRole
-from megarl.plan.teachers import teacher_format
 from megarl.roles.judge import Judge, questions
+from megarl.roles.plan import ServedRole
 from megarl.roles.reward_model import RewardModel, reading
-from megarl.roles.teacher import Teacher, Teachers, check_tokens
+from megarl.roles.settings import REWARD_MODEL, TEACHER
+from megarl.teachers.engines import Teacher, Teachers, check_tokens
+from megarl.teachers.plan import teacher_format
 from megarl.trainer.hf_files import header
 
 Scorer = RewardModel | Judge

@@ -7,16 +7,15 @@ import math
 from collections.abc import Callable
 
 from megarl.config.errors import ConfigError, RunError
-from megarl.config.roles import CHAT
 from megarl.config.schema import MAX_REWARD
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
-from megarl.plan.roles import ServedRole
-from megarl.rewards.parts import Part
-from megarl.rewards.score import Score, ScoreRequest
-from megarl.roles.text import Template, chat_text
+from megarl.rewards.score import Part, Score, ScoreRequest
+from megarl.roles.judge import Template, chat_text
+from megarl.roles.plan import ServedRole
+from megarl.roles.settings import CHAT
 
 Encode = Callable[[ScoreRequest], list[int]]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
+from megarl.base.files import log_tail
 from megarl.config.errors import RunError
-from megarl.files import log_tail
 from megarl.sandbox.process import MAX_REPLY_BYTES
 
 _BATCH = 32  # requests written to a worker at once

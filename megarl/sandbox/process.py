@@ -10,11 +10,29 @@ import json
 import os
 import resource
 import signal
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from megarl.parent import end_with_parent
+from megarl.base.processes import end_with_parent
+from megarl.config.limits import attribute
+
+# Shows an exception of a user's own function as its author wants to read it.
+
+
+_MOST_CHARS = 500  # limit of the exception's message, which may quote what a model wrote
+_NOT_THEIRS = (str(Path(__file__).resolve().parents[1]), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def own_line(error: BaseException) -> str:
+    """The innermost line outside libraries (file, line, function, statement), then the exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith((*_NOT_THEIRS, "<"))), frames[-1])
+    message = str(error)[:_MOST_CHARS]
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}\n{type(error).__name__}: {message}"
+
 
 _MAX_OPEN_FILES = 64
 MAX_REPLY_BYTES = 1 << 20  # without the newline
@@ -91,3 +109,14 @@ def _limit_cpu(timeout_s: float) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
+
+
+# The process that calls any function `package.module:name`. It imports the function before the limits hold and the clock runs.
+
+
+def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:
+    """Serves until standard input closes."""
+    prepare(parent)
+    function = attribute(path)
+    limit_resources(memory_mib, files_writable=True)
+    serve(function, timeout_s)

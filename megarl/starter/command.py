@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.base.files import folder_problems
 from megarl.config.errors import ConfigError
-from megarl.config.outputs import folder_problems
 from megarl.data.synthetic import Chain
 
 DESCRIPTION = "write a folder to begin with: a commented run.yaml, a reward function, some rows and a small model"

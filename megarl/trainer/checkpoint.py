@@ -14,23 +14,303 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from megarl.files import sync_folder
-from megarl.kernels.audit import BITS
-from megarl.plan.checkpoints import STATE
-from megarl.trainer import checkpoint_state as held
-from megarl.trainer.checkpoint_index import CRITIC, FORMAT, INDEX_FILE, CheckpointError, Index, listed_file, small_file, unusable
-from megarl.trainer.checkpoint_tensors import Written, merged, read_box, read_boxes, tensor_file, write_boxes
-from megarl.trainer.folders import Writing, together
+from megarl.base.files import sync_folder
+from megarl.base.geometry import Box, whole_box
+from megarl.kernels.audit import BITS, Hashes, hash_slice
+from megarl.observe.status import counted, mib
+from megarl.plan.checkpoints import (
+    CRITIC,
+    FORMAT,
+    INDEX_FILE,
+    STATE,
+    CheckpointError,
+    Index,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    listed_file,
+    small_file,
+    unusable,
+)
+from megarl.reshard.layout import Layout, LocalTensor, Piece, flat_boxes, hf_layout
+from megarl.trainer.hf_io import Writing, together
 from megarl.trainer.model import parameters_by_name
 from megarl.trainer.optimizer import optimizer_shards, set_steps_made, steps_made
 from megarl.trainer.step import MegatronTrainer
+
+# Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and reads the boxes it needs from all files.
+#
+# Nothing is gathered. Each box is written by itself, then read again and hashed before it counts as written. A box that is loaded is hashed
+# before it is used.
+
+
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and what lies where in it
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A box of a tensor in this rank's memory."""
+
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    values: torch.Tensor  # of the box's shape, any strides
+
+    def copied(self) -> HeldBox:
+        """The box with a copy of its values in the host's memory."""
+        return replace(self, values=self.values.detach().to("cpu", copy=True))
+
+    @property
+    def share(self) -> int:
+        """The box's share in the tensor's hash."""
+        return hash_slice(self.values, self.box, self.shape)
+
+
+def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
+    """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors it holds).
+
+    Raises OSError if it cannot be written, or does not hold what was written.
+    """
+    stored: dict[str, StoredTensor] = {}
+    with open(path, "w+b") as out:
+        for part in counted([*held], "writing the checkpoint", lambda part: part.values.nbytes, line="saving", show=mib):
+            tensor = stored.setdefault(part.name, StoredTensor(_NAMES[part.values.dtype], part.shape, []))
+            tensor.boxes.append(StoredBox(file, out.tell(), part.box.start, part.box.shape, part.share))
+            out.write(part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        size_bytes = out.tell()
+        out.flush()
+        os.fsync(out.fileno())
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read again from the disk
+    for name, tensor in stored.items():
+        for box in tensor.boxes:
+            if hash_slice(_read_box(path, tensor, box), Box(box.start, box.shape), tensor.shape) != box.share:
+                raise OSError(f"{path.name} does not hold what was written to it: {name} differs")
+    return StoredFile(path.name, size_bytes), stored
+
+
+def merged(parts: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Merges the tensors that all ranks have written."""
+    found: dict[str, StoredTensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            found.setdefault(name, StoredTensor(tensor.dtype, tensor.shape, [])).boxes.extend(tensor.boxes)
+    return found
+
+
+def read_boxes(folder: Path, index: Index, wanted: Iterable[HeldBox]) -> None:
+    """Fills the values of the `wanted` boxes. Raises CheckpointError if the checkpoint lacks any of their elements, or is damaged."""
+    by_name: dict[str, list[HeldBox]] = defaultdict(list)
+    for part in wanted:
+        by_name[part.name].append(part)
+    for name, parts in counted(
+        [*by_name.items()], "reading the checkpoint", lambda of: sum(part.values.nbytes for part in of[1]), show=mib
+    ):
+        tensor = index.tensors.get(name)
+        if tensor is None or tensor.shape != parts[0].shape:
+            there = "no such tensor" if tensor is None else f"it with shape {tensor.shape}"
+            raise unusable(folder, f"{name} of shape {parts[0].shape} is wanted, but it has {there}: it belongs to another model")
+        missing = sum(part.box.numel for part in parts)
+        for stored in tensor.boxes:
+            box = Box(stored.start, stored.shape)
+            common = [(part, both) for part in parts if (both := part.box.intersect(box)) is not None]
+            if not common:
+                continue
+            values = read_box(folder, index, name, stored)
+            for part, both in common:
+                part.values[_inside(both, part.box)].copy_(values[_inside(both, box)])
+                missing -= both.numel
+        if missing:
+            raise unusable(folder, f"{missing} elements of {name} are missing")
+
+
+def read_box(folder: Path, index: Index, name: str, stored: StoredBox) -> torch.Tensor:
+    """Reads one box. Raises CheckpointError if its bytes are not those that were written."""
+    file, tensor = index.files[stored.file], index.tensors[name]
+    index.check(folder, [file])
+    try:
+        values = _read_box(folder / file.name, tensor, stored)
+    except OSError as error:
+        raise unusable(folder, f"{file.name} cannot be read: {error}") from error
+    if hash_slice(values, Box(stored.start, stored.shape), tensor.shape) != stored.share:
+        raise unusable(folder, f"{file.name} is damaged: its bytes of {name} are not those that were written")
+    return values
+
+
+def tensor_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank_{rank:05d}.bin"
+
+
+def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tensor:
+    dtype = DTYPES[tensor.dtype]
+    values = np.fromfile(path, np.uint8, math.prod(stored.shape) * dtype.itemsize, offset=stored.offset)
+    return torch.from_numpy(values).view(dtype).view(stored.shape)
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The index of `box` in a tensor that holds `outer`."""
+    return tuple(slice(s - o, s - o + n) for s, o, n in zip(box.start, outer.start, box.shape))
+
+
+# The state that checkpoints keep, as trainer ranks hold it: boxes of logical tensors, without padding.
+#
+# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, which training
+# and generation compute with: the master weight rounded to the model's dtype. It is hashed, but not saved. Of a frozen
+# model it is all there is: a checkpoint of adapters has the hashes of their model.
+
+
+MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
+SAVED = (MASTER, EXP_AVG, EXP_AVG_SQ)
+RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256 MiB of host memory
+
+
+@dataclass(frozen=True)
+class Run:
+    """The elements first .. end of a flattened local tensor."""
+
+    first: int
+    values: dict[str, torch.Tensor]  # by kind, each [end - first]; untrained tensors have no moments
+    is_share: bool  # whether replicas hold different elements; otherwise all hold the same
+
+    @property
+    def end(self) -> int:
+        return self.first + self.values[LIVE].numel()
+
+
+def runs(trainer: MegatronTrainer) -> dict[str, Run]:
+    """The runs of this rank by the layout's names. Tensors of which its optimizers hold nothing are missing."""
+    parameters = parameters_by_name(trainer.chunks)
+    names = {parameter: name for name, parameter in parameters.items()}
+    found = {}
+    for shard in optimizer_shards(trainer.optimizer):
+        values = {MASTER: shard.master, EXP_AVG: shard.exp_avg, EXP_AVG_SQ: shard.exp_avg_sq, LIVE: shard.live}
+        found[names[shard.parameter]] = Run(shard.first, values, is_share=trainer.topology.zero == 1)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:  # a router's bias, or frozen
+            flat = parameter.detach().view(-1)
+            found[name] = Run(0, {LIVE: flat} if trainer.lora else {MASTER: flat, LIVE: flat}, is_share=False)
+    return found
+
+
+def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
+    """The boxes that this rank saves: over all ranks every element once. Replicas that hold the same elements share them equally."""
+    shapes, held = logical_shapes(trainer), runs(trainer)
+    for layout in layouts(trainer):
+        for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
+            if run := held.get(tensor.name):
+                part = (run.first, run.end) if run.is_share else (run.end * replica // replicas, run.end * (replica + 1) // replicas)
+                yield from _boxes(run, *part, tensor, piece, shapes[piece.logical_name], kinds)
+
+
+def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
+    """All boxes that this rank's optimizers hold."""
+    shapes, held = logical_shapes(trainer), runs(trainer)
+    for tensor in trainer.saved_layout.tensors(dist.get_rank()):
+        if run := held.get(tensor.name):
+            for piece in tensor.pieces:
+                yield from _boxes(run, run.first, run.end, tensor, piece, shapes[piece.logical_name], SAVED)
+
+
+def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
+    """All of the model's weights that this rank holds, by whole pieces, as the weights channel reads them."""
+    shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
+    for tensor in (tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())):
+        for piece in tensor.pieces:
+            values = parameters[tensor.name][piece.local.slices()]
+            yield HeldBox(f"{LIVE}/{piece.logical_name}", shapes[piece.logical_name], piece.logical, values)
+
+
+def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
+    """Of all that is held: the model, and its adapters where there are some."""
+    return (trainer.layout, trainer.saved_layout) if trainer.lora else (trainer.layout,)
+
+
+def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
+    return saved_shapes(trainer) | ({tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)})
+
+
+def saved_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32", trainer.lora).tensors(0)}
+
+
+def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
+    """(elements, hash) of each tensor, summed over all ranks: one that is held k times counts k times. Collective."""
+    names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
+    sums, hashes = {name: [0, 0, 0] for name in names}, Hashes()
+    for part in held:
+        sums[part.name][0] += part.box.numel
+        hashes.add(part.name, part.values, part.box, part.shape)
+    for name, share in hashes.totals().items():
+        sums[name][1:] = share & 0xFFFFFFFF, share >> 32  # halves: their sums over ranks do not overflow
+    total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
+    dist.all_reduce(total)
+    return {name: (row[0], (row[1] + (row[2] << 32)) % 2**64) for name, row in zip(names, total.tolist()) if row[0]}
+
+
+def _boxes(
+    run: Run, first: int, end: int, tensor: LocalTensor, piece: Piece, shape: tuple[int, ...], kinds: Iterable[str]
+) -> Iterator[HeldBox]:
+    """The boxes of a logical tensor of shape `shape` that lie in `piece` and in elements first .. end of the flattened `tensor`."""
+    for begin in range(first, end, RUN):
+        for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
+            if (common := piece.local.intersect(box)) is None:
+                continue
+            offset, inside = _position(box, tensor.shape) - run.first, common.move(box, whole_box(box.shape)).slices()
+            for kind in kinds:
+                if (values := run.values.get(kind)) is not None:
+                    of_box = values[offset : offset + box.numel].view(box.shape)
+                    yield HeldBox(f"{kind}/{piece.logical_name}", shape, common.move(piece.local, piece.logical), of_box[inside])
+
+
+def _position(box: Box, shape: tuple[int, ...]) -> int:
+    """The position of the box's first element in the flattened tensor."""
+    position = 0
+    for index, extent in zip(box.start, shape):
+        position = position * extent + index
+    return position
+
+
+def random_boxes() -> Iterator[HeldBox]:
+    """The states of this rank's random generators, as tensors of bytes that only this rank has."""
+    states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in _tracker().get_states().items()}}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    for name, state in states.items():
+        yield HeldBox(random_prefix() + name, tuple(state.shape), whole_box(tuple(state.shape)), state)
+
+
+def set_random(states: dict[str, torch.Tensor]) -> None:
+    """Restores the generators from `states`: what `random_boxes` yielded, by name."""
+    found = {name.removeprefix(random_prefix()): state for name, state in states.items()}
+    torch.set_rng_state(found.pop("torch"))
+    if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
+    _tracker().set_states({name.removeprefix("tracker/"): state for name, state in found.items()})
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # made when Megatron's generators were seeded
+    return tracker
+
+
+def random_prefix() -> str:
+    return f"random/{dist.get_rank()}/"
 
 
 def save(
@@ -81,10 +361,10 @@ class _Part:
         self.trainer, self.name, self._files = trainer, name, files
         together(lambda: _check_between_steps(trainer))
         self._totals = _totals(trainer)
-        self._live = {name: total for name, (_, total) in held.totals(trainer, held.shared_boxes(trainer, [held.LIVE])).items()}
+        self._live = {name: total for name, (_, total) in totals(trainer, shared_boxes(trainer, [LIVE])).items()}
         place = {"topology": dataclasses.asdict(trainer.topology), "position": trainer.learning_rate.position, "base": trainer.base}
         self._state = json.dumps({**place, "state": state}).encode()
-        boxes = [*held.shared_boxes(trainer, held.SAVED), *held.random_boxes()]
+        boxes = [*shared_boxes(trainer, SAVED), *random_boxes()]
         self._boxes = [box.copied() for box in boxes] if beside else boxes
 
     def write(self, folder: Path) -> Written:
@@ -134,7 +414,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
         for chunk in trainer.ddp:
             chunk.start_param_sync(force_sync=True)
     if problem := _difference(trainer, _totals(trainer), index):
-        if trainer.lora and problem.startswith(f"{held.LIVE}/"):
+        if trainer.lora and problem.startswith(f"{LIVE}/"):
             now = f"the run has {'others there now' if trainer.base == saved['base'] else trainer.base}"
             problem += f". Its adapters belong to the weights that were in {saved['base']}; {now}"
         raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
@@ -153,14 +433,14 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     for parameter in parameters_by_name(trainer.chunks).values():
         if parameter.requires_grad or not trainer.lora:  # a frozen model has been loaded
             parameter.data.zero_()
-    for run in held.runs(trainer).values():
-        for kind in run.values.keys() & held.SAVED:
+    for run in runs(trainer).values():
+        for kind in run.values.keys() & SAVED:
             run.values[kind].zero_()
-    read_boxes(folder, index, held.held_boxes(trainer))
+    read_boxes(folder, index, held_boxes(trainer))
     # Random states belong to ranks. Under another topology they fit no rank, so the generators stay as seeded at the start.
     if saved["topology"] == dataclasses.asdict(trainer.topology):
-        own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(held.random_prefix())}
-        held.set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
+        own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(random_prefix())}
+        set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
     return index, saved
 
 
@@ -178,12 +458,12 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
 
 def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
     """(elements, hash) of each tensor over all ranks, including the model's own weights, by whole pieces. Collective."""
-    return held.totals(trainer, [*held.held_boxes(trainer), *held.live_boxes(trainer)])
+    return totals(trainer, [*held_boxes(trainer), *live_boxes(trainer)])
 
 
 def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
     """Says what is wrong if the ranks' `totals` are not a whole multiple of those in the index; None if they are."""
-    shapes = held.logical_shapes(trainer)
+    shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()
         copies, rest = divmod(count, of_model)
@@ -197,4 +477,4 @@ def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], in
 
 def _size_bytes(trainer: MegatronTrainer) -> int:
     """The bytes of the tensors, over all ranks."""
-    return len(held.SAVED) * 4 * sum(torch.Size(shape).numel() for shape in held.saved_shapes(trainer).values())
+    return len(SAVED) * 4 * sum(torch.Size(shape).numel() for shape in saved_shapes(trainer).values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -18,8 +19,49 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
-from megarl.trainer.cpu_collectives import gather_uneven, reduce_scatter_uneven
+# Says which of Megatron's layer specs a trainer on a machine like this one uses. Imports no Megatron: the generator asks too.
+
+
+def layer_spec() -> str:
+    """ "te" (Transformer Engine) or "local", as trainer_layout calls them: they keep the norms under different names."""
+    fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return "te" if fused else "local"
+
+
+# Two collectives that gloo refuses if ranks have different numbers of rows, as with an expert's tokens under etp > 1.
+
+
+def gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replaces megatron.core.tensor_parallel.mappings._gather_along_first_dim: pads all parts to the length of the longest."""
+
+    @functools.wraps(original)
+    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return original(x, group, sizes, *args)
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(sizes) - x.size(0)))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return wrapper
+
+
+def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replaces megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim: sums everything, and takes this rank's part."""
+
+    @functools.wraps(original)
+    def wrapper(x: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return original(x, group, sizes, *args)
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    return wrapper
+
 
 _CPU = torch.device("cpu")
 

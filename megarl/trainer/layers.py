@@ -2,19 +2,246 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.trainer import context
-from megarl.trainer.groups import context_group
-from megarl.trainer.packing import PackedSequences
-from megarl.trainer.sending import sent
+from megarl.models.routing import RoutingFormat
+from megarl.trainer.cpu_support import layer_spec
+from megarl.trainer.distributed import sent
+from megarl.trainer.microbatch import MicroBatch
+from megarl.trainer.parallel import context_group, tensor_group
+
+# Context parallelism: every sequence is cut into 2n chunks, and rank r of n holds chunks r and 2n - 1 - r.
+#
+# So each rank has early positions, which attend to few tokens, and late ones: under a causal mask all ranks have the same work. It is
+# Megatron's and Transformer Engine's own order for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
+#
+# `boundaries`, of the sequences in the whole row, are those of a MicrobatchPlan; 2n divides all of them.
+
+
+def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
+    """[t / ranks] int64: the positions of a row that `rank` of `ranks` holds, in its order."""
+    lengths = np.diff(boundaries)
+    within = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
+    chunk = within // np.repeat(lengths // (2 * ranks), lengths)
+    return torch.from_numpy(np.flatnonzero((chunk == rank) | (chunk == 2 * ranks - 1 - rank)))
+
+
+def all_positions(boundaries: Sequence[int], ranks: int) -> torch.Tensor:
+    """[t] int64: the positions that all ranks hold, rank after rank."""
+    return torch.cat([held_positions(boundaries, ranks, rank) for rank in range(ranks)])
+
+
+def cut(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part, [t / n, ...], of x [t, ...]."""
+    return x if group.size() == 1 else x[sent(held_positions(boundaries, group.size(), group.rank()), x.device)]
+
+
+def join(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, summed: bool = False) -> torch.Tensor:
+    """Joins every rank's part x [t / n, ...] to [t, ...] on all ranks; differentiable.
+
+    Either all ranks compute the same function of the result: then its gradient is the same on all, and each takes its own part of it. Or
+    each computes its own, and with `summed` the ranks' gradients are summed.
+    """
+    if group.size() == 1:
+        return x
+    parts = _Gather.apply(x, group, summed)
+    return torch.empty_like(parts).index_copy(0, sent(all_positions(boundaries, group.size()), x.device), parts)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
+        ctx.group, ctx.summed = group, summed
+        out = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
+        if ctx.summed:
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
+
+
+# How a microbatch tells Megatron, and the attention of `layers`, where its sequences begin and end.
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's own parameters, and the same on the host: reading `cu_seqlens_q` would wait for a GPU. (Transformer Engine is given the
+    fields of the parent alone.)"""
+
+    boundaries: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()  # (how many, of what length): sequences of equal length that stand side by side
+
+
+def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
+    lengths = microbatch.plan.lengths
+    # Without Transformer Engine only Megatron's rotary embedding reads them, on the host: twice in every layer it would wait for the GPU.
+    boundaries = microbatch.boundaries if layer_spec() == "te" else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
+    # (The greatest length must be exact. Where a table of rotary angles is as long as the whole row, Megatron takes it for one that goes on
+    # from sequence to sequence.)
+    # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same: padding is part of sequences, and there is
+    # none between them. If it were not told so, it would compare them, and wait for the GPU, in every layer.
+    padded = boundaries if cp > 1 else None
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=padded,  # type: ignore[arg-type]
+        cu_seqlens_kv_padded=padded,  # type: ignore[arg-type]
+        pad_between_seqs=False,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        boundaries=microbatch.plan.boundaries,
+        runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
+    )
+
+
+# The head of reward models and critics: a linear map from hidden states to one number, computed in float32.
+#
+# Every tensor rank holds the whole of it, and works on the positions that it has.
+
+
+class ScalarHead(torch.nn.Module):
+    """Stands in for GPTModel's output layer, whose arguments it takes."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so gradients are summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """[s, b, 1] float32 of hidden states [s, b, h]."""
+        return F.linear(hidden.float(), self.weight.float()), None
+
+
+def token_values(outputs: torch.Tensor, microbatch: MicroBatch, *, sequence_parallel: bool) -> torch.Tensor:
+    """[t] float32: the head's output at each position, 0 where `microbatch.loss_mask` is not set.
+
+    outputs: [t / cp, 1], or [t / cp / tp, 1] where the sequence is split over tensor ranks too. The results are the same on all tensor and
+    context ranks, and differentiable if all of them go on to the same loss.
+    """
+    if sequence_parallel:
+        outputs = gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=tensor_group())
+    values = join(outputs[:, 0], microbatch.plan.boundaries, context_group())
+    return torch.where(microbatch.loss_mask, values, 0.0)
+
+
+# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the experts that they went to when they were generated.
+#
+# Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores, so that gradients reach the router.
+# Where no choice is known (for padding, or the end of a sequence that an environment wrote) the router makes its own.
+
+
+class LayerReplay(RouterReplay):
+    """Gives one router its choices. It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
+
+    If activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
+    """
+
+    def __init__(self) -> None:
+        # (The parent's constructor would put this into a list that outlives the trainer.)
+        self._ids: torch.Tensor | None = None
+        self._again: deque[torch.Tensor] = deque()
+        self.replayed: torch.Tensor | int = 0  # tokens
+        self.replaced: torch.Tensor | int = 0  # those of them whose experts differ from the router's own choice
+
+    def put(self, ids: torch.Tensor, recomputed: bool) -> None:
+        """Sets ids [tokens, experts per token] for the next forward pass, -1 where unknown; with `recomputed` for its backward pass too."""
+        self._ids = ids
+        if recomputed:
+            self._again.append(ids)
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores of the chosen experts, their ids), both [tokens, experts per token], from scores [tokens, experts]."""
+        assert default_compute_topk is not None and self._ids is not None
+        with torch.no_grad():
+            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        again = torch.is_grad_enabled() and bool(self._again)  # a forward pass that will be recomputed runs without gradients
+        recorded = (self._again.popleft() if again else self._ids).long()
+        known = recorded[:, :1] >= 0
+        chosen = torch.where(known, recorded, own)
+        if not again:
+            self.replayed = self.replayed + known.sum()
+            self.replaced = self.replaced + (chosen.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1).sum()
+        return scores.gather(1, chosen), chosen
+
+
+class RoutingReplay:
+    """The replay for all routers of this rank."""
+
+    def __init__(self, format: RoutingFormat, chunks: Sequence[torch.nn.Module], sequence_parallel: bool, recompute: bool):
+        """`chunks` are the model's virtual stages."""
+        self.format = format
+        self._sequence_parallel, self._recompute = sequence_parallel, recompute
+        self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
+        for chunk, layers in self._routers.items():
+            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                assert router.layer_number is not None
+                layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
+
+    def reset(self) -> None:
+        """Resets the counters."""
+        for replay in self._replays():
+            replay.replayed = replay.replaced = 0
+
+    def put(self, chunk: torch.nn.Module, routing: torch.Tensor, boundaries: Sequence[int]) -> None:
+        """Sets the experts for the next forward pass of `chunk`: [t, layers with experts, experts per token], -1 where unknown.
+
+        Each router gets the tokens of this rank, in Megatron's order: cut by context, and the part by sequence parallelism.
+        """
+        mine = cut(routing, boundaries, context_group())
+        if self._sequence_parallel:
+            tp = tensor_group()
+            mine = mine.chunk(tp.size())[tp.rank()]
+        for layer, replay in self._routers[chunk].items():
+            replay.put(mine[:, layer], self._recompute and torch.is_grad_enabled())
+
+    def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
+        """The metrics since `reset`, over all ranks, after `positions` positions went through the model. There is one choice of experts for
+        each position and layer: the share of choices replayed, and of those the share that this trainer's router would have made otherwise.
+
+        Collective: the same on every rank.
+        """
+        totals = [sum(replay.replayed for replay in self._replays()), sum(replay.replaced for replay in self._replays())]
+        counts = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
+        dist.all_reduce(counts)
+        replayed, replaced = counts.tolist()
+        choices = positions * self.format.shape[0]
+        return {"router/replayed_fraction": replayed / max(1, choices), "router/replaced_fraction": replaced / max(1.0, replayed)}
+
+    def _replays(self) -> list[LayerReplay]:
+        return [replay for layers in self._routers.values() for replay in layers.values()]
 
 
 class RMSNorm(torch.nn.Module):
@@ -70,14 +297,14 @@ class CausalAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None
         group, runs = self.cp_group, packed_seq_params.runs
         ranks, grouped = group.size(), query.size(1) != key.size(1)
-        key, value = (context.join(x, packed_seq_params.boundaries, group, summed=True) for x in (key, value))
+        key, value = (join(x, packed_seq_params.boundaries, group, summed=True) for x in (key, value))
         queries = query.split([count * length // ranks for count, length in runs])
         keys, values = (x.split([count * length for count, length in runs]) for x in (key, value))
         outs = []
         for (count, length), parts in zip(runs, zip(queries, keys, values)):
             mask = None
             if ranks > 1:
-                mine = sent(context.held_positions((0, length), ranks, group.rank()), query.device)
+                mine = sent(held_positions((0, length), ranks, group.rank()), query.device)
                 mask = mine[:, None] >= torch.arange(length, device=query.device)
             q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
             out = F.scaled_dot_product_attention(

@@ -9,10 +9,10 @@ import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megarl.kernels import linear_logprobs
-from megarl.trainer import context
-from megarl.trainer.groups import context_group, tensor_group
+from megarl.trainer import layers
+from megarl.trainer.distributed import sent
 from megarl.trainer.microbatch import MicroBatch
-from megarl.trainer.sending import sent
+from megarl.trainer.parallel import context_group, tensor_group
 
 
 class Rows(NamedTuple):
@@ -31,7 +31,7 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
     tensor, ranks, scored = tensor_group(), context_group(), microbatch.scored
     held = np.arange(len(scored))
     if ranks.size() > 1:
-        held = context.held_positions(microbatch.plan.boundaries, ranks.size(), ranks.rank()).numpy()
+        held = layers.held_positions(microbatch.plan.boundaries, ranks.size(), ranks.rank()).numpy()
     here = np.flatnonzero(scored[held])
     chosen = sent(torch.from_numpy(here), hidden.device)
     if sequence_parallel:
@@ -44,7 +44,7 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
 def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Tensor:
     """[t, ...] of values [N, ...], 0 elsewhere; the same on all context ranks, and differentiable if all go on to the same loss."""
     whole = values.new_zeros((rows.held, *values.shape[1:])).index_copy(0, rows.chosen, values)
-    return context.join(whole, microbatch.plan.boundaries, context_group())
+    return layers.join(whole, microbatch.plan.boundaries, context_group())
 
 
 def token_logprobs(

@@ -20,11 +20,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from megarl.algorithms.distill import Taught
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.models.routing import RoutingFormat
-from megarl.topology import TrainerTopology
-from megarl.trainer.sending import sent
-from megarl.types import Elsewhere, TrainSequence
+from megarl.teachers.loss import Taught
+from megarl.trainer.distributed import sent
 
 
 @dataclass(frozen=True)

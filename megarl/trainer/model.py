@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,20 +22,87 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import Elsewhere, TrainSequence
+from megarl.config.errors import ConfigError
+from megarl.config.keys import yaml_text
 from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
-from megarl.models.spec import SCALAR, ModelSpec
-from megarl.topology import TrainerTopology
-from megarl.trainer.layer_spec import layer_spec
-from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm
-from megarl.trainer.supported import passed_on
-from megarl.trainer.values import ScalarHead
+from megarl.models.registry import flops_per_token
+from megarl.models.routing import RoutingFormat
+from megarl.models.spec import LM, SCALAR, ModelSpec
+from megarl.reshard.layout import trainer_layout
+from megarl.trainer import cpu_support, hf_io, layers, parallel
+from megarl.trainer.cpu_support import layer_spec
+from megarl.trainer.distributed import sent
+from megarl.trainer.hf_io import Writing
+from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm, RoutingReplay, ScalarHead, packed_sequences, token_values
+from megarl.trainer.logprobs import scored_rows, token_logprobs
+from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.parallel import context_group, data_group
+from megarl.trainer.pipeline import PlannedShapes
+
+# Refuses models that the trainer cannot build on this machine. Those it can build nowhere are refused by megarl.plan.
+
+
+NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "cpu_offloading", "attention_backend", "use_te_activation_func")
+RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+
+
+def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
+    """Raises ConfigError for what needs Transformer Engine, where it is not used. Settings of it would be ignored in silence. On GPUs
+    experts and latent attention need it too: Megatron's router and its latent attention use names that do not exist without it. (On CPUs
+    cpu_support fixes that.)"""
+    if layer_spec() != "te" and (asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]):
+        raise ConfigError(f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with Transformer Engine")
+    modules = [name for name in trainer.megatron.get("recompute_modules") or () if name in RECOMPUTED_BY_TRANSFORMER_ENGINE]
+    if layer_spec() != "te" and modules:
+        raise ConfigError(f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with Transformer Engine")
+    if torch.cuda.is_available() and layer_spec() != "te" and (spec.num_experts or spec.kv_lora_rank):
+        raise ConfigError(
+            f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"
+        )
+
+
+@contextlib.contextmanager
+def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Around what Megatron builds with fields of its own: names `key` where it fails, as it does if software is missing that they need."""
+    try:
+        yield
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        if not settings or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
+            raise
+        raise ConfigError(f"{key}={yaml_text(settings)}: Megatron refuses it: {str(error) or repr(error)}") from error
+
+
+# Ends the run when Megatron warns of corrupt data; Megatron itself would go on.
+
+
+_CORRUPT = re.compile("corrupt", re.IGNORECASE)
+
+
+class _Refuse(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if _CORRUPT.search(text := record.getMessage()):
+            raise RuntimeError(f"{record.name} warns of corruption: {text}")
+
+
+def refuse_corruption() -> None:
+    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if it is logged, the Warning itself if it is
+    issued by `warnings`. Repeated calls do nothing."""
+    logger = logging.getLogger("megatron")
+    if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
+        logger.addHandler(_Refuse(logging.WARNING))
+        warnings.filterwarnings("error", message=f"(?is).*{_CORRUPT.pattern}", module=r"megatron\b")
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
@@ -262,3 +336,197 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
     for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
         setattr(attention, norm, RMSNorm)
     return layer
+
+
+# A model on the trainer's ranks: its forward passes, what is made of their hidden states, its weights as checkpoints. MegatronTrainer
+# (step.py) adds gradients and an optimizer; without these a model is frozen: a teacher, or a reference of another shape.
+
+
+class MegatronModel:
+    """One rank's part of a model. Every method is collective: all ranks call it, with the same arguments.
+
+    torch.distributed must be initialised with `topology.world_size` ranks, and, without CUDA, cpu_support.install()
+    must have been called before this module was imported. Weights are zero until load_hf.
+    """
+
+    def __init__(self, spec: ModelSpec, topology: TrainerTopology, trainer: TrainerConfig, dtype: str, seed: int, *, timeout_s: float):
+        """`timeout_s` bounds every wait of one rank for another, in each of Megatron's groups.
+
+        Raises ConfigError for what cannot be built here, RuntimeError for a wrong number of processes.
+        """
+        if not cpu_support.installed():
+            raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
+        refuse_corruption()
+        check_transformer_engine(spec, trainer)
+        if dist.get_world_size() != topology.world_size:
+            raise RuntimeError(f"the trainer's topology has {topology.world_size} ranks, torch.distributed has {dist.get_world_size()}")
+        self.spec = spec
+        self.layout = trainer_layout(spec, topology, dtype, layer_spec())
+        self.topology = topology
+        self.coordinate = topology.coordinate(dist.get_rank())
+        self.seed = seed
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.max_tokens = trainer.max_tokens_per_microbatch
+        self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
+        self.alignment = Alignment.of(topology, trainer.sequence_parallel)
+        self.flops = flops = flops_per_token(spec, 0)  # without attention's part, which `squares` is
+        # Attention's part of what a sequence costs (see plan_microbatches). A second model on these ranks needs the first one's: a rank has
+        # the tokens of that one's share of a batch.
+        self.squares = (flops_per_token(spec, 1) - flops) / flops
+        parallel.initialize(topology, seed, timeout_s)
+        self.config = transformer_config(spec, topology, self.dtype, trainer)
+        self.sequence_parallel = bool(self.config.sequence_parallel)
+        with passed_on("trainer.megatron", trainer.megatron):
+            self.chunks = self._build_chunks()
+        self.modules: list[torch.nn.Module] = [*self.chunks]  # what Megatron's schedules run
+        self.routing: RoutingFormat | None = None
+        self.replay: RoutingReplay | None = None
+
+    def _build_chunks(self) -> list[GPTModel]:
+        return build_chunks(self.spec, self.topology, self.config)
+
+    # -- scoring
+
+    def token_logprobs(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0) -> list[np.ndarray]:
+        """The log-prob of every token of `loss_mask` given those before it, one array per sequence, with 0 for the other tokens; the same
+        on every rank."""
+        assert self.spec.head == LM
+        return self._scored(sequences, temperature)
+
+    def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
+        """What a scalar head makes of the tokens before every token of `loss_mask`, one array per sequence, with 0 for the other tokens;
+        the same on every rank."""
+        assert self.spec.head == SCALAR
+        return self._scored(sequences, temperature=1.0)
+
+    def _scored(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float) -> list[np.ndarray]:
+        plan = self._plan(sequences)
+        with torch.no_grad():
+            scored = self._run(
+                plan,
+                partial(build, sequences=sequences, device=self.device, routing=self.routing),
+                lambda microbatch, hidden, non_loss_data: self._outputs(hidden, microbatch, temperature)[0],
+                forward_only=True,
+            )
+        lengths = [len(s) for s in sequences]
+        flat = torch.zeros(sum(lengths), dtype=torch.float32)
+        slices = flat.split(lengths)  # views
+        if self.coordinate.tp == self.coordinate.cp == 0:
+            for microbatch, outputs in zip(plan, scored):
+                outputs = outputs.cpu()
+                for start, index in zip(microbatch.boundaries, microbatch.indices):
+                    slices[index][1:] = outputs[start : start + lengths[index] - 1]
+        if self.topology.world_size > 1:
+            flat = sent(flat, self.device)
+            dist.all_reduce(flat)
+        return [part.numpy() for part in flat.cpu().split(lengths)]
+
+    def scored_hidden(self, sequences: Sequence[TrainSequence | Elsewhere]) -> dict[tuple[int, ...], torch.Tensor]:
+        """By the sequences of each microbatch, on the last pipeline stage: the hidden states [N, h] that predict the tokens of `loss_mask`,
+        in the host's memory. A context rank has those of its positions."""
+        plan = self._plan(sequences)
+        with torch.no_grad():
+            rows = self._run(
+                plan,
+                partial(build, sequences=sequences, device=self.device, routing=self.routing),
+                lambda microbatch, hidden, non_loss_data: scored_rows(hidden[0], microbatch, self.sequence_parallel).rows.cpu(),
+                forward_only=True,
+            )
+        return dict(zip((microbatch.indices for microbatch in plan), rows)) if rows else {}
+
+    # -- shared by training and scoring
+
+    def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
+        """[dp][…] which sequences each data-parallel rank needs: in the place of the others it may be given Elsewhere."""
+        return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """The sums over the data-parallel ranks, of which each has values of its own."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=data_group())
+        return total.tolist()
+
+    def _plan(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[MicrobatchPlan]:
+        return self._plans(sequences)[self.coordinate.dp]
+
+    def _plans(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[MicrobatchPlan]]:
+        lengths, stages = [len(s) for s in sequences], self.topology.pp if self.topology.vpp > 1 else 1
+        return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
+
+    def _outputs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a loss is taken of, and the entropies."""
+        if self.spec.head == SCALAR:
+            values = token_values(hidden[0], microbatch, sequence_parallel=self.sequence_parallel)
+            return values, torch.full_like(values, math.nan)
+        return token_logprobs(
+            scored_rows(hidden[0], microbatch, self.sequence_parallel),
+            output_weight(self.chunks[-1]),
+            microbatch,
+            self.spec.vocab_size,
+            temperature=temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
+
+    def _run(
+        self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Runs Megatron's schedule over the microbatches and returns what `head` returned, on the last stage.
+
+        `head(microbatch, hidden)` is given hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism; h is 1 with a
+        scalar head, which GPTModel has applied.
+        """
+
+        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+            microbatch = next(batches)
+            inputs = layers.cut(microbatch.inputs, microbatch.plan.boundaries, context_group())
+            if self.replay is not None:
+                assert microbatch.routing is not None
+                self.replay.put(model, microbatch.routing, microbatch.plan.boundaries)
+            # No ids or mask: rotary positions and causality come from the boundaries of the sequences.
+            packed = packed_sequences(microbatch, self.topology.cp)
+            return model(inputs[None], None, None, packed_seq_params=packed), partial(head, microbatch)
+
+        known: dict[str, Any] = {}
+        if self.topology.pp > 1 and self.topology.vpp == 1:
+            split = self.topology.cp * (self.topology.tp if self.sequence_parallel else 1)
+            communicator = PlannedShapes(self.config, plan, split)
+            known = {"p2p_communicator": communicator, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[map(make, plan) for _ in self.modules],  # chunks of a rank are at different microbatches
+            model=[*self.modules],
+            num_microbatches=len(plan),
+            # Not used, but the schedule multiplies them.
+            seq_length=plan[0].positions,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            **known,
+        )
+
+    # -- weights
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
+        return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
+
+    merged_parameters = local_parameters  # as engines and exports get them
+
+    def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
+        """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
+
+        `new_head`: what a scalar head begins with, of which the checkpoint has none; None: it has one."""
+        hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path, new_head, self.seed)
+
+    def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
+        """Writes the weights as an HF checkpoint folder, and `files` (name → text) beside them. Configuration and tokenizer files come from
+        `hf_config_dir`."""
+        self.begin_export(path, hf_config_dir, files, beside=False).finish()
+
+    def begin_export(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool) -> Writing[None]:
+        """As `export_hf`, but complete when `finish` of the result has returned; `beside` training if so."""
+        return hf_io.export_hf(self.spec, self.layout, self.merged_parameters(), path, hf_config_dir, files=files, beside=beside)

@@ -16,9 +16,36 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import distributed_c10d
 
-from megarl.topology import TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.trainer.distributed import groups_closed
-from megarl.trainer.groups import data_group, pipeline_group
+
+# Megatron's process groups, with usable types: its own getters are typed as if they could return None or a number.
+
+
+def tensor_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_tensor_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_expert_tensor_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_context_parallel_group())
+
+
+def data_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_data_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    return _made(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _made(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
 
 _made_for: list[Any] = []  # the topology of this process's groups, and the group that all of them are parts of
 

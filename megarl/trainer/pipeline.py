@@ -8,8 +8,8 @@ from typing import Any
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.trainer.groups import pipeline_group
 from megarl.trainer.microbatch import MicrobatchPlan
+from megarl.trainer.parallel import pipeline_group
 
 Tensors = Any  # as P2PCommunicator has them: a list with one tensor
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
-from megarl.reshard.forwarding import Relay
+from megarl.reshard.forwarding import Relay, SentTensors
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.tensors import SentTensors
 from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, Held
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from megarl.models.adapters import Lora
-from megarl.plan.lora import sends_adapters
+from megarl.base.rollout_types import Version
+from megarl.lora.layout import Lora
+from megarl.lora.plan import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout, generator_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.types import Version
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:

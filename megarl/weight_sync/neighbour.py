@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from megarl.base.processes import end_with_parent
 from megarl.kernels.audit import hash_tensors
 from megarl.messaging.host import Host
-from megarl.parent import end_with_parent
-from megarl.reshard.kinds import Layout
+from megarl.reshard.layout import Layout
 from megarl.weight_sync.transports.base import Live, Memory, Offer
 from megarl.weight_sync.transports.choice import transport_class
 

@@ -6,31 +6,119 @@ See megarl.weight_sync.sender for one update seen from both ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from megarl.base.rollout_types import Version
 from megarl.config.schema import STRICT
 from megarl.generator.fleet import Fleet
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
-from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWanted
-from megarl.messaging.pulse import Pulse
-from megarl.observe.status import StatusBoard
-from megarl.observe.trace import TraceWriter
-from megarl.plan.asynchrony import run_ahead
+from megarl.messaging.messages import (
+    Hello,
+    LookAgain,
+    LookedAgain,
+    ProbeReady,
+    WeightsApplied,
+    WeightsGrant,
+    WeightsOffer,
+    WeightsWanted,
+    WeightsWritten,
+)
+from megarl.messaging.waiting import Pulse
+from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import run_ahead
 from megarl.reshard.layout import Layout
-from megarl.types import Version
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import is_probe_version
-from megarl.weight_sync.deltas import changed_fraction, worth_it
-from megarl.weight_sync.offers import Offered, Offers
-from megarl.weight_sync.sessions import EngineSessions, Session
-from megarl.weight_sync.update import Pause
-from megarl.weight_sync.writes import Writes
+from megarl.weight_sync.sessions import EngineSessions, Pause, Session
+from megarl.weight_sync.writing import changed_fraction, worth_it
+
+# Offers of weight versions by the trainer ranks.
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A version that every rank has offered."""
+
+    version: Version
+    offers: list[WeightsOffer]
+
+
+class Offers:
+    """Collects the offers of the ranks `trainers`. Once one rank has offered a version, the others must follow within `timeout_s`."""
+
+    def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
+        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._open: dict[Version, dict[str, WeightsOffer]] = {}  # by whom
+        self._pending: Counter[str] = Counter()  # how many of them are each rank's
+
+    async def next(self, serving: Version, again: bool = False) -> Offered:
+        """Waits for the next version that every rank has offered. With `again` that can only be `serving`, for engines that have come back.
+
+        The first offer has no deadline here: whoever needs the weights has one. Raises TimeoutError that names the ranks still missing.
+        """
+
+        def awaited() -> str:
+            return f"weights newer than version {serving} from {', '.join(self._missing())}"
+
+        while True:
+            for version, offers in self._open.items():
+                if len(offers) == len(self._trainers) and (not again or version == serving):
+                    del self._open[version]
+                    self._pending -= Counter(offers.keys())
+                    return Offered(version, list(offers.values()))
+            timeout_s = self._timeout_s if self._open and len(self._pending) < len(self._trainers) else None
+            for sender, offer in await self._link.arrivals(WeightsOffer, timeout_s, awaited):
+                of_version = self._open.setdefault(offer.version, {})
+                self._pending[sender] += sender not in of_version
+                of_version[sender] = offer
+
+    def _missing(self) -> list[str]:
+        return [name for name in self._trainers if name not in self._pending]
+
+
+# The trainer ranks' reports of what they have written, collected at the generator.
+
+
+class Writes:
+    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last has no `more`.
+
+    `parts` lists (rank's name, message)."""
+
+    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
+        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._version = version
+        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks of which nothing has come, or not yet everything
+        self.parts: list[tuple[str, WeightsWritten]] = []
+
+    async def landed(self) -> None:
+        """Returns when each rank has written its first part, so that all landing boxes are there. Raises as `done` does."""
+        await self._until_none_of(self._unheard)
+
+    async def done(self) -> None:
+        """Returns when all is written. Raises RuntimeError where a rank failed or wrote another version, TimeoutError where it is late."""
+        await self._until_none_of(self._unfinished)
+
+    async def _until_none_of(self, missing: set[str]) -> None:
+        def awaited() -> str:
+            return f"{', '.join(name for name in self._trainers if name in missing)} to write weights version {self._version}"
+
+        while missing:
+            for sender, message in await self._link.arrivals(WeightsWritten, self._timeout_s, awaited):
+                if sender not in self._unfinished or message.version != self._version:
+                    raise RuntimeError(f"{self._link.name} waited for {awaited()}, but {sender} has written version {message.version}")
+                if message.error:
+                    raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
+                self._unheard.discard(sender)
+                if not message.more:
+                    self._unfinished.discard(sender)
+                self.parts.append((sender, message))
 
 
 @dataclass(frozen=True)
@@ -80,7 +168,7 @@ class WeightsReceiver:
     A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile.
     The executor decides what an update does to running requests (`hold`, `release`).
 
-    The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.asynchrony).
+    The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.topologies).
     """
 
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):

@@ -31,33 +31,40 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
+from megarl.lora.plan import sends_adapters
+from megarl.lora.sending import AdaptersAlone
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.process_groups import StopRequest
 from megarl.messaging.rendezvous import GENERATOR
-from megarl.messaging.stopping import StopRequest
-from megarl.observe.status import StatusBoard
-from megarl.observe.trace import TraceWriter
-from megarl.plan.lora import sends_adapters
+from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.execute import Payloads
-from megarl.reshard.kinds import LayoutError
-from megarl.reshard.layout import Layout
+from megarl.reshard.forwarding import RelayRule, relayed
+from megarl.reshard.layout import Layout, LayoutError
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
-from megarl.types import Version
-from megarl.weight_sync.adapters import AdaptersAlone
-from megarl.weight_sync.amax_exchange import AmaxExchange
 from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.common import is_probe_version, weights_map
-from megarl.weight_sync.deltas import Deltas, Found, offer_of, send_changes
 from megarl.weight_sync.transports.base import decode_endpoints
-from megarl.weight_sync.transports.choice import this_host
-from megarl.weight_sync.transports.pairwise import PairwiseTransport
-from megarl.weight_sync.writing import Sent, Shares, landing_first, send, shapes_of, shares_of
+from megarl.weight_sync.transports.choice import PairwiseTransport, this_host
+from megarl.weight_sync.writing import (
+    AmaxExchange,
+    Deltas,
+    Found,
+    Sent,
+    Shares,
+    landing_first,
+    offer_of,
+    send,
+    send_changes,
+    shapes_of,
+    shares_of,
+)
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 

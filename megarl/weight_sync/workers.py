@@ -16,14 +16,13 @@ from urllib.parse import urlsplit
 import msgspec
 import torch.distributed as dist
 
-from megarl.files import write_whole
+from megarl.base.files import write_whole
+from megarl.base.geometry import GeneratorTopology
 from megarl.generator.client import EngineClient, EngineUnreachable
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WorkerReply
-from megarl.reshard.kinds import Layout, LayoutError, LocalTensor
-from megarl.reshard.scales import contiguous_strides, engine_view
-from megarl.topology import GeneratorTopology
+from megarl.reshard.layout import Layout, LayoutError, LocalTensor, contiguous_strides, engine_view
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import check_proven
 from megarl.weight_sync.commands import Arrange, Command, Connect, Describe

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
+from megarl.base.rollout_types import Version
+from megarl.config.schema import WeightsConfig
 from megarl.kernels.audit import MASK, Hashes
-from megarl.reshard.deltas import Changes
-from megarl.reshard.execute import AmaxTable, Payloads
-from megarl.reshard.map import Copy
+from megarl.kernels.changes import bits_of
+from megarl.messaging.members import members_only
+from megarl.messaging.messages import WeightsOffer
+from megarl.reshard.deltas import MOST_OF_FULL, Changes, Delta, blob_bytes, find_deltas, spread
+from megarl.reshard.execute import AmaxPart, AmaxTable, Entry, Payloads, amax_parts, peers
+from megarl.reshard.map import Copy, ReshardMap
 from megarl.weight_sync.transports.base import Endpoint
 
 
@@ -91,3 +98,202 @@ def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tupl
 def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
     """Shape of every destination tensor, by generator rank and name."""
     return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}
+
+
+# Exchanges the amax of tiles that several trainer ranks hold parts of, before an update is quantised: over gloo, in a group of its own.
+#
+# Messages are point to point, between ranks that share a tile: one per pair and direction. It holds the amax of all tiles of the parts
+# they share, in forward order. Both ends derive its content from the map, so it carries no names.
+
+
+class AmaxExchange:
+    """Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group, unless the exchange
+    for the map `before` has a group already. (A group that is not used any more keeps its connections all the same.)"""
+
+    def __init__(self, map: ReshardMap, rank: int, timeout_s: float, before: AmaxExchange | None = None):
+        self._rank, self._timeout_s = rank, timeout_s
+        self._parts = amax_parts(map, rank)
+        self._awaited = {peer: _shared(amax_parts(map, peer), rank) for peer in peers(self._parts)}
+        cuts = any(row.cut for row in map.rows)
+        together = cuts and map.source.world_size > 1
+        self._group: dist.ProcessGroup | None = before._group if before else None
+        if together and self._group is None:
+            with members_only():
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="amax")
+            assert isinstance(group, dist.ProcessGroup)  # all ranks are members
+            self._group = group
+
+    def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
+        """The amax of every cut tile that this rank's copies touch, computed from the current values of `tensors`.
+
+        Raises RuntimeError on NaN or infinity, naming the tensor, and TimeoutError naming the two ranks where one does not answer.
+        """
+        table = AmaxTable.measure(self._parts, tensors)
+        measured = [(part.peers, amax) for part, (_, _, amax) in zip(self._parts, table.entries)]
+        incoming, outgoing, received = [], [], {}
+        for peer, awaited in self._awaited.items():
+            message = torch.cat([amax.reshape(-1) for having, amax in measured if peer in having]).cpu()
+            received[peer] = torch.empty(sum(part.tiles.numel for part in awaited))
+            outgoing.append((dist.isend(message, peer, group=self._group), f"to trainer rank {peer}", message))
+            incoming.append((dist.irecv(received[peer], peer, group=self._group), f"from trainer rank {peer}", received[peer]))
+        for work, whither, _ in incoming + outgoing:  # incoming and outgoing keep the tensors alive until then
+            self._wait(work, whither)
+        for peer, values in received.items():
+            table.merge(_entries(self._awaited[peer], values, measured[0][1].device))
+        return table
+
+    def _wait(self, work: dist.Work | None, whither: str) -> None:
+        assert work is not None
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            what = f"trainer rank {self._rank}: amax of cut tiles {whither}"
+            raise TimeoutError(f"{what}: not through within {self._timeout_s:.0f} s: {error}") from error
+
+
+def _shared(parts: list[AmaxPart], peer: int) -> list[AmaxPart]:
+    return [part for part in parts if peer in part.peers]
+
+
+def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) -> list[Entry]:
+    pieces = values.to(device).split([part.tiles.numel for part in parts])
+    return [(part.tiles_of, part.tiles, piece.view(part.tiles.shape)) for part, piece in zip(parts, pieces)]
+
+
+# Deltas, at the trainer rank: what it sent last, and what has changed since (`weights.delta`).
+#
+# Trainer ranks work out what has changed before they offer an update, so no engine is paused for it. Each offers a delta from the version
+# that the generator has confirmed last, with its size. The generator grants it if all ranks offer one from the very version that all
+# engines
+# hold, and if it saves enough; otherwise every rank writes everything.
+#
+# What is kept are the bytes that were written, cast or quantised: once for all engines that get them. They count as those of a version only
+# when all of them were written, and that version was confirmed; so after an update that failed comes a full one.
+
+
+@dataclass(frozen=True)
+class Found:
+    """What has changed of all copies of a rank."""
+
+    by_rank: Mapping[int, Changes]
+    by_payload: Mapping[tuple, Delta]
+    shares: dict[int, dict[str, int]]  # as of `Sent`, of the whole values
+    sizes: Mapping[int, int]  # bytes of what goes to each rank
+    changed_bytes: int
+    full_bytes: int
+
+
+class Deltas:
+    """`find` before the offer; then either `send_changes` and `keep_changes`, or a full update and `keep`. Version by version."""
+
+    def __init__(self, weights: WeightsConfig):
+        self.on = weights.delta != "off" and weights.delta_refresh > 1
+        self._refresh, self._on_host = weights.delta_refresh, weights.delta_shadow == "host"
+        self._kept: dict[tuple, torch.Tensor] = {}
+        self._version: Version = -1  # that they are the bytes of
+        self._fulls = 1  # updates to come that are sent in full, without comparing
+        self._since_full = 0
+
+    def find(
+        self,
+        confirmed: Version,
+        copies: Sequence[Copy],
+        shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
+        audit: bool,
+        amax: AmaxTable | None,
+        payloads: Payloads,
+    ) -> Found | None:
+        """What has changed since version `confirmed`; None if that is not known, or not to be used. `payloads` are at their update."""
+        usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
+        if not usable or any(_key(copy) not in self._kept for copy in copies):
+            return None
+        hashes, every = Hashes(), _alike(copies)
+
+        def compared() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for key, alike in every.items():
+                values = payloads.of(alike[0], amax)
+                for copy in alike if audit else ():
+                    rank, name = copy.destination_rank, copy.destination_tensor
+                    hashes.add((rank, name), values, copy.destination_box, shapes[rank][name])
+                yield bits_of(values.contiguous()).view(-1), self._kept[key]
+
+        deltas = dict(zip(every, find_deltas(compared()), strict=True))
+        by_rank, shares = defaultdict(list), defaultdict(dict)
+        for copy in copies:
+            by_rank[copy.destination_rank].append((copy, deltas[_key(copy)]))
+        for (rank, name), share in hashes.totals().items():
+            shares[rank][name] = share
+        sizes = {rank: blob_bytes([delta for _, delta in changes]) for rank, changes in by_rank.items()}
+        changed = sum(delta.changed * copy.bytes // copy.destination_box.numel for changes in by_rank.values() for copy, delta in changes)
+        return Found(by_rank, deltas, dict(shares), sizes, changed, sum(copy.bytes for copy in copies))
+
+    def keep(self, version: Version, copies: Sequence[Copy], amax: AmaxTable | None, payloads: Payloads, declined: bool) -> None:
+        """After a full update: keeps its bytes, if they will be compared with. `declined`: a delta would have been too large."""
+        if not self.on:
+            return
+        self._fulls, self._since_full, self._version = self._refresh if declined else max(self._fulls - 1, 0), 0, -1
+        if self._fulls:
+            return
+        alike = _alike(copies)
+        self._kept = {key: values for key, values in self._kept.items() if key in alike}
+        for key, (copy, *_) in alike.items():
+            bits = bits_of(payloads.of(copy, amax).contiguous()).view(-1)
+            if key not in self._kept:
+                on_host = self._on_host and bits.is_cuda
+                self._kept[key] = torch.empty(bits.shape, dtype=bits.dtype, device="cpu" if on_host else bits.device, pin_memory=on_host)
+            self._kept[key].copy_(bits, non_blocking=True)
+        self._version = version
+
+    def keep_changes(self, version: Version, found: Found) -> None:
+        """After a delta."""
+        self._version = -1
+        for key, delta in found.by_payload.items():
+            kept = self._kept[key]
+            spread(delta.moved_to(kept.device), kept)
+        self._since_full += 1
+        self._fulls = int(self._since_full + 1 >= self._refresh)
+        self._version = version
+
+    def begin_write(self) -> None:
+        """From now on the engines may hold half of an update."""
+        self._version = -1
+
+
+def offer_of(version: Version, base: Version, found: Found | None) -> WeightsOffer:
+    if found is None:
+        return WeightsOffer(version)
+    return WeightsOffer(version, base, sum(found.sizes.values()), found.changed_bytes, found.full_bytes)
+
+
+def worth_it(offers: Sequence[WeightsOffer], serving: Version) -> bool:
+    """Whether every rank can send what has changed since the version that all engines hold, and the busiest saves enough by it."""
+    most, full = max(offer.delta_bytes for offer in offers), max(offer.full_bytes for offer in offers)
+    return serving >= 0 and all(offer.base == serving for offer in offers) and most <= MOST_OF_FULL * full
+
+
+def changed_fraction(offers: Sequence[WeightsOffer]) -> float | None:
+    """The share of bytes that belong to changed elements; None if some rank has not compared."""
+    if not all(offer.full_bytes for offer in offers):
+        return None
+    return sum(offer.changed_bytes for offer in offers) / sum(offer.full_bytes for offer in offers)
+
+
+def send_changes(transport: Writer, found: Found, version: Version, sources: Mapping[str, torch.Tensor]) -> Sent:
+    """Writes what has changed, and fences."""
+    transport.prepare(sources.values())
+    for rank, changes in found.by_rank.items():
+        transport.write_changes(rank, changes, version)
+    transport.fence()
+    return Sent(sum(found.sizes.values()), found.shares)
+
+
+def _key(copy: Copy) -> tuple:
+    """Equal for copies of the same values."""
+    return copy.source_tensor, copy.source_box, copy.transform, copy.dtype, copy.destination_box.shape
+
+
+def _alike(copies: Sequence[Copy]) -> dict[tuple, list[Copy]]:
+    alike: dict[tuple, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        alike[_key(copy)].append(copy)
+    return alike

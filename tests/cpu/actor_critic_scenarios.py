@@ -12,7 +12,7 @@ from trainer_rig import make
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.load import load_config
 from megarl.config.schema import OptimizerConfig
-from megarl.executors.actor_critic import ActorCriticSteps
+from megarl.critic.executor import ActorCriticSteps
 from megarl.executors.batch_steps import step_metrics
 from megarl.models.registry import load_spec
 

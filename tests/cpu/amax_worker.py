@@ -15,11 +15,11 @@ import torch.distributed as dist
 from copies_reference import apply_copy
 from reshard_reference import full_tensors, megatron
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.amax_exchange import AmaxExchange
+from megarl.weight_sync.writing import AmaxExchange
 
 SPEC = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)  # at tp 2: 64 rows of k and v, 192 of gate and up
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollouts.packing import join, pack, split, summary_of
-from megarl.types import Batch, Group
+from megarl.base.rollout_types import Batch, Group
+from megarl.rollouts.channel import join, pack, split, summary_of
 
 
 def batch_of(groups: Sequence[Group], step: int = 0, **more: Any) -> Batch:

@@ -9,10 +9,10 @@ from typing import Any
 
 import trainer_cases
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import trainer_layout
-from megarl.topology import TrainerTopology
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import hf_layout
-from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support
 
 WEIGHT, FIRST_MOMENT, SECOND_MOMENT = range(3)

@@ -8,12 +8,11 @@ from pair_processes import TIMEOUT_S, Trainer, map_of, shards
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
 from megarl.reshard.execute import AmaxTable, Payloads
-from megarl.reshard.relays import RelayRule, relayed
+from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
-from megarl.weight_sync.deltas import Deltas, send_changes
 from megarl.weight_sync.transports.base import decode_endpoints
-from megarl.weight_sync.transports.pairwise import PairwiseTransport
-from megarl.weight_sync.writing import Sent, landing_first, send, shapes_of
+from megarl.weight_sync.transports.choice import PairwiseTransport
+from megarl.weight_sync.writing import Deltas, Sent, landing_first, send, send_changes, shapes_of
 
 
 class DeltaTrainer(Trainer):

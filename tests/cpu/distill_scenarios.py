@@ -10,17 +10,17 @@ from msgspec.structs import replace
 from trainer_rig import make, plain_adam, scored, sequences
 
 from megarl.algorithms.registry import make_algorithm
+from megarl.base.geometry import TrainerTopology
 from megarl.config.load import load_config
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.executors.batch_steps import BatchSteps, step_metrics
-from megarl.executors.teachers import Teachers
 from megarl.models.registry import load_spec
-from megarl.plan.teachers import teachers_of
-from megarl.topology import TrainerTopology
+from megarl.teachers.plan import teachers_of
+from megarl.teachers.trainer import Teachers
 
 
 def frozen(scenario: dict[str, Any], path: str, policy: Any) -> Any:
-    from megarl.trainer.megatron_model import MegatronModel
+    from megarl.trainer.model import MegatronModel
 
     settings = TrainerConfig(**{"logprob_chunk_tokens": 16, **scenario.get("trainer", {})})
     model = MegatronModel(load_spec(path), TrainerTopology(**scenario["topology"]), settings, "float32", 1, timeout_s=60)

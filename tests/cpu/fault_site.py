@@ -19,12 +19,12 @@ from sglang_engine import make_checkpoint, start_engine
 from weights_rig import Generator, receiver
 from weights_worker import DEADLINE_S, Job, Sync
 
+from megarl.base.rollout_types import Version
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import EngineError, Sampling
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
 from megarl.reshard.layout import trainer_layout
-from megarl.types import Version
 from megarl.weight_sync.transports.base import SHARED_MEMORY
 
 TP = 2

@@ -15,9 +15,9 @@ import torch
 from reshard_reference import HF, sglang
 from safetensors.torch import load_file, save_file
 
-from megarl.generator.quantization import CONFIGS
+from megarl.base.geometry import GeneratorTopology
+from megarl.generator.hooks import CONFIGS
 from megarl.models import ModelSpec
-from megarl.topology import GeneratorTopology
 
 _SMALLEST_AMAX = 2.0**-40 * (1 + 13 / 128)
 TILES: dict[str, tuple[int | None, int | None, float]] = {  # rows, columns (None: all), floor of the amax

@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
-from megarl.types import Prompt, Sample
 
 GATE = "GATED_ROLLOUTS_GATE"  # environment: a file; while it is there, no held-out prompt is answered
 DEADLINE_S = 200

@@ -23,8 +23,7 @@ from sglang_writer import shards
 from weights_worker import DEADLINE_S, Job
 
 from megarl.messaging.link import Peer, RunKey
-from megarl.observe.status import StatusBoard
-from megarl.observe.trace import TraceWriter
+from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.weight_sync.sender import WeightsSender
 

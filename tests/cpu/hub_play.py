@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 
+from megarl.agents.hubs.player import HubRollout
+from megarl.base.rollout_types import Group, Prompt
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import Completion, Sampling
 from megarl.rollouts.environments.base import RolloutContext
-from megarl.rollouts.hubs.base import HubRollout
 from megarl.rollouts.rollout import CheckedRollout
-from megarl.types import Group, Prompt
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = tokenizer_of(str(ROOT / "configs/models/tiny-agent"), "model.path")

@@ -13,7 +13,7 @@ from quantise_reference import block_rule
 from thread_groups import on_ranks
 
 from megarl import kernels
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.kernels import (
     audit,
     audit_triton,
@@ -25,9 +25,9 @@ from megarl.kernels import (
     quantise_triton,
 )
 from megarl.kernels.quantise_rules import BLOCK, Rule
-from megarl.reshard.copies import Copy, Quantisation
 from megarl.reshard.execute import AmaxTable, payload
-from megarl.reshard.rows import QUANTISE, SCALE
+from megarl.reshard.map import Copy, Quantisation
+from megarl.reshard.template import QUANTISE, SCALE
 
 torch.set_num_threads(1)
 RULE = block_rule(8, 16)

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from trainer_rig import DENOMINATOR, TEMPERATURE, all_logprobs, make, one_step, plain_adam, poison_padding, sequences, weighted_nll
 
-from megarl.config.lora import LoraConfig
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import OptimizerConfig
-from megarl.models.adapters import Lora, trainer_adapters
+from megarl.lora.layout import Lora, trainer_adapters
+from megarl.lora.settings import LoraConfig
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import trainer_layout
-from megarl.topology import TrainerTopology
 
 # So that Adam does not make much of the rounding of small gradients.
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
@@ -82,8 +82,8 @@ def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """What loading over other weights says; then the third step."""
+    from megarl.plan.checkpoints import CheckpointError
     from megarl.trainer import checkpoint
-    from megarl.trainer.checkpoint_index import CheckpointError
 
     trainer = make(scenario, ADAM)
     found = {"first": held(trainer), "refused": ""}
@@ -152,7 +152,7 @@ class Plain(Grouped):
 def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Adapters on layers with the names and the forward passes of Transformer Engine's: what each layer makes, and what it would of the
     weights with its adapters merged; names and shapes of the parameters, and those of the layout."""
-    from megarl.trainer.adapters import Switch, attach
+    from megarl.lora.trainer import Switch, attach
     from megarl.trainer.model import parameters_by_name
 
     make(scenario, plain_adam(lr=0.0))  # for the process groups

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from remote_object import RemoteObject
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
+from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import RelayRule, relayed
 from megarl.reshard.schedule import scheduled_writes
-from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync import commands
 from megarl.weight_sync.transports.base import decode_endpoints
-from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.transports.choice import PairwiseTransport
 from megarl.weight_sync.writing import send, shapes_of
 
 SPEC = ModelSpec("llama", 3, 64, 192, 16, 4, 2, 500, 64, False, 1e-6, 1e4)

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
+from megarl.base.rollout_types import TrainSequence
 from megarl.config.schema import TrainerConfig
 from megarl.models import load_spec
 from megarl.plan.topologies import trainer_topology
 from megarl.trainer import cpu_support
-from megarl.types import TrainSequence
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from weights_worker import DEADLINE_S
 
-from megarl.generator.wire import content_of, tensor_payload
+from megarl.generator.client import content_of, tensor_payload
 from megarl.weight_sync.engine import watch
 
 LOADER = "pokes.arm"

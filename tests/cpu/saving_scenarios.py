@@ -46,7 +46,7 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
 def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Saves and exports the same state twice: while steps are made, and alone. Then a save that rank 1 cannot write, and one more."""
     from megarl.trainer import checkpoint
-    from megarl.trainer.checkpoint_state import SAVED, runs
+    from megarl.trainer.checkpoint import SAVED, runs
 
     def state() -> dict[str, torch.Tensor]:
         return {f"{name} {kind}": run.values[kind].clone() for name, run in runs(trainer).items() for kind in SAVED}
@@ -90,10 +90,10 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """Exports every second step, saves every third; export 2 is held back until checkpoint 3 could be complete. Then failures of rank 0."""
     from megarl.config.load import load_config
     from megarl.executors.saving import Saving
-    from megarl.observe.trace import TraceWriter
+    from megarl.observe.status import TraceWriter
     from megarl.plan.checkpoints import checkpoint_path, export_path
     from megarl.trainer import checkpoint
-    from megarl.trainer.folders import Writing
+    from megarl.trainer.hf_io import Writing
 
     trainer, run_dir, held_back = make(scenario, plain_adam(lr=1e-2)), out / "run", threading.Event()
     trainer.load_hf(scenario["model"])
@@ -188,7 +188,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 def said_of_copy(trainer: Any, folder: Path) -> str:
     """What an export says, which reads a copy of the checkpoint at `folder`, of a bit of a tensor that is flipped."""
     from megarl.config.errors import RunError
-    from megarl.executors.export import load_checkpoint
+    from megarl.executors.saving import load_checkpoint
 
     copy = folder.parent / "exporting" / folder.name
     if dist.get_rank() == 0:
@@ -218,7 +218,7 @@ def damages(content: bytes) -> dict[str, Any]:
 def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """What saving says where the state is not what it must be: one element is changed on rank 1 alone, of what, and of which tensor."""
     from megarl.trainer import checkpoint
-    from megarl.trainer.checkpoint_state import runs
+    from megarl.trainer.checkpoint import runs
 
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])

@@ -34,7 +34,7 @@ DEADLINE_S = 60
 
 
 def digest(trainer: Any) -> str:
-    from megarl.trainer.checkpoint_state import SAVED, runs
+    from megarl.trainer.checkpoint import SAVED, runs
 
     found = hashlib.sha256()
     for name, run in sorted(runs(trainer).items()):

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.registry import load_spec
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.transports.choice import transport_class
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
-from megarl.types import Prompt, Sample
 
 
 async def after_a_second(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:

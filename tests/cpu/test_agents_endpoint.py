@@ -12,18 +12,18 @@ import pytest
 from batches import batch_of
 from msgspec.structs import replace
 
-from megarl.algorithms.sequences import dropped_metrics
+from megarl.agents.program import Program
+from megarl.algorithms.batches import dropped_metrics
+from megarl.base.rollout_types import Group, Prompt, episodes
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import RunConfig
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.rollouts.agents.program import Program
+from megarl.rollouts.channel import judged, pack
 from megarl.rollouts.environments.base import RolloutContext
-from megarl.rollouts.packing import judged, pack
 from megarl.rollouts.rollout import CheckedRollout
 from megarl.sandbox import jail
-from megarl.types import Group, Prompt, episodes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs/models/tiny-agent"

@@ -10,8 +10,8 @@ import pytest
 from test_agents_endpoint import EOS, TOKENIZER
 from test_agents_hostile import ANTHROPIC, OPENAI, RESPONSES, USER, post, served
 
+from megarl.agents.episode import Episode
 from megarl.generator.completions import Completion, Sampling
-from megarl.rollouts.agents.episode import Episode
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")

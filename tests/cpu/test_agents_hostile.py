@@ -21,13 +21,13 @@ import aiohttp
 import pytest
 from test_agents_endpoint import EOS, SAMPLING, TOKENIZER, Calculating, can, roll_out, script
 
+from megarl.agents import endpoint
+from megarl.agents.endpoint import Endpoint, Served
+from megarl.agents.episode import Episode, Refused
 from megarl.data.chat import load_chat_template
 from megarl.generator import tool_parsers
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.tool_parsers import OwnParser, ToolCall, find_parser, json_calls, sglang_calls
-from megarl.rollouts.agents import endpoint
-from megarl.rollouts.agents.endpoint import Endpoint, Served
-from megarl.rollouts.agents.episode import Episode, Refused
 from megarl.sandbox import jail
 
 TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")

@@ -11,10 +11,10 @@ from test_agents_endpoint import TOKENIZER
 from test_agents_fields import CALL, Saying, talk
 from test_agents_hostile import RESPONSES, USER, post, served
 
+from megarl.agents import openai_responses
+from megarl.agents.episode import Tree
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score
-from megarl.rollouts.agents import openai_responses
-from megarl.rollouts.agents.tree import Tree
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")

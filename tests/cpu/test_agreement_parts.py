@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from sglang_engine import VOCABULARY, make_checkpoint, start_engine
 from trainer_processes import saved, spawn
 
+from megarl.base.rollout_types import TrainSequence
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.models.registry import load_spec
-from megarl.types import TrainSequence
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from amax_worker import SPEC, Job
 from fp8_reference import Quantised
 from sglang_engine import free_port
 
-from megarl.topology import TrainerTopology
+from megarl.base.geometry import TrainerTopology
 
 WORKER = Path(__file__).with_name("amax_worker.py")
 

@@ -10,11 +10,9 @@ import torch
 from reward_models import served_scores
 
 from megarl.bench.offpolicy import plain
-from megarl.bench.offpolicy.cells import Cell
-from megarl.bench.offpolicy.study import Study
-from megarl.bench.offpolicy.tables import render
+from megarl.bench.offpolicy.study import Cell, Study, render
 from megarl.config.load import load_config
-from megarl.data.pairs import load_pairs, pair_tokens
+from megarl.data.batches import load_pairs, pair_tokens
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import find_spec

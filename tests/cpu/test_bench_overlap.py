@@ -11,12 +11,10 @@ import pytest
 
 from megarl.bench import channels
 from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine, Lengths
-from megarl.bench.lanes import run_cells
-from megarl.bench.overlap import SETTINGS, WARM_UP, grid, render, result
+from megarl.bench.overlap import SETTINGS, WARM_UP, draw, grid, render, result, run_cells
 from megarl.bench.overlap_cell import Cell
-from megarl.bench.overlap_picture import draw
 from megarl.generator.completions import ABORT, Completion, Sampling
-from megarl.observe.trace import merge_traces
+from megarl.observe.status import merge_traces
 
 STEPS, PROMPTS, N = WARM_UP + 2, 16, 4
 DEADLINE_S = 60.0

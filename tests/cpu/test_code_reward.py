@@ -16,10 +16,9 @@ import pytest
 from programming import fenced, pairs, row
 
 from megarl.config.schema import RewardConfig
-from megarl.data.benchmarks import BENCHMARKS
+from megarl.data.rows import BENCHMARKS
 from megarl.rewards.code import CodeReward
-from megarl.rewards.parts import single
-from megarl.rewards.score import Score, ScoreRequest
+from megarl.rewards.score import Score, ScoreRequest, single
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
 SUM = row([("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")])
@@ -185,7 +184,7 @@ RELATIVE = """
 import asyncio, json
 from megarl.config.schema import RewardConfig
 from megarl.rewards.code import CodeReward
-from megarl.rewards.parts import single
+from megarl.rewards.score import single
 async def open_and_close():
     async with CodeReward(RewardConfig(name="code"), single(RewardConfig(name="code"))):
         print("it runs programs")

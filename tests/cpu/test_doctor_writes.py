@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.launch.neighbours import DTYPE, model, ring, write
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.topology import GeneratorTopology, TrainerTopology
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.neighbour import Neighbour
 from megarl.weight_sync.transports import mooncake

@@ -18,8 +18,8 @@ import torch
 from run_tools import run
 from sglang_engine import make_checkpoint
 
-from megarl.generator.children import LOOK_S
 from megarl.generator.client import EngineClient
+from megarl.generator.hooks import LOOK_S
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
 from megarl.messaging.rendezvous import free_ports

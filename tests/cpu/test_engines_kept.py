@@ -12,16 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.base.processes import BEATS
 from megarl.generator.server import RESTARTS
 from megarl.launch.engines import STILL_S, EngineKeeper
 from megarl.launch.launcher import StopOrder
 from megarl.launch.meeting import Meeting
-from megarl.launch.node import Node
+from megarl.launch.nodes import Node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec
-from megarl.launch.stopping import Stopped
-from megarl.launch.watch import watch
+from megarl.launch.watch import Stopped, watch
 from megarl.messaging.rendezvous import free_ports
-from megarl.weight_sync.engine.beats import BEATS
 
 SERVER = """
 import sys
@@ -35,7 +34,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 BUSY = """
 import os, threading, time
-from megarl.weight_sync.engine.beats import beating
+from megarl.base.processes import beating
 """ + SERVER.replace(
     "        self.send_response",
     """        if os.path.exists("ASK"):

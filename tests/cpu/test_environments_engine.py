@@ -12,6 +12,7 @@ import torch
 from run_tools import make_model
 from sglang_engine import hf_logprobs, hf_model, start_engine
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Completion, Sampling
@@ -20,7 +21,6 @@ from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.tool_calls import ToolCalls
 from megarl.rollouts.rollout import CheckedRollout
-from megarl.types import Prompt, Sample
 
 GROUPS, N, RUNNING = 64, 4, 64  # samples at once; how many of them the engine decodes together, which start_engine sets
 MAX_TOKENS = 48

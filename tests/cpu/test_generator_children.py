@@ -13,9 +13,9 @@ import pytest
 # Like an engine: a process that waits for ever for one that it has forked, or that this one has.
 ENGINE = """
 import multiprocessing, os, sys, time
-from megarl.generator.children import GRACE_S, Children
+from megarl.generator.hooks import GRACE_S, Children
 from megarl.generator.server import _ending_at_the_end
-from megarl.parent import end_with_parent
+from megarl.base.processes import end_with_parent
 children = Children()
 children.watch()
 os.register_at_fork(after_in_child=lambda: Children().watch())

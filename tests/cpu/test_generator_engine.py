@@ -23,12 +23,11 @@ from megarl.generator.completions import Completion, EngineError, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 from megarl.messaging.link import Hub, RunKey
-from megarl.reshard.kinds import LayoutError
-from megarl.reshard.tensors import SentTensors
+from megarl.reshard.forwarding import SentTensors
+from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Arrange
-from megarl.weight_sync.opening import open_memory
-from megarl.weight_sync.update import WeightUpdate
+from megarl.weight_sync.sessions import WeightUpdate, open_memory
 from megarl.weight_sync.workers import Workers, check_layout, connect, describe
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
+from megarl.agents.hubs.openenv import OpenEnv, write_rows
+from megarl.base.rollout_types import UNANSWERED
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch.rows import write_environment_rows
-from megarl.rollouts.hubs.openenv import OpenEnv, write_rows
-from megarl.types import UNANSWERED
 
 THERE = os.environ.get("MEGARL_OPENENV_PYTHON", str(ROOT / "envs/openenv/bin/python"))
 TEXT = {"text_field": "text"}

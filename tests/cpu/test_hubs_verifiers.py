@@ -14,10 +14,10 @@ import psutil
 import pytest
 from hub_play import FAILED, FOLDER, ROOT, TOKENIZER, Played, Saying
 
+from megarl.agents.hubs.verifiers import Verifiers, write_rows
+from megarl.base.rollout_types import UNANSWERED, Group
 from megarl.config.errors import ConfigError
 from megarl.generator.completions import Completion, EngineError
-from megarl.rollouts.hubs.verifiers import Verifiers, write_rows
-from megarl.types import UNANSWERED, Group
 
 HERE = {"python": sys.executable, "folder": FOLDER}
 THERE = os.environ.get("MEGARL_VERIFIERS_PYTHON", str(ROOT / "envs/verifiers/bin/python"))
@@ -172,7 +172,7 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
 def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worker():
     """As where the run is killed: nothing but the end of the pipe tells the worker."""
     asked = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
-    inside = ROOT / "megarl/rollouts/hubs/inside_verifiers.py"
+    inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
     command = [sys.executable, str(inside), json.dumps(asked)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True) as worker:
@@ -203,7 +203,7 @@ def test_rows_do_not_wait_for_what_the_environment_has_started(tmp_path: Path):
 def test_a_worker_ends_with_whoever_has_started_it():
     """Even while a reward function hangs: the pipe that it reads is closed."""
     asked = {"do": "serve", "environment": "games", "args": {"kind": "hangs"}}
-    inside = ROOT / "megarl/rollouts/hubs/inside_verifiers.py"
+    inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
     with subprocess.Popen(
         [sys.executable, str(inside), json.dumps(asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

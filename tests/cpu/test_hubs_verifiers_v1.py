@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hub_play import FAILED, ROOT, TOKENIZER, Played, Saying
 
+from megarl.agents.hubs.verifiers import Verifiers, write_rows
+from megarl.base.rollout_types import UNANSWERED, Group
 from megarl.config.errors import ConfigError
-from megarl.rollouts.hubs.verifiers import Verifiers, write_rows
-from megarl.types import UNANSWERED, Group
 
 THERE = os.environ.get("MEGARL_VERIFIERS_V1_PYTHON", str(ROOT / "envs/verifiers-v1/bin/python"))
 HERE: dict[str, Any] = {"python": THERE, "folder": str(Path(__file__).with_name("hub_v1")), "environment": "sums"}

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from sglang_engine import ENGINES
 
-from megarl.plan import server_args, sglang_arguments
+from megarl.plan import vendor_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,10 +29,10 @@ def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
         process = ENGINES.start("test_installed:print_server_args", [], {}, output)
     assert psutil.wait_procs([process], timeout=120)[1] == []
     there = (tmp_path / "names").read_text().split()
-    assert set(sglang_arguments.arguments()) == {name for name in there if not name.startswith("_")}
-    ours = {*server_args.BY_KEY, *server_args.KEPT, *server_args.REFUSED} - {"tp"}  # by which some know tp_size
+    assert set(vendor_settings.sglang_arguments()) == {name for name in there if not name.startswith("_")}
+    ours = {*vendor_settings.SGLANG_BY_KEY, *vendor_settings.KEPT, *vendor_settings.SGLANG_REFUSED} - {"tp"}  # by which some know tp_size
     assert ours <= set(there)
-    untyped = [name for name, argument in sglang_arguments.arguments().items() if argument.type is Any]
+    untyped = [name for name, argument in vendor_settings.sglang_arguments().items() if argument.type is Any]
     assert len(untyped) < 5, untyped
 
 

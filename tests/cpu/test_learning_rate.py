@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.config.training import OptimizerConfig
+from megarl.config.schema import OptimizerConfig
 from megarl.trainer.optimizer import LearningRate
 
 PEAK, WARMUP, TOTAL, FLOOR = 2e-3, 4, 20, 0.25

@@ -18,15 +18,14 @@ from trainer_cases import LAYOUTS, MODELS, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import assert_same_gradients, drawn_reference, hf_gradients
 
-from megarl.algorithms.sequences import to_train_sequences
+from megarl.algorithms.batches import to_train_sequences
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import MOST_KEPT, Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Sampling
 from megarl.generator.fleet import Fleet
-from megarl.kept_sets import MOST_KEPT
-from megarl.rollouts.environments.transcript import Transcript
-from megarl.topology import TrainerTopology
-from megarl.types import Group, Prompt, Sample, TrainSequence
+from megarl.rollouts.environments.base import Transcript
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.hardware import GPUS
-from megarl.estimate.trainer_memory import stage_memory
+from megarl.estimate.memory import stage_memory
 from megarl.models import load_spec
 from megarl.reshard.layout import parameter_count
 

@@ -13,7 +13,7 @@ from reward_models import served_scores
 from run_tools import ROOT, make_model, rows, run
 from tokenizers import Tokenizer
 
-from megarl.data.permutation import permute
+from megarl.data.order import permute
 
 PAIRS, BATCH, STEPS, LR, EPS = 10, 4, 6, 1e-3, 1e-4
 TOLERANCE = 3e-5

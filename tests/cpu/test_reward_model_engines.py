@@ -13,14 +13,13 @@ from reward_models import hf_score, make_scores
 from run_tools import ROOT
 from sglang_engine import CONTEXT, start_engine
 
-from megarl.config.roles import RoleConfig
 from megarl.config.schema import MAX_REWARD, RunConfig
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.fleet import Fleet
-from megarl.plan.roles import SERVED, find_served
-from megarl.rewards.parts import Part
-from megarl.rewards.score import ScoreRequest
+from megarl.rewards.score import Part, ScoreRequest
+from megarl.roles.plan import SERVED, find_served
 from megarl.roles.reward_model import RewardModel
+from megarl.roles.settings import RoleConfig
 
 PART = Part("roles.judge", -1.0, "liked", 1.0, "reward.parts.liked.name")
 TOLERANCE = 2e-5

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from reward_pools import DEADLINE_S, RewardPool, run
 
+from megarl.base.rollout_types import Failure
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import pool as rewards
-from megarl.rewards.in_loop import RewardInLoop
+from megarl.rewards.pool import RewardInLoop
 from megarl.rewards.score import Score, ScoreRequest, parameters_of
-from megarl.types import Failure
 
 GRADERS = """
 import dataclasses, os, sys

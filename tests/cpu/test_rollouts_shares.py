@@ -11,11 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.channel import RolloutsReceiver
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import pack
-from megarl.types import Batch, Group, Prompt, Sample
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
+from megarl.rollouts.buffer import Ledger, RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, pack
 
 REPLICAS = [[0, 2], [1, 3]]
 PER_STEP, STEPS, TIMEOUT_S = 3, 3, 60

@@ -19,11 +19,11 @@ from corrupting_transport import TENSOR
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, title, wait_until
 from tracker_stores import curves_of, read_tensorboard
 
-from megarl.observe.rollouts import format_group
+from megarl.observe.samples import format_group
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.report.reading import RunReader
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import summary_of, texts_of
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.channel import summary_of, texts_of
 
 pytestmark = pytest.mark.timeout(900)
 

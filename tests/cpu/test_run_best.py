@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_tools import OVERRIDES, make_model, run
 
-from megarl.observe.evaluations import read_results
+from megarl.evaluation.scores import read_results
 from megarl.plan.checkpoints import complete_checkpoints
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

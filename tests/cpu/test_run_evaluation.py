@@ -12,7 +12,7 @@ import pytest
 from gated_rollouts import GATE
 from run_tools import OVERRIDES, descendants, kill, make_model, rows, run, start, title, wait_until
 
-from megarl.observe.evaluations import BEGUN, missed, read_journal, read_results
+from megarl.evaluation.scores import BEGUN, missed, read_journal, read_results
 from megarl.observe.status import read_statuses
 from megarl.plan.checkpoints import complete_checkpoints
 

@@ -16,11 +16,10 @@ import pytest
 from run_tools import OVERRIDES, SAMPLES, kill, make_model, rows, run, start, wait_until
 
 from megarl.config.load import load_config
-from megarl.data.curriculum import outside_band
-from megarl.data.mixture import train_mixture
+from megarl.data.order import outside_band, train_mixture
 from megarl.data.prompts import load_sources
 from megarl.plan.checkpoints import complete_checkpoints
-from megarl.rollouts.ledger import Ledger
+from megarl.rollouts.buffer import Ledger
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,10 +19,9 @@ from sglang_engine import hf_model
 
 from megarl.config.load import load_config
 from megarl.generator.completions import Completion
-from megarl.plan.roles import find_served
-from megarl.rewards.parts import Part
-from megarl.rewards.score import ScoreRequest
+from megarl.rewards.score import Part, ScoreRequest
 from megarl.roles.judge import Judge
+from megarl.roles.plan import find_served
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 6

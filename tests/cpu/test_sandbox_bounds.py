@@ -258,7 +258,7 @@ def test_what_a_sandbox_does_not_bound_is_said(kind: str) -> None:
 
 def test_a_run_says_at_its_start_what_its_sandboxes_do_not_bound() -> None:
     from megarl.config.load import load_config
-    from megarl.launch.first_lines import sandbox_lines
+    from megarl.launch.commands import sandbox_lines
 
     config = load_config(Path(__file__).parents[2] / "configs/examples/agent.yaml", [f"rollout.args.sandbox={LIMITS}", "reward.name=code"])
     agents, rewards = sandbox_lines(SimpleNamespace(config=config))  # type: ignore[arg-type]

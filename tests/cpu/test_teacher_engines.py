@@ -11,14 +11,13 @@ import pytest
 import torch
 from sglang_engine import CONTEXT, VOCABULARY, hf_model, make_checkpoint, start_engine
 
-from megarl.config.roles import RoleConfig
+from megarl.base.rollout_types import Prompt, Sample, TeacherFormat
 from megarl.config.schema import RunConfig
 from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
-from megarl.plan.roles import find_served
-from megarl.roles.teacher import Teacher, Teachers
-from megarl.teacher_scores import TeacherFormat
-from megarl.types import Prompt, Sample
+from megarl.roles.plan import find_served
+from megarl.roles.settings import RoleConfig
+from megarl.teachers.engines import Teacher, Teachers
 
 TOLERANCE = 5e-6
 PROMPT = Prompt(0, [1, 30, 41, 52, 63, 74, 85], "", "")

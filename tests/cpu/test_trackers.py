@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from tracker_stores import READERS, Curves, curves_of, read_tensorboard
 
+from megarl.base.rollout_types import Failure, GroupSummary, GroupTexts, Sample
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config
 from megarl.config.schema import ModelConfig, RunConfig
+from megarl.evaluation.scores import complete_metrics, write_result
 from megarl.launch.tracking import Trackers
-from megarl.observe.evaluations import complete_metrics, write_result
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter
-from megarl.observe.rollouts import SamplesWriter
-from megarl.observe.trackers import Beginning, check_trackers
+from megarl.observe.samples import SamplesWriter
 from megarl.observe.tracking import NewRows, Stale, Tracked, follow
-from megarl.types import Failure, GroupSummary, GroupTexts, Sample
+from megarl.trackers.trackers import Beginning, check_trackers
 
 WAIT_S = 240.0  # an import of a library alone may take a minute on a busy machine
 
@@ -146,7 +146,7 @@ class FakeWandb:
 
 def test_wandb_is_told_whose_run_it_is_and_what_the_policy_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
-    monkeypatch.setattr("megarl.observe.trackers._library", lambda name: wandb)
+    monkeypatch.setattr("megarl.trackers.trackers._library", lambda name: wandb)
     writer, samples = MetricsWriter(tmp_path), SamplesWriter(tmp_path)
     for step in range(12):
         writer.write(step, {"loss": 1.0})

@@ -20,8 +20,8 @@ from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_
 from trainer_rig import LENGTHS, sequences
 from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
 
+from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
-from megarl.topology import TrainerTopology
 
 BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {

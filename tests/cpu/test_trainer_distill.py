@@ -18,11 +18,10 @@ from trainer_reference import load_float64
 from trainer_rig import sequences
 from transformers import AutoModelForCausalLM, PreTrainedModel  # after trainer_reference, which makes it importable without CUDA
 
-from megarl.algorithms.minibatches import cut
+from megarl.algorithms.batches import cut
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample, TeacherFormat, TeacherScores
 from megarl.kernels import linear_kl
 from megarl.kernels.chunked_kl import LEAST_REST, Likeliest, Whole
-from megarl.teacher_scores import TeacherFormat, TeacherScores
-from megarl.types import Batch, Group, Prompt, Sample
 
 pytestmark = pytest.mark.long
 

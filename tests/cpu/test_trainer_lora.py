@@ -16,12 +16,12 @@ from trainer_processes import saved, spawn
 from trainer_reference import assert_same_gradients, hf_loss, load_float64
 from trainer_rig import TEMPERATURE, sequences
 
-from megarl.config.lora import LoraConfig
+from megarl.base.geometry import TrainerTopology
+from megarl.lora.layout import Lora
+from megarl.lora.settings import LoraConfig
 from megarl.models import load_spec
-from megarl.models.adapters import Lora
+from megarl.plan.checkpoints import Index
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.topology import TrainerTopology
-from megarl.trainer.checkpoint_index import Index
 
 pytestmark = pytest.mark.long
 

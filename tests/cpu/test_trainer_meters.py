@@ -18,12 +18,10 @@ from trainer_cases import VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 
-from megarl.algorithms.minibatches import cut
-from megarl.models.flops import flops_per_token
-from megarl.models.registry import load_spec
-from megarl.observe.agreement import describe_agreement
-from megarl.observe.probe import BY_DTYPE, LIMIT
-from megarl.types import Batch, Group, Prompt, Sample
+from megarl.algorithms.batches import cut
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
+from megarl.models.registry import flops_per_token, load_spec
+from megarl.observe.agreement import BY_DTYPE, LIMIT, describe_agreement
 
 pytestmark = pytest.mark.long
 

@@ -14,9 +14,9 @@ from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 from transformers import AutoModelForCausalLM, PreTrainedModel  # after trainer_reference, which makes it importable without CUDA
 
-from megarl.algorithms.minibatches import cut
+from megarl.algorithms.batches import cut
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
 from megarl.config.errors import RunError
-from megarl.types import Batch, Group, Prompt, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7

@@ -16,9 +16,9 @@ from trainer_processes import saved, spawn
 from trainer_reference import load_float64
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from megarl.algorithms.minibatches import cut
-from megarl.trainer.checkpoint_index import CheckpointError, check_checkpoint_files
-from megarl.types import Batch
+from megarl.algorithms.batches import cut
+from megarl.base.rollout_types import Batch
+from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files
 
 pytestmark = pytest.mark.long
 

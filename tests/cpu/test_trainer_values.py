@@ -17,8 +17,8 @@ from trainer_rig import DENOMINATOR, sequences
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from value_scenarios import targets_of
 
+from megarl.base.geometry import TrainerTopology
 from megarl.models.registry import load_spec
-from megarl.topology import TrainerTopology
 
 pytestmark = pytest.mark.long
 

@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
 from megarl.reshard.map import Copy
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, lands
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Landing, RemoteTensor
-from megarl.weight_sync.transports.runs import destination_runs, pieces
+from megarl.weight_sync.transports.mooncake import destination_runs, pieces
 from megarl.weight_sync.writing import send, shapes_of
 
 try:

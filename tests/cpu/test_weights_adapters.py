@@ -20,18 +20,17 @@ from test_weights_matrix import LAYOUTS, TRANSPORTS, key_file  # noqa: F401  a f
 from weights_rig import SEQUENCES, Generator, Parameters, Trainers, open_generator, receiver, unequal
 from weights_worker import Job, Sync
 
-from megarl.config.lora import LoraConfig
+from megarl.base.geometry import GeneratorTopology
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.server import ServedAdapter
+from megarl.lora.files import TENSORS_FILE, empty_adapter
+from megarl.lora.layout import Lora, is_adapter
+from megarl.lora.settings import LoraConfig
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.messages import WeightsGrant, decode
 from megarl.models import load_spec
-from megarl.models.adapter_pool import is_adapter
-from megarl.models.adapters import Lora
-from megarl.topology import GeneratorTopology
-from megarl.trainer.peft_files import TENSORS_FILE, empty_adapter
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.receiver import WeightsReceiver
 

@@ -16,9 +16,9 @@ from test_weights_fp8 import SHAPE
 from test_weights_matrix import TRANSPORTS, key_file  # noqa: F401  a fixture
 from weights_rig import SEQUENCES, Trainers, open_generator
 
-from megarl.config.lora import LoraConfig
-from megarl.generator.quantization import server_arguments
-from megarl.trainer.peft_files import TENSORS_FILE
+from megarl.generator.hooks import server_arguments
+from megarl.lora.files import TENSORS_FILE
+from megarl.lora.settings import LoraConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

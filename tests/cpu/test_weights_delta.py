@@ -19,9 +19,9 @@ from test_transports_pairs import Run, host
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
 from megarl.weight_sync.audit import packed_shares
+from megarl.weight_sync.sessions import WeightUpdate
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
-from megarl.weight_sync.update import WeightUpdate
 from megarl.weight_sync.writing import Sent, shares_of
 
 LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough to leave some bits

@@ -32,14 +32,14 @@ from megarl.generator.completions import EngineError
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten, decode, encode
-from megarl.reshard.kinds import LayoutError
+from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.sender import check_held
+from megarl.weight_sync.sessions import VersionError
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.mooncake import open_engine
-from megarl.weight_sync.update import VersionError
 
 try:
     open_engine("127.0.0.1", "tcp")

@@ -22,14 +22,13 @@ from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, open_generator, receiver, unequal
 from weights_worker import DEADLINE_S, Job, Sync
 
+from megarl.base.geometry import GeneratorTopology
 from megarl.config.errors import ConfigError
-from megarl.generator.quantization import server_arguments
+from megarl.generator.hooks import server_arguments
 from megarl.messaging.link import Hub, RunKey
 from megarl.models import llama
 from megarl.models.registry import load_spec
-from megarl.reshard.kinds import LayoutError
-from megarl.reshard.layout import Layout, generator_layout
-from megarl.topology import GeneratorTopology
+from megarl.reshard.layout import Layout, LayoutError, generator_layout
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.mooncake import open_engine
 from megarl.weight_sync.workers import Workers, connect, settle_layout

@@ -16,7 +16,7 @@ from test_weights_fp8 import OF_FAMILY, SHAPE
 from weights_rig import Generator, open_generator
 from weights_worker import DEADLINE_S
 
-from megarl.generator.quantization import server_arguments
+from megarl.generator.hooks import server_arguments
 from megarl.messaging.link import Hub, RunKey
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.workers import Workers, connect, watch

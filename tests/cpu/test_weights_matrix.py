@@ -23,9 +23,9 @@ from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, receiver, unequal
 from weights_worker import Job, Sync
 
+from megarl.base.geometry import DP_ATTENTION_FAMILIES
 from megarl.config.errors import ConfigError
 from megarl.messaging.link import Hub, RunKey
-from megarl.topology import DP_ATTENTION_FAMILIES
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.mooncake import open_engine
 

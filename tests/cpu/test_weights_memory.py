@@ -23,7 +23,7 @@ from weights_rig import Generator, open_generator, receiver
 from weights_worker import DEADLINE_S, Job, Sync
 
 from megarl.generator.completions import EngineError
-from megarl.generator.quantization import server_arguments
+from megarl.generator.hooks import server_arguments
 from megarl.messaging.link import Hub, RunKey
 from megarl.messaging.messages import WeightsApplied, WeightsGrant
 from megarl.weight_sync.audit import AuditError

@@ -12,7 +12,7 @@ from worker_functions import fail, wait_for, whose
 from megarl.config.schema import RolloutConfig
 from megarl.rollouts.environments.base import ToolError
 from megarl.rollouts.environments.calculator import calculate
-from megarl.rollouts.environments.tool_processes import ToolProcesses
+from megarl.rollouts.environments.loading import ToolProcesses
 
 
 def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer_reference import checkpoint_tensors, hf_loss, is_trained, load_float64
 from trainer_rig import TEMPERATURE, all_logprobs, make, one_step, plain_adam, sequences
 
-from megarl.types import TrainSequence
+from megarl.base.rollout_types import TrainSequence
 
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:

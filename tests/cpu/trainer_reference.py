@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from trainer_rig import DENOMINATOR, TEMPERATURE, drawn_from_sets, forced, sequences
 
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import TrainSequence
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.topology import TrainerTopology
-from megarl.types import TrainSequence
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402

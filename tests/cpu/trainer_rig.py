@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import LossOutput
-from megarl.config.lora import LoraConfig
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import KeptSets, TrainSequence
 from megarl.config.schema import OptimizerConfig, TrainerConfig
-from megarl.kept_sets import KeptSets
+from megarl.lora.settings import LoraConfig
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
-from megarl.topology import TrainerTopology
-from megarl.types import TrainSequence
 
 DENOMINATOR = 37.0
 TEMPERATURE = 0.7
@@ -83,7 +82,7 @@ def plain_adam(lr: float) -> OptimizerConfig:
 
 
 def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10, spec: ModelSpec | None = None) -> Any:
-    from megarl.trainer.make import make_trainer
+    from megarl.lora.trainer import make_trainer
 
     return make_trainer(
         spec or load_spec(scenario["model"]),
@@ -149,7 +148,7 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
 
-    from megarl.trainer import context
+    from megarl.trainer import layers
     from megarl.trainer.microbatch import build, plan_microbatches
     from megarl.trainer.model import output_weight
 
@@ -159,7 +158,7 @@ def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
     def head(microbatch: Any, hidden: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
         whole = gather_from_sequence_parallel_region(hidden[0]) if trainer.sequence_parallel else hidden[0]
         z = gather_from_tensor_model_parallel_region(whole @ output_weight(trainer.chunks[-1]).T)
-        return context.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
+        return layers.join(z, microbatch.plan.boundaries, parallel_state.get_context_parallel_group())[None]
 
     with torch.no_grad():
         results = trainer._run(plan, lambda p: build(p, chosen, trainer.device, routing=trainer.routing), head, forward_only=True)

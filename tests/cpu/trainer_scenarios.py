@@ -25,9 +25,9 @@ from trainer_rig import (
     weighted_nll,
 )
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import OptimizerConfig, TrainerConfig
 from megarl.models.registry import load_spec
-from megarl.topology import TrainerTopology
 from megarl.trainer import hf_io
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.observe.status import StatusBoard
-from megarl.trainer.deadlines import naming_peers
+from megarl.trainer.distributed import naming_peers
 
 
 def busy() -> None:

@@ -19,15 +19,25 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 
-from megarl.config.data import DataConfig, MixtureConfig
-from megarl.config.lora import LoraConfig
-from megarl.config.operation import ObserveConfig, TimeoutConfig
-from megarl.config.schema import GeneratorConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainerConfig, WeightsConfig
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample
+from megarl.config.schema import (
+    DataConfig,
+    GeneratorConfig,
+    MixtureConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TimeoutConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from megarl.launch.worker import die_with_parent
+from megarl.lora.settings import LoraConfig
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.types import Batch, Group, Prompt, Sample
 
 DEADLINE_S = 90.0
 WAITS = ("rendezvous_s", "rollouts_s", "request_s")  # beside those of an update
@@ -112,7 +122,7 @@ def rendezvous(job: Job) -> Rendezvous:
 
 def work(rank: int, job: Job) -> None:
     from megarl.executors.trainer import TrainerExecutor
-    from megarl.trainer.lora import LoraTrainer
+    from megarl.lora.trainer import LoraTrainer
     from megarl.weight_sync.sender import WeightsSender
 
     plan = job.plan()

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_kernels():
-    from megarl.bench.gpu.checks import CHECKS
+    from megarl.bench.gpu.kernels import CHECKS
 
     for check in CHECKS.values():
         check(torch.device("cuda", 0), False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from remote_object import RemoteObject
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.messaging.host import Host
-from megarl.messaging.stores import open_store
+from megarl.messaging.process_groups import open_store
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports import cuda_ipc
 from megarl.weight_sync.transports.base import NCCL, Endpoint, Incoming, Live, Members, Offer

@@ -83,9 +83,9 @@ def main(arguments: list[str]) -> int:
 def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[str]:
     import numpy as np
 
+    from megarl.base.geometry import TrainerTopology
     from megarl.models.spec import ModelSpec
     from megarl.reshard.layout import hf_layout
-    from megarl.topology import TrainerTopology
 
     spec, topology = ModelSpec(**model), TrainerTopology(**sizes)
     sequence_parallel = topology.tp > 1 and "whole sequences" not in name

@@ -93,7 +93,7 @@ def where() -> tuple[str, str, str]:
     while frame is not None:
         file = frame.f_code.co_filename
         name = next((short + file.removeprefix(root) for root, short in _OURS.items() if file.startswith(root)), "")
-        name = "" if name == "megarl/trainer/sending.py" else name
+        name = "" if name == "megarl/trainer/distributed.py" else name
         vendors = "" if name else next((vendor + file.split(vendor, 1)[1] for vendor in _VENDORS if vendor in file), "")
         inner = inner or (f"{name or vendors}:{frame.f_code.co_name}" if name or vendors else "")
         if name:

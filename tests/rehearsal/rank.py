@@ -95,7 +95,7 @@ def innermost(trace: Any) -> str:
 def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]:
     from megarl.algorithms.registry import make_algorithm
     from megarl.executors.batch_steps import BatchSteps
-    from megarl.trainer import checkpoint_state
+    from megarl.trainer import checkpoint
     from megarl.trainer.step import MegatronTrainer, StepResult
 
     StepResult.check_tokens = lambda self, expected: None  # fake tensors have no sums
@@ -129,22 +129,20 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
     with phase("score", count):
         trainer.token_logprobs(sequences, config.rollout.temperature)
     with phase("checkpoint"):
-        for box in checkpoint_state.shared_boxes(trainer, checkpoint_state.SAVED):
+        for box in checkpoint.shared_boxes(trainer, checkpoint.SAVED):
             box.copied()
     with phase("hash the state"):
-        checkpoint_state.totals(trainer, checkpoint_state.live_boxes(trainer))
+        checkpoint.totals(trainer, checkpoint.live_boxes(trainer))
     weigh_update(plan, trainer, phase)
     return {"phases": phases, "parts": {name: size / GIB for name, size in parts.items()}, "plan": planned(plan, trainer)}
 
 
 def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     """A full update and one of changes: amax, payloads and their hashes as the audit wants them, what is kept, what has changed."""
-    from megarl.reshard.amax import amax_parts
-    from megarl.reshard.execute import AmaxTable, Payloads
+    from megarl.reshard.execute import AmaxTable, Payloads, amax_parts
     from megarl.reshard.schedule import scheduled_writes
     from megarl.weight_sync.common import weights_map
-    from megarl.weight_sync.deltas import Deltas, send_changes
-    from megarl.weight_sync.writing import send
+    from megarl.weight_sync.writing import Deltas, send, send_changes
 
     map = weights_map(plan, trainer.layout)
     rank, deltas, payloads = trainer.topology.rank(trainer.coordinate), Deltas(plan.config.weights), Payloads()
@@ -185,7 +183,7 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
     """Rollouts of random lengths that fill `microbatches` microbatches of every data-parallel rank."""
     import numpy as np
 
-    from megarl.types import Batch, GroupSummary, SampleNumbers, SampleSummary
+    from megarl.base.rollout_types import Batch, GroupSummary, SampleNumbers, SampleSummary
 
     rng, config = np.random.default_rng(0), plan.config
     prompt, longest = config.plan.prompt_tokens, config.trainer.max_tokens_per_microbatch
@@ -224,7 +222,7 @@ def held(trainer: MegatronTrainer) -> dict[str, int]:
 def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     """What `megarl plan` says of this rank's stage, GiB a part."""
     from megarl.estimate.hardware import GPUS
-    from megarl.estimate.trainer_memory import stage_memory
+    from megarl.estimate.memory import stage_memory
 
     memory = stage_memory(plan.spec, plan.config.trainer, plan.config.model.dtype, GPUS[plan.config.cluster.gpu])[trainer.coordinate.pp]
     return {name: size / GIB for name, size in vars(memory).items()}

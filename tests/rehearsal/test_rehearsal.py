@@ -37,14 +37,14 @@ ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_e
 # Engine; on all but the last stage there are no sums and no rows. A dense model's microbatches wait for nothing: the GPU is read when the
 # step is over.
 OF_A_STEP = {
-    ("copy to the host", "megarl/trainer/agreement.py:totals"): 2,
+    ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("copy to the host", "megarl/trainer/step.py:_token_rows"): 1,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
 }
 # Stages know what they receive from each other, and the host waits for no message. The first one hears of the last one's sums.
 OF_A_FIRST_STAGE = {
-    ("copy to the host", "megarl/trainer/agreement.py:totals"): 2,
+    ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("objects through the GPU", "megarl/trainer/parallel.py:global_sums"): 1,
 }
@@ -60,7 +60,7 @@ OF_CHANGES = {
     ("tolist", "megarl/reshard/deltas.py:totals"): 2,
 }
 # The log-probs of each microbatch, when all are on their way, and those of all together.
-SCORED = "copy to the host", "megarl/trainer/megatron_model.py:_scored"
+SCORED = "copy to the host", "megarl/trainer/model.py:_scored"
 
 
 def rehearse(tmp_path: Path, config: str, *arguments: str) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_p
 @pytest.mark.parametrize(
     ("fault", "told", "line"),
     [
-        ("tensor_of_the_host", "found at least two devices, cuda:0 and cpu", "megarl/algorithms/policy_gradient.py:"),
-        ("wrong_keyword", "unexpected keyword argument 'boundaries'", "megarl/trainer/megatron_model.py:"),
+        ("tensor_of_the_host", "found at least two devices, cuda:0 and cpu", "megarl/algorithms/losses.py:"),
+        ("wrong_keyword", "unexpected keyword argument 'boundaries'", "megarl/trainer/model.py:"),
     ],
 )
 def test_planted_faults_are_found_with_their_lines(fault, told, line, tmp_path):

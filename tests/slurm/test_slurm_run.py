@@ -13,8 +13,8 @@ import pytest
 from cluster import Cluster
 from run_tools import OVERRIDES, PROMPTS, ROOT, make_model, rows
 
+from megarl.base.processes import BEATS
 from megarl.plan.checkpoints import complete_checkpoints
-from megarl.weight_sync.engine.beats import BEATS
 
 pytestmark = [
     pytest.mark.slurm,

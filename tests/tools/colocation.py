@@ -11,10 +11,8 @@ from pathlib import Path
 
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
-from megarl.estimate.estimate import estimate
-from megarl.estimate.knobs import turned
-from megarl.estimate.search import Search, search
-from megarl.estimate.training import training_memory
+from megarl.estimate.estimate import estimate, training_memory
+from megarl.estimate.search import Search, search, turned
 from megarl.models import ModelSpec
 from megarl.plan.resolve import resolve
 

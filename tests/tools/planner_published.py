@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
-from megarl.estimate.baseline import even_stages
-from megarl.estimate.constants import CONSTANTS, Constants
-from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.hardware import GPUS, Cluster
-from megarl.estimate.sizes import trainer_held
-from megarl.estimate.train_time import TrainModel, TrainTime
-from megarl.estimate.workload import Workload
+from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster, Constants
+from megarl.estimate.memory import Workload, trainer_held
+from megarl.estimate.search import even_stages
+from megarl.estimate.times import GenerateModel, TrainModel, TrainTime
 from megarl.models import load_spec
-from megarl.reshard.kinds import ITEM_BYTES
+from megarl.reshard.layout import ITEM_BYTES
 
 H100 = Cluster(GPUS["H100"])
 FP8_GEMM_GAIN = 0.75  # of fp8's doubled peak in training: scales, and products that stay in bf16

@@ -14,9 +14,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import TrainerConfig
 from megarl.models.spec import ModelSpec
-from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support
 
 SAVES = 5

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from megarl.topology import GeneratorTopology
+from megarl.base.geometry import GeneratorTopology
 
 SHARED = ("mlp.experts.w13.lora_A", "mlp.experts.w2.lora_B")  # the outer factors
 

@@ -1,7 +1,7 @@
 """Which settings a program reads: the attributes of config sections, followed through the source by annotations and assignments.
 
 A section is what is annotated with its class, `….config` (all of it), and what is assigned from such. `getattr` with a computed name reads
-the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of megarl.topology.
+the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of megarl.base.geometry.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megarl import topology
+from megarl.base import geometry
 from megarl.config import schema
 from megarl.config.keys import _without_optional
 
@@ -100,7 +100,7 @@ class _Module:
         texts = [node.value for root in (function, *constants) for node in ast.walk(root) if isinstance(node, ast.Constant)]
         words = {word for text in texts if isinstance(text, str) for word in text.split()}
         of_class = [node.value for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"]
-        return words.union(*(getattr(topology, cls.id).__dataclass_fields__ for cls in of_class if isinstance(cls, ast.Name)))
+        return words.union(*(getattr(geometry, cls.id).__dataclass_fields__ for cls in of_class if isinstance(cls, ast.Name)))
 
     def _statement(self, statement: ast.stmt, names: dict[str, type], own: dict[str, type]) -> None:
         for node in ast.walk(statement):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.hub import unreachable
+from megarl.base.files import unreachable
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.reshard.execute import AmaxTable, payload
-from megarl.reshard.kinds import Layout, LocalTensor, Piece
+from megarl.reshard.layout import Layout, LocalTensor, Piece
 from megarl.reshard.map import Copy
 from megarl.reshard.proof import ProofError, _check_content, _check_cover, _extents, _Write
-from megarl.reshard.rows import ZEROS
+from megarl.reshard.template import ZEROS
 
 
 def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from quantise_reference import block_rule
 from reshard_reference import HF
 
+from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.quantise_rules import CHANNEL, TENSOR
 from megarl.models import ModelSpec
-from megarl.reshard.amax import amax_parts, peers
-from megarl.reshard.execute import AmaxTable
+from megarl.reshard.execute import AmaxTable, amax_parts, peers
 from megarl.reshard.layout import Layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import batches_from
-from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
 from megarl.models.parameters import padded_vocab_size
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 HF = dict[str, torch.Tensor]
 

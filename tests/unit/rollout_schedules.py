@@ -8,14 +8,12 @@ import random
 import msgspec
 
 from megarl.config.schema import AsyncConfig
-from megarl.data.curriculum import Curriculum
-from megarl.data.mixture import Mixture
+from megarl.data.order import Curriculum, Mixture
 from megarl.data.prompts import Sources
 from megarl.messaging.messages import GroupReady
-from megarl.plan.asynchrony import run_ahead
-from megarl.rollouts.admission import Admission
-from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.ledger import Ledger
+from megarl.plan.topologies import run_ahead
+from megarl.rollouts.buffer import Ledger, RolloutBuffer
+from megarl.rollouts.stream import Admission
 
 
 def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = False) -> GroupReady:

@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.environments.base import RolloutContext, ToolError, sample_problems
 from megarl.rollouts.environments.tool_calls import ToolCalls
-from megarl.types import Prompt, Sample
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/models/tiny-llama")

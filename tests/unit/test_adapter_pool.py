@@ -11,19 +11,17 @@ from adapter_reference import expected_on
 from copies_reference import apply_copy
 from resolving import MODEL, config, problems_of
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.lora.layout import Lora, is_adapter, unserved
+from megarl.lora.plan import sends_adapters, why_merged
+from megarl.lora.sending import AdaptersAlone
 from megarl.messaging.messages import WeightsOffer
 from megarl.models import load_spec
-from megarl.models.adapter_pool import is_adapter, unserved
-from megarl.models.adapters import Lora
-from megarl.plan.lora import sends_adapters, why_merged
 from megarl.plan.resolve import resolve
 from megarl.reshard.layout import generator_layout, hf_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.adapters import AdaptersAlone
-from megarl.weight_sync.deltas import worth_it
-from megarl.weight_sync.writing import Sent
+from megarl.weight_sync.writing import Sent, worth_it
 
 MODELS = MODEL.parent
 ALL = Lora(4, 8.0, ("all",))

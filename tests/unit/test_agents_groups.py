@@ -11,17 +11,16 @@ from batches import batch_of
 from msgspec.structs import replace
 from resolving import config
 
-from megarl.algorithms.minibatches import minibatches
+from megarl.algorithms.batches import batch_metrics, batch_rewards, minibatches, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence, episodes
 from megarl.config.errors import RunError
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig, TrainerConfig
+from megarl.evaluation.evaluate import scores
 from megarl.executors.batch_steps import BatchSteps
-from megarl.executors.evaluate import scores
 from megarl.plan.checks import check_program
-from megarl.rewards.shaping import has_signal
+from megarl.rewards.score import has_signal
 from megarl.rollouts.environments.base import sample_problems
-from megarl.types import Group, Prompt, Sample, TrainSequence, episodes
 
 
 def branches(reward: float, *lengths: int, **more: Any) -> list[Sample]:

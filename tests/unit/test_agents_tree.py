@@ -16,8 +16,11 @@ from batches import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.agents import openai_responses
+from megarl.agents.episode import Answer, Episode, Refused, openai_call, shared_prefix
+from megarl.algorithms.batches import batch_rewards, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_rewards, to_train_sequences
+from megarl.base.rollout_types import Group, Prompt, TrainSequence, episodes
 from megarl.config.schema import AlgorithmConfig
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import tokenizer_of
@@ -25,11 +28,7 @@ from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.generator.tool_parsers import OwnParser, ToolCall
 from megarl.rewards.score import Score
-from megarl.rollouts.agents import openai_responses
-from megarl.rollouts.agents.episode import Answer, Episode, Refused, openai_call
-from megarl.rollouts.agents.tree import shared_prefix
 from megarl.rollouts.environments.base import sample_problems
-from megarl.types import Group, Prompt, TrainSequence, episodes
 
 MODEL = Path(__file__).parents[2] / "configs/models/tiny-agent"
 TOKENIZER = tokenizer_of(str(MODEL), "model.path")

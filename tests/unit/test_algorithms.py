@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from losses import F64, gradient, loss_of
 
 from megarl.algorithms.advantages import mean_baseline
-from megarl.algorithms.nll import nll_loss
+from megarl.algorithms.losses import nll_loss
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
 

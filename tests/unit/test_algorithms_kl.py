@@ -7,7 +7,7 @@ import torch
 from losses import F64, gradient, loss_of
 from test_algorithms_relatives import logprobs_of, random_batch
 
-from megarl.algorithms.kl import ESTIMATORS
+from megarl.algorithms.losses import ESTIMATORS
 from megarl.algorithms.recipes import problems
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig

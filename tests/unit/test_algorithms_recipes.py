@@ -13,10 +13,9 @@ from losses import F64, gradient, packed_loss_of
 
 from megarl.algorithms.recipes import problems
 from megarl.algorithms.registry import make_algorithm
-from megarl.config.algorithm import NAMES, PUBLISHED, published
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_config, load_config
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.schema import NAMES, PUBLISHED, AlgorithmConfig, published
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

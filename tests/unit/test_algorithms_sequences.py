@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from megarl.algorithms.advantages import mean_baseline
 from megarl.algorithms.base import Algorithm
-from megarl.algorithms.minibatches import minibatches
+from megarl.algorithms.batches import batch_metrics, batch_rewards, minibatches, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, to_train_sequences
+from megarl.base.rollout_types import Batch, Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import AlgorithmConfig, TrainerConfig
-from megarl.types import Batch, Group, Prompt, Sample, TrainSequence
 
 AIPO = make_algorithm(AlgorithmConfig())
 

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from megarl.bench import fault_orders
-from megarl.bench.fault_kinds import KINDS
-from megarl.bench.fault_run import PROMPTS, FaultRun
+from megarl.base.processes import BEATS
+from megarl.bench import fault_kinds
+from megarl.bench.fault_kinds import KINDS, PROMPTS, FaultRun
 from megarl.bench.faults import Fault, plan, render, run, table
 from megarl.config.errors import ConfigError
-from megarl.rollouts.ledger import LEDGER_FILE, Ledger
-from megarl.weight_sync.engine.beats import BEATS
+from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 
 def test_every_kind_comes_once_before_any_comes_often_and_the_seed_decides():
@@ -36,8 +35,8 @@ def test_an_unknown_kind_is_refused_by_name():
 
 
 def test_an_order_is_carried_out_once(tmp_path: Path):
-    fault_orders.order(tmp_path, "die", "now")
-    assert [fault_orders.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
+    fault_kinds.order(tmp_path, "die", "now")
+    assert [fault_kinds.taken(tmp_path, "die") for _ in range(2)] == ["now", None]
 
 
 def test_lost_repeated_and_unrecorded_prompts_are_found(tmp_path: Path):

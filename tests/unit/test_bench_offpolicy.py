@@ -9,17 +9,27 @@ import pytest
 import torch
 
 from megarl.algorithms.recipes import needs_reference
-from megarl.bench.offpolicy.cells import LOSSES, MINIBATCHES, OF_REWARD_MODELS, PARTS, SAMPLES_PER_UPDATE, SIZES, Cell
-from megarl.bench.offpolicy.measure import HeldOut, judge_of, measure
+from megarl.base.rollout_types import Prompt
 from megarl.bench.offpolicy.plain import learning_rate, scores
-from megarl.bench.offpolicy.study import run
-from megarl.bench.offpolicy.tables import render
+from megarl.bench.offpolicy.study import (
+    LOSSES,
+    MINIBATCHES,
+    OF_REWARD_MODELS,
+    PARTS,
+    SAMPLES_PER_UPDATE,
+    SIZES,
+    Cell,
+    HeldOut,
+    judge_of,
+    measure,
+    render,
+    run,
+)
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.training import OptimizerConfig
+from megarl.config.schema import OptimizerConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import resolve
-from megarl.types import Prompt
 
 CONFIG, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
 CELLS = {cell.name: cell for part in PARTS.values() for cell in part(0)}

@@ -71,7 +71,7 @@ def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_damaged_result_is_named(tmp_path: Path):
-    from megarl.bench.offpolicy.cells import Cell
+    from megarl.bench.offpolicy.study import Cell
 
     cell, study = Cell("rloo"), Study(CHAIN, [], tmp_path, learned=False)
     study.folder(cell).mkdir()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.bench import sync, sync_picture
-from megarl.bench.sync_media import BLOCK_BYTES, block_parts
-from megarl.bench.sync_ways import AUDITED, RECALLED, Way
-from megarl.config.outputs import PICTURES
+from megarl.base.files import PICTURES
+from megarl.bench import sync
+from megarl.bench.sync import AUDITED, RECALLED, Way
+from megarl.bench.sync_ranks import BLOCK_BYTES, block_parts
 
 
 async def nothing() -> None: ...
@@ -50,7 +50,7 @@ def test_table_and_picture(tmp_path):
     row = next(line for line in sync.render(facts).splitlines() if line.startswith("direct"))
     assert row.split()[-5:] == ["50%", "3.0x", "1.5x", "500.0", "250.0"]
     for suffix in PICTURES:
-        sync_picture.draw(facts, str(tmp_path / f"times{suffix}"))
+        sync.draw(facts, str(tmp_path / f"times{suffix}"))
         assert (tmp_path / f"times{suffix}").stat().st_size > 1000
 
 

@@ -18,12 +18,11 @@ from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, pro
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GRADERS, OWN_PLACE, ModelConfig, RunConfig, SuiteConfig
-from megarl.data.benchmarks import BENCHMARKS
 from megarl.data.datasets import answers_of, load_rows
-from megarl.data.held_out import held_out
+from megarl.data.rows import BENCHMARKS, held_out
 from megarl.plan.checks import check_eval
-from megarl.rewards.choice import chosen_letter
-from megarl.rewards.parts import parts_in_evaluation
+from megarl.rewards.extract import chosen_letter
+from megarl.rewards.score import parts_in_evaluation
 from megarl.rewards.verify import VERIFIERS
 from megarl.rollouts.rollout import open_rollouts
 

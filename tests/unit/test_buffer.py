@@ -10,10 +10,9 @@ from rollout_schedules import ready
 
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.messages import GroupReady
-from megarl.plan.asynchrony import run_ahead
-from megarl.rollouts.admission import Admission
-from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.ledger import Consumed, Ledger
+from megarl.plan.topologies import run_ahead
+from megarl.rollouts.buffer import Consumed, Ledger, RolloutBuffer
+from megarl.rollouts.stream import Admission
 
 
 def filled(buffer: RolloutBuffer, *groups: tuple[int, int]) -> RolloutBuffer:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_schedules import Simulation, ready
 
-from megarl.data.mixture import Mixture
-from megarl.rollouts.ledger import Ledger
+from megarl.data.order import Mixture
+from megarl.rollouts.buffer import Ledger
 
 some_or_none = st.one_of(st.none(), st.integers(0, 5))
 

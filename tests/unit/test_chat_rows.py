@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import DatasetConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema import DatasetConfig
+from megarl.data.batches import sft_sequence
 from megarl.data.datasets import load_rows
 from megarl.data.rows import Answers, Row
-from megarl.data.sft import sft_sequence
 from megarl.data.tokenizer import tokenizer_of
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"

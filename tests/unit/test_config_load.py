@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.algorithm import NAMES
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings
 from megarl.config.load import dump_config, load_config
-from megarl.config.schema import RunConfig
+from megarl.config.schema import NAMES, RunConfig
 
 MINIMAL = "model: {path: m}\ndata: {train: {source: rows.jsonl}}\n"
 OWN_RULE = "package.module:rule, ./file.py:rule"

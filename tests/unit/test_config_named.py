@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_callable, is_async
+from megarl.config.limits import find_callable, is_async
 
 
 def test_a_module_that_ends_the_program_is_a_mistake_in_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings
+from megarl.config.limits import attribute, find_callable
 from megarl.config.load import dump_config, load_config
-from megarl.config.named import attribute, find_callable
 
 NEEDED = "model: {path: %s}\ndata: {train: {source: %s}}\n"
 

@@ -14,15 +14,13 @@ from small_maps import tiny_map
 
 from megarl.messaging.host import Host
 from megarl.messaging.messages import Hello, WeightsOffer, WeightsWritten, WorkerReply
-from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
+from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
 from megarl.weight_sync import commands
-from megarl.weight_sync.offers import Offers
-from megarl.weight_sync.opening import Opened
-from megarl.weight_sync.receiver import WeightsReceiver
+from megarl.weight_sync.receiver import Offers, WeightsReceiver, Writes
+from megarl.weight_sync.sessions import Opened
 from megarl.weight_sync.transports.base import Endpoint, Endpoints, Inbox, Landing, Members, RemoteTensor, decode_endpoints, forms_of, pack
 from megarl.weight_sync.transports.choice import AUTO, transport_pairs
 from megarl.weight_sync.workers import Workers
-from megarl.weight_sync.writes import Writes
 
 AT_ONCE = 4  # messages that arrive together
 

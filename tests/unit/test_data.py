@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import MixedConfig, MixtureConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import DatasetConfig, EvalConfig, ModelConfig, RunConfig, SuiteConfig
+from megarl.config.schema import DatasetConfig, EvalConfig, MixedConfig, MixtureConfig, ModelConfig, RunConfig, SuiteConfig
+from megarl.data.batches import sft_batches, sft_sequence
 from megarl.data.check import check_data
-from megarl.data.permutation import permute
+from megarl.data.order import permute
 from megarl.data.prompts import PromptStream, Sources, held_out_sets, train_prompts
 from megarl.data.rows import Row
-from megarl.data.sft import sft_batches, sft_sequence
 from megarl.data.synthetic import Chain, Product
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.registry import load_spec

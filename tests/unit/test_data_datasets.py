@@ -14,11 +14,9 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig
-from megarl.data.datasets import load_rows, read_pairs, read_rows
-from megarl.data.formats import ROLES
+from megarl.config.schema import DatasetConfig, PreferenceConfig
+from megarl.data.datasets import ROLES, load_rows, read_pairs, read_rows
 from megarl.data.rows import Reading, Row, RowProblem
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.config.schema import WeightsConfig
 from megarl.kernels.changes import BLOCK, bits_of, compact, find_changes, positions_of, put
 from megarl.messaging.messages import WeightsOffer
@@ -26,7 +26,7 @@ from megarl.reshard.deltas import (
 )
 from megarl.reshard.execute import Payloads
 from megarl.reshard.map import Copy
-from megarl.weight_sync.deltas import Deltas, changed_fraction, worth_it
+from megarl.weight_sync.writing import Deltas, changed_fraction, worth_it
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megarl.algorithms.advantages import ADVANTAGES, best_and_worst
-from megarl.algorithms.sequences import batch_metrics, batch_rewards, dropped_metrics, too_many_dropped
+from megarl.algorithms.batches import batch_metrics, batch_rewards, dropped_metrics, too_many_dropped
+from megarl.base.rollout_types import Batch, Failure, Group, Prompt, Sample
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig
-from megarl.observe.rollouts import OrdinalsWriter, recover_ordinals, write_rollouts
+from megarl.observe.samples import OrdinalsWriter, recover_ordinals, write_rollouts
 from megarl.plan.checks import check_dynamic_sampling
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import judged, pack, summary_of, texts_of
-from megarl.types import Batch, Failure, Group, Prompt, Sample
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.channel import judged, pack, summary_of, texts_of
 
 LONGEST = 8
 
@@ -119,8 +119,8 @@ def test_its_limit_is_refused_without_it(batches: int | None, shown: str) -> Non
 
 @pytest.mark.parametrize("share, generated", [(None, 64), (0.5, 128), (0.2, 80)])
 def test_the_planner_counts_what_is_expected_to_be_dropped(share: float | None, generated: int) -> None:
+    from megarl.estimate.memory import Workload
     from megarl.estimate.report import not_counted
-    from megarl.estimate.workload import Workload
 
     settings = RunConfig(rollout=RolloutConfig(prompts_per_step=16, n=4, dynamic_sampling=True))
     settings.plan.dropped_share = share

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from megarl.generator import cpu_support, sockets
+from megarl.generator import cpu_support, hooks
 
 ARRIVES_S, NEVER_S = 10, 1
 
@@ -32,7 +32,7 @@ def network(monkeypatch):
     cpu_support.install()
     from sglang.srt.utils import network
 
-    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("the admin key"))
+    monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("the admin key"))
     return network
 
 
@@ -45,13 +45,13 @@ def context():
 
 
 def test_only_who_has_the_engines_key_gets_a_message_through(network, context, tmp_path, monkeypatch):
-    make = partial(sockets._with_key, network.get_zmq_socket)
-    port, bound = sockets._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
+    make = partial(hooks._with_key, network.get_zmq_socket)
+    port, bound = hooks._bound_with_key(network.get_zmq_socket_on_host, context, zmq.PULL)
     address, marker = f"tcp://127.0.0.1:{port}", tmp_path / "marker"
     payload = pickle.dumps(Creates(marker))
 
     without = network.get_zmq_socket(context, zmq.PUSH, address, False)  # SGLang's own way
-    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("another key"))
+    monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("another key"))
     other = make(context, zmq.PUSH, address, False)
     for stranger in (without, other):
         stranger.sndtimeo = 1000  # once it has been turned away, it would wait for ever for one that takes it
@@ -59,7 +59,7 @@ def test_only_who_has_the_engines_key_gets_a_message_through(network, context, t
             stranger.send(payload)
     assert not bound.poll(NEVER_S * 1000)
 
-    monkeypatch.setenv(sockets.SOCKET_KEY, sockets.socket_key("the admin key"))
+    monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("the admin key"))
     ours = make(context, zmq.PUSH, address, False)
     ours.send(payload)
     assert bound.poll(ARRIVES_S * 1000)
@@ -70,16 +70,16 @@ def test_only_who_has_the_engines_key_gets_a_message_through(network, context, t
 
 def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monkeypatch):
     with pytest.raises(RuntimeError, match="anybody could speak to them"):
-        sockets.check_hooks()
-    monkeypatch.setattr(network, "get_zmq_socket", partial(sockets._with_key, network.get_zmq_socket))
-    monkeypatch.setattr(network, "get_zmq_socket_on_host", partial(sockets._bound_with_key, network.get_zmq_socket_on_host))
-    sockets.check_hooks()
+        hooks.check_hooks()
+    monkeypatch.setattr(network, "get_zmq_socket", partial(hooks._with_key, network.get_zmq_socket))
+    monkeypatch.setattr(network, "get_zmq_socket_on_host", partial(hooks._bound_with_key, network.get_zmq_socket_on_host))
+    hooks.check_hooks()
 
 
 def test_the_key_of_the_sockets_does_not_tell_the_one_it_is_made_from():
-    keys = {sockets.socket_key(admin) for admin in ("a", "b")}
+    keys = {hooks.socket_key(admin) for admin in ("a", "b")}
     assert len(keys) == 2 and all(len(key) == 40 for key in keys)
 
 
 def test_what_engines_map_lies_beside_their_sockets():
-    assert os.path.dirname(sockets._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x")) == tempfile.gettempdir()
+    assert os.path.dirname(hooks._in_own_folder(lambda name: f"/dev/shm/{name}.shm", "x")) == tempfile.gettempdir()

@@ -12,12 +12,11 @@ from batches import batch_of
 from msgspec.structs import replace
 from scripted_policy import EOS, SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt, sample_of
 
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.generator.completions import Completion, Sampling
-from megarl.rollouts.environments.base import RolloutContext
+from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.environments.single_turn import single_turn
-from megarl.rollouts.environments.transcript import Transcript
 from megarl.rollouts.rollout import CheckedRollout
-from megarl.types import Group, Prompt, Sample
 
 
 def test_a_call_is_answered_and_the_answer_is_the_environments():

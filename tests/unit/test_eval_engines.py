@@ -12,21 +12,21 @@ import fake_fleets
 import pytest
 from resolving import CONFIGS, config, problems_of
 
+from megarl.base.rollout_types import Version
 from megarl.cli import main
 from megarl.config.load import load_config
-from megarl.generator.client import EngineUnreachable
-from megarl.launch.commands import unscored
-from megarl.launch.dry_run import render_launch
-from megarl.launch.launcher import Job, placement
-from megarl.messaging.messages import WeightsGrant
-from megarl.observe.evaluations import (
+from megarl.evaluation import engines
+from megarl.evaluation.engines import EvaluationReceiver
+from megarl.evaluation.scores import (
     BEGUN,
     FAILED,
     LOST,
     SKIPPED,
     NewEvaluations,
     complete_metrics,
+    evaluation_plan,
     forget_after,
+    is_due,
     missed,
     note,
     note_lost,
@@ -34,17 +34,17 @@ from megarl.observe.evaluations import (
     spared_steps,
     write_result,
 )
+from megarl.generator.client import EngineUnreachable
+from megarl.launch.commands import render_launch, unscored
+from megarl.launch.launcher import Job, placement
+from megarl.lora.plan import sends_adapters
+from megarl.messaging.messages import WeightsGrant
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megarl.observe.progress import missed_lines
-from megarl.observe.trace import TraceWriter
+from megarl.observe.status import TraceWriter
 from megarl.plan.checkpoints import checkpoint_path
-from megarl.plan.evaluation import evaluation_plan, is_due
-from megarl.plan.lora import sends_adapters
 from megarl.plan.resolve import resolve
 from megarl.report.reading import RunReader
-from megarl.types import Version
-from megarl.weight_sync import evaluation
-from megarl.weight_sync.evaluation import EvaluationReceiver
 from megarl.weight_sync.receiver import Taken
 
 HELD_OUT = "data.eval.source=eval.jsonl"
@@ -270,8 +270,8 @@ class Receiver(EvaluationReceiver):
 
 
 def receiving(body, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "RETURN_S", 0.05)
-    monkeypatch.setattr(evaluation, "LATER_S", 0.05)
+    monkeypatch.setattr(engines, "RETURN_S", 0.05)
+    monkeypatch.setattr(engines, "LATER_S", 0.05)
 
     async def within() -> None:
         fleet, _ = fake_fleets.of(1)

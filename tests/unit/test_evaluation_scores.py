@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from megarl.executors.evaluate import scores
-from megarl.observe.intervals import _t95, interval
-from megarl.rewards.votes import majority, majority_at, vote
-from megarl.types import Group, Prompt, Sample
+from megarl.base.rollout_types import Group, Prompt, Sample
+from megarl.evaluation.evaluate import scores
+from megarl.evaluation.scores import _t95, interval
+from megarl.rewards.verify import majority, majority_at, vote
 
 
 @pytest.mark.parametrize(("right", "prompts"), [(0, 30), (30, 30), (1, 7), (37, 100), (499, 500)])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.schema import RunConfig
 from megarl.data.prompts import HeldOutSet
-from megarl.executors.evaluate import answer_all, pass_at, scores
+from megarl.evaluation.evaluate import answer_all, pass_at, scores
 from megarl.generator.completions import Sampling
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints, prune_checkpoints
 from megarl.rollouts.rollout import Rollout
-from megarl.types import Group, Prompt, Sample
 
 
 def sample(reward: float, tokens: int = 1) -> Sample:

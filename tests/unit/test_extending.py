@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.algorithms.registry import make_algorithm
-from megarl.box import Box
+from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
+from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RolloutConfig, RunConfig
 from megarl.generator.completions import Completion, Sampling
@@ -22,12 +23,9 @@ from megarl.models.registry import family, load_spec
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.rewards.parts import single
-from megarl.rewards.score import Score, ScoreRequest, arguments_of, parameters_of, score_of
+from megarl.rewards.score import Score, ScoreRequest, arguments_of, parameters_of, score_of, single
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.loading import find_rollout, load_reward
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.types import Prompt
 from megarl.weight_sync.transports.base import Endpoint, Live, Offer
 from megarl.weight_sync.transports.choice import this_host, transport_between, transport_class
 from megarl.weight_sync.writing import send, shapes_of

@@ -12,29 +12,23 @@ import pytest
 from rich.console import Console
 from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
-from megarl.algorithms.sequences import batch_metrics
-from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import RewardConfig, RunConfig
+from megarl.agents.episode import Episode, Played, Tree, group_of
+from megarl.agents.hubs.player import Player
+from megarl.algorithms.batches import batch_metrics
+from megarl.base.rollout_types import Batch, Failure, GroupSummary, Sample
+from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
 from megarl.generator.completions import Completion
-from megarl.observe.advisories import advisories
+from megarl.observe.agreement import advisories
 from megarl.observe.metrics import MetricsWriter, Row
 from megarl.observe.progress import Progress
 from megarl.observe.report import summarize
-from megarl.observe.rollouts import FailuresTail, FailuresWriter, format_sample
-from megarl.report.advice import advice
-from megarl.report.reading import RunReader
-from megarl.rewards.failures import too_many_failed_episodes, too_many_failures
-from megarl.rewards.in_loop import BLOCKED_S, RewardInLoop
-from megarl.rewards.pool import MOST_WORKERS, workers_of
-from megarl.rewards.score import Score, ScoreRequest
-from megarl.rollouts.agents.episode import Episode
-from megarl.rollouts.agents.tree import Played, Tree, group_of
+from megarl.observe.samples import FailuresTail, FailuresWriter, format_sample
+from megarl.report.reading import RunReader, advice
+from megarl.rewards.pool import BLOCKED_S, MOST_WORKERS, RewardInLoop, workers_of
+from megarl.rewards.score import Score, ScoreRequest, too_many_failed_episodes, too_many_failures
+from megarl.rollouts.channel import judged, pack
 from megarl.rollouts.environments.base import RolloutContext
-from megarl.rollouts.hubs.player import Player
-from megarl.rollouts.packing import judged, pack
-from megarl.rollouts.rollout import CheckedRollout
-from megarl.rollouts.scoring import RolloutClock, ScoringClock
-from megarl.types import Batch, Failure, GroupSummary, Sample
+from megarl.rollouts.rollout import CheckedRollout, RolloutClock, ScoringClock
 
 CRASH = Failure("exit", "exit status 1: ZeroDivisionError: by \x1b[31mzero", part="rollout.program")
 LATE = Failure("timeout", "it took longer than 5 s", "abc")
@@ -105,7 +99,7 @@ def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(tm
     assert tail.reason(episodes=True) == "; the last: status 0"
     failures.close()
     assert [told.reason for told in tail.poll()] == ["status 2"] and tail.reason(episodes=True) == "; the last: status 2"
-    monkeypatch.setattr("megarl.observe.rollouts.FAILURES_S", 0.01)
+    monkeypatch.setattr("megarl.observe.samples.FAILURES_S", 0.01)
     failures, deadline = FailuresWriter(tmp_path), time.monotonic() + 30
     for number in (3, 4):
         failures.tell(Failure("exit", f"status {number}", part="rollout.program"), number)

@@ -11,10 +11,8 @@ import pytest
 from loops import DEADLINE_S, settle
 
 from megarl.generator.client import EngineClient, EngineUnreachable
-from megarl.generator.completions import Completion, EngineError, Sampling, completions_of
-from megarl.generator.fleet import Fleet
-from megarl.generator.returns import watch_returns
-from megarl.generator.stops import StopStrings, cut
+from megarl.generator.completions import Completion, EngineError, Sampling, StopStrings, completions_of, cut
+from megarl.generator.fleet import Fleet, watch_returns
 
 
 class FakeEngine:

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 from fake_fleets import Engine, of, run
 
-from megarl.executors import fleet_calls
-from megarl.executors.fleet_calls import FleetCalls
+from megarl.executors import generator
+from megarl.executors.generator import FleetCalls
 from megarl.generator.client import EngineUnreachable
 from megarl.launch.engines import EngineKeeper
-from megarl.launch.joining import Membership
+from megarl.launch.joining import Membership, RunningRun
 from megarl.launch.processes import ProcessGroup, ProcessSpec
-from megarl.launch.running import RunningRun
-from megarl.messaging.background import Background
-from megarl.messaging.departures import Departures, note_departure
 from megarl.messaging.messages import FleetAnswer, FleetCall
+from megarl.messaging.rendezvous import Departures, note_departure
+from megarl.messaging.waiting import Background
 
 
 class Link:
@@ -40,8 +39,8 @@ class Link:
 
 
 def with_calls(body, tmp_path, monkeypatch, on_failure="restart", fixed="", silence_s=60.0) -> None:
-    monkeypatch.setattr(fleet_calls, "engine_client", lambda plan, rendezvous, url: Engine(url))
-    monkeypatch.setattr(fleet_calls, "LOOK_S", 0.01)
+    monkeypatch.setattr(generator, "engine_client", lambda plan, rendezvous, url: Engine(url))
+    monkeypatch.setattr(generator, "LOOK_S", 0.01)
     timeouts, generator = SimpleNamespace(weights_s=1.0, silence_s=silence_s), SimpleNamespace(on_failure=on_failure)
     plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=generator))
 

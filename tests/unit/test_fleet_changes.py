@@ -13,18 +13,17 @@ from fake_fleets import Engine, of, run
 from loops import settle
 from small_maps import tiny_map
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import RunConfig
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
-from megarl.generator.returns import watch_returns
+from megarl.generator.fleet import watch_returns
 from megarl.messaging.messages import WeightsGrant
 from megarl.models import ModelSpec
-from megarl.reshard.kinds import LayoutError
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
+from megarl.reshard.layout import LayoutError, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
-from megarl.rollouts.admission import Admission
-from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.rollouts.stream import Admission
 from megarl.weight_sync import sessions
 from megarl.weight_sync.sender import WeightsSender
 from megarl.weight_sync.sessions import EngineSessions

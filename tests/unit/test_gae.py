@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.gae import Gae, Moments
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.value_loss import value_loss
 from megarl.config.schema import AlgorithmConfig
+from megarl.critic.executor import value_loss
+from megarl.critic.losses import Gae, Moments
 
 
 def by_definition(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:

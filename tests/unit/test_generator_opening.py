@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host
 from megarl.models import ModelSpec
-from megarl.reshard.forwarding import Relay
+from megarl.reshard.forwarding import Relay, RelayRule
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import RelayRule
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.opening import passing_on, relay_ways
+from megarl.weight_sync.sessions import passing_on, relay_ways
 from megarl.weight_sync.transports.choice import Pairs
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)

@@ -17,20 +17,17 @@ import pytest
 import torch
 from small_maps import tiny_map
 
-from megarl.box import Box
+from megarl.base.geometry import Box, GeneratorTopology
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support
-from megarl.generator.client import Parallelism
-from megarl.generator.quantization import once
+from megarl.generator.client import Parallelism, content_of, tensor_payload
+from megarl.generator.hooks import once
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
-from megarl.generator.wire import content_of, tensor_payload
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WorkerReply
-from megarl.reshard.forwarding import Relay
-from megarl.reshard.kinds import LayoutError, LocalTensor
-from megarl.reshard.tensors import SentTensors
-from megarl.topology import GeneratorTopology
+from megarl.reshard.forwarding import Relay, SentTensors
+from megarl.reshard.layout import LayoutError, LocalTensor
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import AuditError, compare, differing, digest_of, expected, packed, packed_shares
 from megarl.weight_sync.commands import Audit, Connect, MeetNeighbours, Open

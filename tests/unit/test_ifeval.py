@@ -16,14 +16,14 @@ import pytest
 from instructed import cases, record, sentence_data
 from test_benchmarks import rows_of
 
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RewardConfig
-from megarl.executors.evaluate import scores
-from megarl.observe.intervals import interval
+from megarl.evaluation.evaluate import scores
+from megarl.evaluation.scores import interval
 from megarl.rewards.ifeval import MEASURES, check_installed, ifeval_reward, reference
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.types import Group, Prompt, Sample
 
 pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
 if sentence_data() is None:

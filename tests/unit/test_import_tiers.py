@@ -141,12 +141,12 @@ def test_circles_are_found() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("megarl.topology", "from megarl.models import ModelSpec"),
+        ("megarl.base.geometry", "from megarl.models import ModelSpec"),
         ("megarl.models.spec", "from megarl.plan.resolve import RunPlan"),
         ("megarl.config.load", "from megarl import plan"),
         ("megarl.config.load", "from ..plan import resolve"),
         ("megarl.config.load", "from .. import cli"),
-        ("megarl.plan.memory", "def f():\n    import megarl.estimate.sizes as b"),
+        ("megarl.plan.memory", "def f():\n    import megarl.estimate.memory as b"),
         ("megarl.plan.memory", "import importlib\nimportlib.import_module('megarl.trainer.step')"),
         ("megarl.weight_sync.sender", "from megatron.core import parallel_state"),
         ("megarl.trainer.step", "def f():\n    from sglang.srt import server_args"),

@@ -11,14 +11,14 @@ from aiohttp import web
 
 from megarl.config.errors import ConfigError
 from megarl.generator.client import EngineClient
-from megarl.launch import node
-from megarl.launch.environment import network
+from megarl.launch import nodes
+from megarl.launch.start import network
 from megarl.messaging import host as hosts
 from megarl.messaging.host import address_towards, in_url, is_loopback, loopback, with_port
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WeightsOffer
+from megarl.messaging.process_groups import connect_store, listening_store, open_store
 from megarl.messaging.rendezvous import EngineAddress, free_ports
-from megarl.messaging.stores import connect_store, listening_store, open_store
 from megarl.weight_sync.workers import Workers
 
 pytestmark = pytest.mark.skipif(not hosts._is_here("::1"), reason="this host has no ::1")
@@ -79,11 +79,11 @@ def test_an_ipv6_address_is_taken_only_where_there_is_no_other(monkeypatch):
 
     linked, local = entry(socket.AF_INET6, "fe80::1%ib0"), entry(socket.AF_INET6, "fd00::7")
     found = {"ib0": [linked, local], "ib1": [entry(socket.AF_INET, "10.0.0.7")], "eth0": [linked]}
-    monkeypatch.setattr(node.psutil, "net_if_addrs", lambda: found)
-    assert node.address_of("ib0", 2) == "fd00::7" and node.address_of("ib*", 2) == "10.0.0.7" and node.interface_with("fd00::7") == "ib0"
+    monkeypatch.setattr(nodes.psutil, "net_if_addrs", lambda: found)
+    assert nodes.address_of("ib0", 2) == "fd00::7" and nodes.address_of("ib*", 2) == "10.0.0.7" and nodes.interface_with("fd00::7") == "ib0"
     with pytest.raises(ConfigError, match="no network interface"):
-        node.address_of("eth0", 2)
+        nodes.address_of("eth0", 2)
     assert loopback() == "127.0.0.1"
     monkeypatch.setattr(hosts, "_is_here", lambda address: address == "::1")
-    assert loopback() == node.address_of(None, 1) == "::1"
+    assert loopback() == nodes.address_of(None, 1) == "::1"
     assert network("lo", False, "::1") == {"GLOO_SOCKET_IFNAME": "lo", "MC_USE_IPV6": "1"} and "MC_USE_IPV6" not in network(None, False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.launch.dry_run import nodes_needed
+from megarl.launch.commands import nodes_needed
 from megarl.launch.launcher import Job
 from megarl.plan.resolve import resolve
 

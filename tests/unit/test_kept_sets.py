@@ -15,19 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resolving import config, problems_of
 
-from megarl.algorithms.sequences import batch_metrics, to_train_sequences
+from megarl.algorithms.batches import batch_metrics, to_train_sequences
+from megarl.base.rollout_types import MOST_KEPT, Group, KeptSets, Prompt, Sample, TrainSequence, join
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.generator.completions import Completion, EngineError, Sampling, completions_of, generation
+from megarl.generator.completions import Completion, EngineError, Sampling, StopStrings, completions_of, generation
 from megarl.generator.fleet import Draft
-from megarl.generator.stops import StopStrings
-from megarl.kept_sets import MOST_KEPT, KeptSets, join
-from megarl.rollouts.environments.base import sample_problems
-from megarl.rollouts.environments.transcript import Transcript
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import pack
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.channel import pack
+from megarl.rollouts.environments.base import Transcript, sample_problems
 from megarl.trainer.microbatch import MicrobatchPlan, build
-from megarl.types import Group, Prompt, Sample, TrainSequence
 
 V = 40
 SAMPLING = Sampling(8, top_p=0.9)

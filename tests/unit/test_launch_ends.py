@@ -13,13 +13,13 @@ import pytest
 from resolving import config
 
 from megarl import cli
+from megarl.base.files import write_problem
 from megarl.config.errors import ConfigError, tell
 from megarl.config.schema import ModelConfig, RunConfig
-from megarl.files import write_problem
-from megarl.launch import commands, tracing, tracking
-from megarl.launch.first_lines import sampling_lines
+from megarl.launch import commands, launcher, tracking
+from megarl.launch.commands import sampling_lines
 from megarl.launch.launcher import Job
-from megarl.launch.node import Node
+from megarl.launch.nodes import Node
 from megarl.launch.processes import ProcessFailed
 from megarl.launch.resuming import Resume
 from megarl.launch.tracking import Trackers
@@ -103,7 +103,7 @@ def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp
 
 def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
     plan: RunPlan = resolve(config(tmp_path, "cluster.gpu=H100"), "plan")
-    with pytest.raises(RuntimeError, match="the disk is full"), tracing.traced(plan, Node(0, 1, "x"), Resume()) as trace:
+    with pytest.raises(RuntimeError, match="the disk is full"), launcher.traced(plan, Node(0, 1, "x"), Resume()) as trace:
         trace._file.close()
         trace._file = open("/dev/full", "ab", buffering=0)
         raise RuntimeError("the disk is full")

@@ -10,10 +10,10 @@ from resolving import config
 
 from megarl.config.errors import ConfigError
 from megarl.estimate.estimate import estimate
-from megarl.launch import tracing
-from megarl.launch.node import Node
+from megarl.launch import launcher
+from megarl.launch.nodes import Node
 from megarl.launch.resuming import Resume
-from megarl.launch.stopping import Stopped
+from megarl.launch.watch import Stopped
 from megarl.plan.resolve import RunPlan, resolve
 
 
@@ -32,7 +32,7 @@ def marks(plan: RunPlan, rank: int = 0) -> list[dict]:
 
 
 def test_the_start_tells_the_plan(plan: RunPlan) -> None:
-    with tracing.traced(plan, node(), Resume(step=7)):
+    with launcher.traced(plan, node(), Resume(step=7)):
         pass
     start, end = marks(plan)
     assert start["args"]["step"] == 7 and start["args"]["nodes"] == 2 and end["args"] == {"how": "finished"}
@@ -52,15 +52,15 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
     ],
 )
 def test_the_end_is_told_and_the_error_goes_on(plan: RunPlan, error: BaseException, how: str) -> None:
-    with pytest.raises(type(error)), tracing.traced(plan, node(1), Resume()):
+    with pytest.raises(type(error)), launcher.traced(plan, node(1), Resume()):
         raise error
     (end,) = marks(plan, 1)
-    assert end["args"]["how"].startswith(how) and len(end["args"]["how"]) <= tracing.END_CHARACTERS
+    assert end["args"]["how"].startswith(how) and len(end["args"]["how"]) <= launcher.END_CHARACTERS
 
 
 def test_a_run_that_cannot_be_planned_starts_all_the_same(plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise ConfigError("no such shape")
 
-    monkeypatch.setattr(tracing, "estimate", refuses)
-    assert tracing.expected(plan) == {"problem": "no such shape"}
+    monkeypatch.setattr(launcher, "estimate", refuses)
+    assert launcher.expected(plan) == {"problem": "no such shape"}

@@ -14,11 +14,9 @@ from test_benchmarks import config_of, rows_of
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import SuiteConfig
-from megarl.data.benchmarks import files_of
 from megarl.data.datasets import answers_of, load_rows
-from megarl.data.held_out import held_out
-from megarl.rewards.cases import cases_of, same_output, unpacked
-from megarl.rewards.code import program_in
+from megarl.data.rows import files_of, held_out
+from megarl.rewards.code import cases_of, program_in, same_output, unpacked
 
 CASES = [("1 2\n", "3\n"), ("4 5\n", "9\n"), ("7 0\n", "7\n")]
 

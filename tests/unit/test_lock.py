@@ -10,12 +10,12 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.errors import ConfigError
-from megarl.launch.lock import held
+from megarl.launch.meeting import held
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megarl.launch.lock import held
+from megarl.launch.meeting import held
 with held(Path(sys.argv[1]), "refused"):
     print("held", flush=True)
     time.sleep(60)

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 from resolving import MODEL, config, problems_of, with_weights
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.config.lora import LoraConfig
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
-from megarl.estimate.sizes import adapters_held
-from megarl.estimate.trainer_memory import trainer_memory
+from megarl.estimate.memory import adapters_held, trainer_memory
+from megarl.lora.files import adapter_settings, check_adapter, shown
+from megarl.lora.layout import Lora, lora_tensors, targets
+from megarl.lora.settings import LoraConfig
 from megarl.models import load_spec
-from megarl.models.adapters import Lora, lora_tensors, targets
 from megarl.plan.resolve import resolve
 from megarl.plan.weights import begin_with, find_weights
 from megarl.reshard.layout import hf_layout, parameter_count, trainer_layout
-from megarl.topology import TrainerTopology
-from megarl.trainer.peft_files import adapter_settings, check_adapter, shown
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.launch import meeting as meeting_module
-from megarl.launch.environment import network
+from megarl.launch.launcher import disagreements
 from megarl.launch.meeting import Meeting, NodeReport, PeerFailed
-from megarl.launch.node import Node, address_of, interface_with, speaks, this_node
-from megarl.launch.preflight import disagreements
+from megarl.launch.nodes import Node, address_of, interface_with, speaks, this_node
+from megarl.launch.start import network
 
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "r1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}

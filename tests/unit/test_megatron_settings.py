@@ -8,9 +8,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.plan.megatron_arguments import CLASSES, arguments, version
-from megarl.plan.megatron_settings import BY_KEY, REFUSED
 from megarl.plan.resolve import resolve
+from megarl.plan.vendor_settings import CLASSES, MEGATRON_BY_KEY, MEGATRON_REFUSED, megatron_arguments, megatron_version
 
 CONFIG = Path(__file__).parents[2] / "configs/8b_aipo.yaml"
 
@@ -25,8 +24,8 @@ def problems(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("key", CLASSES)
 def test_every_name_in_the_tables_is_a_field(key: str) -> None:
-    assert set(BY_KEY[key]) | set(REFUSED[key]) <= set(arguments(key))
-    assert not set(BY_KEY[key]) & set(REFUSED[key])
+    assert set(MEGATRON_BY_KEY[key]) | set(MEGATRON_REFUSED[key]) <= set(megatron_arguments(key))
+    assert not set(MEGATRON_BY_KEY[key]) & set(MEGATRON_REFUSED[key])
 
 
 @pytest.mark.parametrize(
@@ -46,11 +45,14 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.megatron.recompute_modules=core_attn", "must be Optional[List[str]]"),
         ("trainer.megatron.attention_backend=fast", "must be one of auto, flash, fused, local, unfused; did you mean flash?"),
         ("trainer.megatron.grad_sync_func=f", "must be left out; it is a Optional[Callable], which a config cannot state"),
-        ("trainer.megatron.recompute_granularit=full", f"unknown to megatron-core {version()}; did you mean recompute_granularity?"),
+        (
+            "trainer.megatron.recompute_granularit=full",
+            f"unknown to megatron-core {megatron_version()}; did you mean recompute_granularity?",
+        ),
         ("trainer.ddp.use_distributed_optimizer=true", "must be set by trainer.zero"),
         ("trainer.ddp.bucket_size=many", "must be an integer or null"),
         ("trainer.ddp.bucket_size=0", "must be at least 1"),
-        ("trainer.ddp.zzz=1", f"unknown to megatron-core {version()}; it is no field of DistributedDataParallelConfig"),
+        ("trainer.ddp.zzz=1", f"unknown to megatron-core {megatron_version()}; it is no field of DistributedDataParallelConfig"),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
         ("trainer.optimizer.megatron.decoupled_lr=0.1", "must be left out; all parameters have the same learning rate"),
         ("sft.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.messaging.members import members_only
-from megarl.messaging.stores import connect_store, open_store
+from megarl.messaging.process_groups import connect_store, open_store
 
 STRANGER = 54_321
 CONNECTS = (

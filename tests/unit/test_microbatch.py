@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.topology import TrainerTopology
-from megarl.trainer.context import held_positions
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import TrainSequence
+from megarl.trainer.layers import held_positions
 from megarl.trainer.microbatch import Alignment, MicrobatchPlan, build, plan_microbatches
-from megarl.types import TrainSequence
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 ALIGNMENTS = [Alignment(), Alignment(1, 4), Alignment(4, 4), Alignment(4, 12)]

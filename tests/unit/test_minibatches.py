@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megarl.algorithms.minibatches import MiniBatch, cut, minibatches
+from megarl.algorithms.batches import MiniBatch, batch_rewards, cut, masked_places, minibatches, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_rewards, masked_places, to_train_sequences
+from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import AlgorithmConfig, TrainerConfig
 from megarl.executors.batch_steps import BatchSteps, step_metrics
 from megarl.plan.checks import check_batch
 from megarl.trainer.microbatch import plan_microbatches
-from megarl.types import Group, Prompt, Sample, TrainSequence
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 AIPO = make_algorithm(AlgorithmConfig())

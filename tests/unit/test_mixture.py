@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from megarl.algorithms.sequences import source_metrics
-from megarl.config.data import CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig
+from megarl.algorithms.batches import source_metrics
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.errors import ConfigError
-from megarl.data.curriculum import Curriculum, Place, Verdict, outside_band
-from megarl.data.mixture import LONGEST_PERIOD, Mixture, mixture_of, mixture_problems
+from megarl.config.schema import CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig
+from megarl.data.order import LONGEST_PERIOD, Curriculum, Mixture, Place, Verdict, mixture_of, mixture_problems, outside_band
 from megarl.data.prompts import Sources
-from megarl.types import Group, Prompt, Sample
 
 
 @settings(deadline=None)

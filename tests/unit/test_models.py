@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
 from megarl.models.parameters import padded_vocab_size
@@ -15,7 +16,6 @@ from megarl.models.registry import family
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

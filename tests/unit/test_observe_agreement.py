@@ -12,13 +12,11 @@ import pytest
 import torch
 from meters_reference import meters
 
-from megarl.observe.advisories import advisories
-from megarl.observe.agreement import AGES, HISTOGRAM_EDGES, describe_agreement
+from megarl.observe.agreement import AGES, DIFFERENCE, HISTOGRAM_EDGES, LIMIT, advisories, describe_agreement
 from megarl.observe.metrics import MetricsWriter, Row
-from megarl.observe.probe import DIFFERENCE, LIMIT
-from megarl.observe.trackers import Beginning, open_tracker
 from megarl.observe.tracking import send
-from megarl.trainer.agreement import Tally
+from megarl.trackers.trackers import Beginning, open_tracker
+from megarl.trainer.step import Tally
 
 
 def microbatch(random: np.random.Generator, lengths: list[int], scale: float) -> tuple[torch.Tensor, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megarl.observe.evaluations import NewEvaluations, complete_metrics, damaged_results, forget_after, read_results, write_result
+from megarl.evaluation.scores import NewEvaluations, complete_metrics, damaged_results, forget_after, read_results, write_result
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.load import load_config
-from megarl.observe.advisories import advisories
-from megarl.observe.probe import DIFFERENCE, LIMIT, describe_differences, probe_limit, too_far
+from megarl.observe.agreement import DIFFERENCE, LIMIT, advisories, describe_differences, probe_limit, too_far
 
 REPLAYED = "trainer.routing_replay=true"
 

@@ -11,16 +11,14 @@ import pytest
 from batches import batch_of
 from msgspec.structs import replace
 
-from megarl.observe.evaluations import damaged_results, read_results, write_result
+from megarl.base.rollout_types import Group, GroupSummary, GroupTexts, Prompt, Sample
+from megarl.evaluation.scores import damaged_results, read_results, write_result
 from megarl.observe.metrics import Histogram, MetricsWriter
-from megarl.observe.plot import moving_mean, plot
-from megarl.observe.plot_agreement import plot_agreement
-from megarl.observe.report import finish_report, summarize
-from megarl.observe.rollouts import OrdinalsWriter, escape, recover_ordinals, write_rollouts
-from megarl.observe.trace import TraceWriter, merge_traces
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import texts_of
-from megarl.types import Group, GroupSummary, GroupTexts, Prompt, Sample
+from megarl.observe.report import finish_report, moving_mean, plot, plot_agreement, summarize
+from megarl.observe.samples import OrdinalsWriter, escape, recover_ordinals, write_rollouts
+from megarl.observe.status import TraceWriter, merge_traces
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.channel import texts_of
 
 
 def write_run(run_dir: Path, steps: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megarl import cli
 from megarl.config.keys import value_at
 from megarl.config.load import load_config
-from megarl.config.roles import ENGINES, place_of
+from megarl.roles.settings import ENGINES, place_of
 
 ROOT = Path(__file__).parents[2]
 AIPO = {"trainer.optimizer.lr": 2e-7, "rollout.prompts_per_step": 512, "rollout.n": 4, "algorithm.name": "aipo", "async.capacity": 1}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
-from megarl.launch.placement import EngineFleet, EnginePart, place, slots_per_node
+from megarl.launch.nodes import EngineFleet, EnginePart, place, slots_per_node
 
 
 def test_one_node_holds_all_trainer_first():

@@ -12,9 +12,9 @@ from losses import F64, packed_loss_of
 from run_tools import ROOT, make_model
 from transformers import AutoModelForSequenceClassification
 
-from megarl.algorithms.gae import Gae, Moments
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
+from megarl.critic.losses import Gae, Moments
 
 SETTINGS = ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=3", "eval.limit=4", "critic.warmup_steps=1"]
 PROMPTS = ["1+2=", "7+0+9+1+5=", "3-", "1"]  # of several lengths, so they are padded

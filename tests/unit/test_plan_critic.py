@@ -11,7 +11,7 @@ from resolving import MODEL, config, problems_of, with_weights
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
-from megarl.estimate.trainer_memory import trainer_memory
+from megarl.estimate.memory import trainer_memory
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 

@@ -11,23 +11,35 @@ from pathlib import Path
 
 import pytest
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, TrainerConfig
-from megarl.estimate import activations
+from megarl.estimate import memory
 from megarl.estimate.estimate import check_longest, estimate
-from megarl.estimate.generator_memory import generator_memory, kv_bytes_per_token, prefill_tokens, usable_static
 from megarl.estimate.hardware import GIB, GPUS
+from megarl.estimate.memory import (
+    Workload,
+    generator_memory,
+    generator_weights,
+    kv_bytes_per_token,
+    landing_bytes,
+    microbatches_in_flight,
+    optimizer_bytes,
+    prefill_tokens,
+    rank_bytes,
+    stage_memory,
+    stages_held,
+    trainer_held,
+    trainer_memory,
+    usable_static,
+)
 from megarl.estimate.report import render
-from megarl.estimate.sizes import generator_weights, landing_bytes, rank_bytes, stages_held, trainer_held
-from megarl.estimate.trainer_memory import microbatches_in_flight, optimizer_bytes, stage_memory, trainer_memory
-from megarl.estimate.workload import Workload
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import landings
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = CONFIGS / "models"
@@ -92,7 +104,7 @@ def test_a_layer_keeps_what_megatron_reckons() -> None:
     """Megatron-LM, theoretical_memory_usage.py: 18 h + 4 f bytes a token of a layer of a GPT with as many kv heads as heads. Here no
     dropout masks (2 h less), and a gate beside the up projection (2 f more)."""
     llama = replace(spec("llama-3.1-8b"), num_kv_heads=32)
-    kept = 2 * activations.of_layer(llama, TrainerConfig(), experts=False).kept
+    kept = 2 * memory.of_layer(llama, TrainerConfig(), experts=False).kept
     assert kept == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
 
 

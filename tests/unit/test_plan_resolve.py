@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from resolving import CONFIGS, config, problems_of, with_weights
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.load import load_config
-from megarl.plan import server_args, sglang_arguments
+from megarl.plan import vendor_settings
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
-SGLANG = sglang_arguments.version()
+SGLANG = vendor_settings.sglang_version()
 
 REPLICAS = f"model.path={CONFIGS}/models/qwen3-30b-a3b generator.tp=2 generator.dp_attention=2"
 
@@ -113,7 +113,10 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         ("generator.server_args.tp_size=2", "generator.server_args.tp_size=2: must be set by generator.tp"),
         ("generator.server_args.attn_dp_size=2", "generator.server_args.attn_dp_size=2: must be set by generator.dp_attention"),
-        ("generator.server_args.dp_size=2", f"generator.server_args.dp_size=2: must be left out; {server_args.REFUSED['dp_size']}"),
+        (
+            "generator.server_args.dp_size=2",
+            f"generator.server_args.dp_size=2: must be left out; {vendor_settings.SGLANG_REFUSED['dp_size']}",
+        ),
         ("generator.server_args.host=0.0.0.0", "generator.server_args.host=0.0.0.0: must be left out; the launcher decides it"),
         (
             "generator.server_args.enable_eplb=true",
@@ -142,7 +145,10 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
             "generator.server_args.grammar_backend=outline",
             "generator.server_args.grammar_backend=outline: must be one of llguidance, none, outlines, xgrammar; did you mean outlines?",
         ),
-        ("generator.server_args.pp_size=2", f"generator.server_args.pp_size=2: must be left out; {server_args.REFUSED['pp_size']}"),
+        (
+            "generator.server_args.pp_size=2",
+            f"generator.server_args.pp_size=2: must be left out; {vendor_settings.SGLANG_REFUSED['pp_size']}",
+        ),
         ("generator.server_args.device=cpu", "generator.server_args.device=cpu: must be left out; the launcher decides it"),
         ("eval.every=10", "eval.every=10: needs a held-out set: set data.eval.source"),
         (
@@ -211,7 +217,7 @@ def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_pa
 
 def test_without_sglang_its_arguments_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop that only plans."""
-    monkeypatch.setattr(server_args, "arguments", dict)
+    monkeypatch.setattr(vendor_settings, "arguments", dict)
     assert isinstance(resolve(config(tmp_path, "generator.server_args.enable_mixed_chunks=true")), RunPlan)
     assert problems_of(tmp_path, "generator.server_args.tp_size=2") == ["generator.server_args.tp_size=2: must be set by generator.tp"]
 

@@ -13,11 +13,8 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
-from megarl.estimate.baseline import best_baseline, even_stages
 from megarl.estimate.estimate import estimate
-from megarl.estimate.knobs import problems, turned, written
-from megarl.estimate.remedies import remedies
-from megarl.estimate.search import Found, Search, search
+from megarl.estimate.search import Found, Search, best_baseline, even_stages, problems, remedies, search, turned, written
 from megarl.models import load_spec
 
 CONFIGS = Path(__file__).parents[2] / "configs"

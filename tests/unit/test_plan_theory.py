@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.load import load_config
-from megarl.estimate.generate_time import GenerateModel
 from megarl.estimate.hardware import GIB, Cluster
+from megarl.estimate.memory import Workload
 from megarl.estimate.theory import AffineEta, Problem, best_asynchronous, best_synchronous, problem_of
-from megarl.estimate.workload import Workload
+from megarl.estimate.times import GenerateModel
 from megarl.models import load_spec
 
 ROOT = Path(__file__).parents[2]

@@ -10,21 +10,16 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
-from megarl.estimate.communication import Group
-from megarl.estimate.constants import CONSTANTS
 from megarl.estimate.estimate import estimate, unfinished
-from megarl.estimate.generate_time import GenerateModel
-from megarl.estimate.hardware import GPUS, Cluster
-from megarl.estimate.sizes import generator_weights, trainer_held
-from megarl.estimate.sync_time import CHANGED, balanced_sync_s, sync_s
-from megarl.estimate.train_time import TrainModel, TrainTime
-from megarl.estimate.workload import Workload, scoring_passes
+from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
+from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_held
+from megarl.estimate.times import CHANGED, GenerateModel, Group, TrainModel, TrainTime, balanced_sync_s, sync_s
 from megarl.models import load_spec
-from megarl.models.flops import flops_per_token
+from megarl.models.registry import flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.forwarding import foreseen
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import foreseen
 from megarl.reshard.report import to_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"

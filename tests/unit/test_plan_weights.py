@@ -11,8 +11,8 @@ import pytest
 from resolving import CONFIGS, MODEL, config, problems_of, with_weights
 
 from megarl.config.load import dump_config
+from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
-from megarl.plan.resume import changes
 from megarl.plan.weights import WARM_START, begin_with, warm_start_record
 
 pytestmark = pytest.mark.usefixtures("hub_offline")

@@ -11,17 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.algorithms.preferences import bradley_terry, to_score, weighted_values
-from megarl.config.data import PreferenceConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import RunConfig
+from megarl.config.schema import PreferenceConfig, RunConfig
+from megarl.data.batches import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.datasets import read_pairs
-from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.commands import held_out_pairs
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
+from megarl.roles.training import bradley_terry, to_score, weighted_values
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny-llama"

@@ -13,7 +13,7 @@ import pytest
 from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.launch import doctor, environment, preflight
+from megarl.launch import doctor, launcher, start
 from megarl.launch.meeting import NodeReport
 
 
@@ -46,9 +46,9 @@ def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path
             port = tmp_path / str(node) / f"mlx5_{number}/ports/1"
             port.mkdir(parents=True)
             (port / "state").write_text(state)
-        ports = preflight.infiniband_ports(tmp_path / str(node))
+        ports = launcher.infiniband_ports(tmp_path / str(node))
         reports.append(NodeReport(node, f"h{node}", "", gpus=8, ports={}, versions={}, problems=[], infiniband=ports))
-    assert preflight.disagreements(reports) == ["node 1 (h1): InfiniBand port mlx5_0:1 is down, but up on other nodes"]
+    assert launcher.disagreements(reports) == ["node 1 (h1): InfiniBand port mlx5_0:1 is down, but up on other nodes"]
 
 
 def smi(driver: str = "580.95.05", mode: str = "Default", names: tuple[str, ...] = ("NVIDIA H100 80GB HBM3",) * 2):
@@ -221,14 +221,14 @@ def gpu_node(monkeypatch):
     """What a sound node with two GPUs of this kind finds wrong with its part in a run with these settings."""
     monkeypatch.setattr(doctor, "has_driver", lambda: True)
     monkeypatch.setattr(doctor, "node", lambda gpu: [])
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"))
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"))
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
 
     def problems(trains: bool, serves: bool, settings: str = "", gpu: str = "NVIDIA H100 80GB HBM3, 9.0") -> list[str]:
         monkeypatch.setattr(doctor, "nvidia_smi", lambda *_: f"{gpu}\n{gpu}\n")
         plan: Any = SimpleNamespace(config=load_config("configs/8b_aipo.yaml", settings.split()))
-        return preflight.problems_here(plan, trains, serves, shared=False)
+        return launcher.problems_here(plan, trains, serves, shared=False)
 
     return problems
 
@@ -236,7 +236,7 @@ def gpu_node(monkeypatch):
 def test_a_node_with_gpus_and_without_transformer_engine_trains_only_where_it_is_asked_to(gpu_node, monkeypatch):
     assert gpu_node(True, True) == []
     for absent in (None, SimpleNamespace(origin=None)):
-        monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name, absent=absent: absent)
+        monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name, absent=absent: absent)
         (problem,) = gpu_node(True, False)
         assert "trainer.local_layers=false: must be true" in problem
     assert gpu_node(False, True) == [] and gpu_node(True, False, "trainer.local_layers=true") == []
@@ -269,11 +269,11 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    for name in environment._COMPILED:
+    for name in start._COMPILED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    monkeypatch.setattr(environment.socket, "gethostname", lambda: "n7")
-    found = environment.compiling(str(tmp_path))
+    monkeypatch.setattr(start.socket, "gethostname", lambda: "n7")
+    found = start.compiling(str(tmp_path))
     assert found.pop("TRITON_CACHE_DIR") == "/mine"
     assert all(Path(path).parent == tmp_path / "n7" for path in found.values()) and len(set(found.values())) == len(found)
 
@@ -282,10 +282,8 @@ def test_a_user_without_a_home_is_asked_where_to_keep_what_is_compiled(tmp_path,
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
     with pytest.raises(ConfigError, match="launch.compile_cache=null: must be a folder, since this user has no home"):
-        environment.compiling(None)
-    assert all(
-        path.startswith(str(tmp_path)) for name, path in environment.compiling(str(tmp_path)).items() if name not in environment.os.environ
-    )
+        start.compiling(None)
+    assert all(path.startswith(str(tmp_path)) for name, path in start.compiling(str(tmp_path)).items() if name not in start.os.environ)
 
 
 def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
@@ -293,7 +291,7 @@ def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
     monkeypatch.setattr(doctor, "find_nvcc", lambda: Path("/env/nvidia/cu13/bin/nvcc"))
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    found = environment.compiling(None)
+    found = start.compiling(None)
     assert found["CUDA_HOME"] == "/env/nvidia/cu13" and found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
-    assert "CUDA_HOME" not in environment.compiling(None)
+    assert "CUDA_HOME" not in start.compiling(None)

@@ -8,14 +8,12 @@ import time
 import psutil
 import pytest
 
-from megarl.files import log_tail, write_whole
+from megarl.base.files import log_tail, write_whole
 from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
-from megarl.launch.node import Node
-from megarl.launch.ports import taken
-from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits
-from megarl.launch.stopping import StopOrder
-from megarl.launch.watch import RunWatch, watch
+from megarl.launch.nodes import Node
+from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, raise_limits, taken
+from megarl.launch.watch import RunWatch, StopOrder, watch
 
 
 def python(name: str, code: str) -> ProcessSpec:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantise_reference import block_rule
 
-from megarl.box import Box, whole_box
+from megarl.base.geometry import Box, whole_box
 from megarl.kernels import quantise as rules
 from megarl.kernels.quantise import FP8, merge_amax, quantise, quantise_with, scales_of, tile_amax
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule

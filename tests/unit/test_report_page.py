@@ -14,7 +14,7 @@ from report_runs import HOSTILE, group, metrics, summary, texts, write_run
 
 from megarl.cli import main
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megarl.observe.rollouts import SamplesWriter, TokensWriter
+from megarl.observe.samples import SamplesWriter, TokensWriter
 from megarl.report.reading import RunReader
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason=browser.MISSING)
@@ -345,7 +345,7 @@ def test_a_narrow_screen_and_the_dark(tab: browser.Browser, run: Path, dark: boo
 def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path: Path) -> None:
     import threading
 
-    from megarl.report.serve import ReportServer
+    from megarl.report.command import ReportServer
 
     folder = write_run(tmp_path / "live", 5)
     with ReportServer([folder], 1 << 26, 0, lambda: "now") as server:

@@ -18,12 +18,9 @@ from report_runs import group, piece, summary, texts, write_run
 
 from megarl.cli import main
 from megarl.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megarl.observe.rollouts import SamplesWriter, TokensWriter
-from megarl.report.advice import advice
-from megarl.report.page import page
-from megarl.report.reading import RunReader
-from megarl.report.samples import SETTLED_S
-from megarl.report.serve import ReportServer
+from megarl.observe.samples import SamplesWriter, TokensWriter
+from megarl.report.command import ReportServer, page
+from megarl.report.reading import SETTLED_S, RunReader, advice
 
 TEXT_BYTES = 64 << 20
 

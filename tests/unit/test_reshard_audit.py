@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.box import Box, whole_box
+from megarl.base.geometry import Box, whole_box
 from megarl.kernels import audit
 from megarl.kernels.audit import MASK, hash_box, hash_slice, hash_tensor
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_cases import cases
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
-from megarl.reshard.balance import sender_bound
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.orders import Orders, least_loaded_first
-from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.report import sender_bound
+from megarl.reshard.turns import Orders, least_loaded_first
 
 LLAMA_1B = ModelSpec("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, True, 1e-5, 5e5)
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)

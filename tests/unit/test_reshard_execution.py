@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from reshard_cases import DTYPES, RULES, assert_equal, carry_out, cases, check_lists, map_key
 from reshard_reference import full_tensors, megatron, sglang
 
+from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.audit import MASK, hash_slice, hash_tensor
 from megarl.models import ModelSpec
 from megarl.reshard.execute import payload
-from megarl.reshard.fleet import passed_on
+from megarl.reshard.forwarding import passed_on, summary
 from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import summary
-from megarl.topology import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 
 
 @settings(max_examples=25, deadline=None)

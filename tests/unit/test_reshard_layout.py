@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from quantise_reference import block_rule
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import ModelSpec, load_spec
 from megarl.reshard.layout import generator_layout, hf_layout, stage_of_layer, trainer_layout
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 # named_parameters() of SGLang 0.5.21's TP workers on the CPU, one layer of two: hidden 128, ffn 256, 8 heads of 16.
 SGLANG_KV4_VOCAB512_TP2 = """

@@ -11,17 +11,15 @@ import pytest
 from msgspec import structs
 from small_maps import LLAMA_405B, TINY, all_copies, tiny_map
 
-from megarl.box import Box
+from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
+from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.relays import RelayRule, relayed
-from megarl.reshard.report import to_json
-from megarl.reshard.rows import Holder, Row, coalesce
+from megarl.reshard.report import render, to_json
 from megarl.reshard.schedule import batches_from, batches_to, scheduled_writes
-from megarl.reshard.table import render
-from megarl.topology import GeneratorTopology, TrainerTopology
+from megarl.reshard.template import Holder, Row, coalesce
 
 
 def test_plan_hash_is_reproducible_and_differs_with_every_input():

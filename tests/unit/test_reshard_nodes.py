@@ -9,14 +9,13 @@ import torch
 from copies_reference import apply_copy
 from reshard_reference import full_tensors, megatron, sglang
 
-from megarl.box import Box
+from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
 from megarl.reshard.forwarding import inside_hosts
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import lands, messages
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
 

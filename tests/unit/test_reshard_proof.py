@@ -11,7 +11,7 @@ from copies_reference import prove_copies
 from msgspec import structs
 from small_maps import all_copies, tiny_map
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
 from megarl.reshard.turns import Assignment, Turns

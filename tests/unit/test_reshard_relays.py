@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from small_maps import LLAMA_405B, tiny_map
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import load_spec
-from megarl.reshard.fleet import passed_on
+from megarl.reshard.forwarding import busiest_bytes, foreseen, passed_on, summary
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
-from megarl.reshard.relays import busiest_bytes, foreseen, summary
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,15 +10,13 @@ from copies_reference import prove_copies
 from msgspec import structs
 from quantise_reference import block_rule
 
-from megarl.box import Box
+from megarl.base.geometry import Box, GeneratorTopology, TrainerTopology
 from megarl.kernels.quantise_rules import CHANNEL
 from megarl.models import ModelSpec
-from megarl.reshard.amax import amax_parts, peers
-from megarl.reshard.execute import AmaxTable, payload
+from megarl.reshard.execute import AmaxTable, amax_parts, payload, peers
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
-from megarl.topology import GeneratorTopology, TrainerTopology
 
 DENSE = ModelSpec("llama", 2, 12, 24, 8, 4, 4, 100, 64, False, 1e-6, 1e4)
 MOE = dataclasses.replace(DENSE, family="mixtral", intermediate_size=0, num_experts=4, expert_intermediate_size=24)

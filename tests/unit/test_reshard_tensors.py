@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from reshard_cases import cases
 from small_maps import tiny_map
 
-from megarl.reshard.kinds import ITEM_BYTES, Layout
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, SentTensors, relayed
+from megarl.reshard.layout import ITEM_BYTES, Layout, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.relays import INSIDE_HOSTS, RelayRule, relayed
 from megarl.reshard.schedule import landings, lands
-from megarl.reshard.tensors import SentTensors
 
 
 @settings(max_examples=25, deadline=None)

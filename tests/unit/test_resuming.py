@@ -15,14 +15,23 @@ import pytest
 from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.launch import room
+from megarl.evaluation.scores import best_checkpoint, spared_steps, write_result
+from megarl.launch import inputs
 from megarl.launch.commands import best_step
 from megarl.launch.resuming import check_resume_point, held_checkpoint, latest_checkpoint
-from megarl.observe.evaluations import best_checkpoint, spared_steps, write_result
-from megarl.plan.checkpoints import check_names, checkpoint_path, complete_checkpoints, make_room, prune_checkpoints
+from megarl.plan.checkpoints import (
+    FORMAT,
+    INDEX_FILE,
+    Index,
+    check_names,
+    checkpoint_path,
+    complete_checkpoints,
+    make_room,
+    prune_checkpoints,
+    small_file,
+)
 from megarl.plan.resolve import resolve
-from megarl.rollouts.ledger import LEDGER_FILE, Ledger
-from megarl.trainer.checkpoint_index import FORMAT, INDEX_FILE, Index, small_file
+from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -174,15 +183,15 @@ def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> 
         return resolve(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={run}", *overrides]))
 
     with pytest.raises(ConfigError) as raised:
-        room.check_room_for_checkpoints(plan())
+        inputs.check_room_for_checkpoints(plan())
     (problem,) = raised.value.problems
     assert problem.startswith(f"run_dir={run}: 3 checkpoints (checkpoint.keep=2) will take 27.6 MiB") and problem.endswith(
         "20.0 MiB are free there"
     )
-    room.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
+    inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
     (disk / "other").write_bytes(bytes(18 << 20))
     with pytest.raises(ConfigError, match=r"sft.output=.*/run/sft/hf: the weights will take 3\.\d MiB, and 2\.0 MiB are free there"):
-        room.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
+        inputs.check_room_for_weights(plan(), "sft.output=", run / "sft/hf")
 
 
 def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,9 +267,9 @@ def test_what_a_best_can_be_chosen_by(settings: list[str], problem: str | None) 
 FULL_SHARED_MEMORY = """
 import subprocess, sys, torch, torch.distributed as dist
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
-from megarl.box import whole_box
-from megarl.trainer.checkpoint_tensors import HeldBox, write_boxes
-from megarl.trainer.folders import Writing
+from megarl.base.geometry import whole_box
+from megarl.trainer.checkpoint import HeldBox, write_boxes
+from megarl.trainer.hf_io import Writing
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 open("/dev/shm/other", "wb").write(bytes(1 << 20))
 boxes = [HeldBox("x", (9, 3), whole_box((9, 3)), torch.randn(9, 3))]

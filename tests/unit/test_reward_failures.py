@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megarl.base.rollout_types import Failure, Sample
 from megarl.config.schema import RewardConfig
 from megarl.launch.processes import LAST_WORDS, ProcessFailed, ProcessGroup, ProcessSpec
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.progress import Progress
 from megarl.observe.report import summarize
-from megarl.observe.rollouts import format_sample
-from megarl.rewards.failures import describe_failures, failure_metrics, too_many_failures
-from megarl.types import Failure, Sample
+from megarl.observe.samples import format_sample
+from megarl.rewards.score import describe_failures, failure_metrics, too_many_failures
 
 
 def sample(kind: str = "", reason: str = "") -> Sample:

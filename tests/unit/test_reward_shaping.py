@@ -9,13 +9,13 @@ import pytest
 import torch
 from batches import batch_of
 
+from megarl.algorithms.batches import batch_metrics, batch_rewards
 from megarl.algorithms.registry import make_algorithm
-from megarl.algorithms.sequences import batch_metrics, batch_rewards
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
 from megarl.executors.batch_steps import BatchSteps
 from megarl.plan.checks import check_shaping
-from megarl.rewards.shaping import has_signal, trained_score
-from megarl.types import Group, Prompt, Sample
+from megarl.rewards.score import has_signal, trained_score
 
 LONGEST = 100
 

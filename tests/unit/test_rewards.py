@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.rewards.answers import Refused, check_characters, check_text, plain_equal, plain_number
 from megarl.rewards.extract import last_number, last_running_number, marked_answer
-from megarl.rewards.limits import Refused, check_characters, check_text
-from megarl.rewards.plain_numbers import plain_equal, plain_number
 from megarl.rewards.verify import last_number_reward, math_reward
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resolving import MODEL, config, problems_of
 
+from megarl.base.rollout_types import Failure, Sample
 from megarl.config.errors import ConfigError, RunError
-from megarl.config.roles import RoleConfig
 from megarl.config.schema import PartConfig, RewardConfig, RunConfig
 from megarl.data.datasets import answers_of
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
@@ -22,15 +22,12 @@ from megarl.estimate.estimate import estimate
 from megarl.generator.completions import Completion, EngineError, score_in
 from megarl.launch.launcher import Job, placement
 from megarl.models import load_spec
+from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
-from megarl.plan.resume import changes
-from megarl.plan.roles import ServedRole, check_roles, pairs
-from megarl.rewards.failures import failure_metrics, too_many_failures
-from megarl.rewards.parts import Part, parts_of, weighted_sum
-from megarl.rewards.score import Score, ScoreRequest
-from megarl.roles.judge import UNDECIDED, Judge, verdict_score
-from megarl.roles.text import Template, chat_text
-from megarl.types import Failure, Sample
+from megarl.rewards.score import Part, Score, ScoreRequest, failure_metrics, parts_of, too_many_failures, weighted_sum
+from megarl.roles.judge import UNDECIDED, Judge, Template, chat_text, verdict_score
+from megarl.roles.plan import ServedRole, check_roles, pairs
+from megarl.roles.settings import RoleConfig
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from megarl.base.geometry import GeneratorTopology
+from megarl.base.rollout_types import Batch, Group, GroupSummary, GroupTexts, Prompt, Sample
 from megarl.bench.overlap_cell import EmulatedSender
-from megarl.config.operation import ObserveConfig
-from megarl.config.schema import RunConfig
-from megarl.executors.step_times import step_times
+from megarl.config.schema import ObserveConfig, RunConfig
+from megarl.executors.trainer import step_times
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import (
     GenerateFrom,
@@ -32,13 +33,9 @@ from megarl.messaging.messages import (
     WeightsWanted,
     WeightsWritten,
 )
-from megarl.messaging.stopping import StopRequest
-from megarl.rollouts.buffer import RolloutBuffer
-from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import pack, summary_of, texts_of
-from megarl.topology import GeneratorTopology
-from megarl.types import Batch, Group, GroupSummary, GroupTexts, Prompt, Sample
+from megarl.messaging.process_groups import StopRequest
+from megarl.rollouts.buffer import Ledger, RolloutBuffer
+from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack, summary_of, texts_of
 
 
 @dataclass

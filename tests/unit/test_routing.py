@@ -13,17 +13,17 @@ from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.sequences import to_train_sequences
+from megarl.algorithms.batches import to_train_sequences
+from megarl.base.rollout_types import Group, Prompt, Sample, TrainSequence
 from megarl.config.schema import ModelConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.generator.completions import Completion, EngineError, Sampling, completions_of, generation
 from megarl.generator.fleet import Draft
 from megarl.models.routing import RoutingFormat
-from megarl.rollouts.environments.transcript import Transcript
-from megarl.rollouts.ledger import Ledger
-from megarl.rollouts.packing import pack
+from megarl.rollouts.buffer import Ledger
+from megarl.rollouts.channel import pack
+from megarl.rollouts.environments.base import Transcript
 from megarl.trainer.microbatch import MicrobatchPlan, build
-from megarl.types import Group, Prompt, Sample, TrainSequence
 
 FORMAT = RoutingFormat(layers=3, dense_layers=1, top_k=2, num_experts=8)
 WIDE = RoutingFormat(layers=2, dense_layers=0, top_k=3, num_experts=300)

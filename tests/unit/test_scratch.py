@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.files import make_private_folder
-from megarl.launch.scratch import scratch_folder
+from megarl.base.files import make_private_folder
+from megarl.launch.meeting import scratch_folder
 
 KILLED = """
 import os
-from megarl.launch.scratch import scratch_folder
+from megarl.launch.meeting import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     os.kill(os.getpid(), 9)

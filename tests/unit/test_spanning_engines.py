@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.generator.server import drawing_anew, seed_of
-from megarl.launch.dry_run import render_launch
+from megarl.launch.commands import render_launch
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
 from megarl.launch.start import NodePart

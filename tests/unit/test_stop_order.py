@@ -16,12 +16,11 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.launch import meeting
 from megarl.launch.meeting import Meeting
-from megarl.launch.node import Node
-from megarl.launch.stopping import StopOrder, Stopped
-from megarl.launch.watch import termination_as_exit
+from megarl.launch.nodes import Node
+from megarl.launch.watch import StopOrder, Stopped, termination_as_exit
 from megarl.messaging.messages import LookAgain, LookedAgain
-from megarl.messaging.pulse import Pulse
-from megarl.messaging.stopping import StopRequest
+from megarl.messaging.process_groups import StopRequest
+from megarl.messaging.waiting import Pulse
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.sender import WeightsSender

@@ -9,13 +9,11 @@ import pytest
 from loops import DEADLINE_S, settle
 from msgspec.structs import replace
 
-from megarl.messaging.background import Background
+from megarl.base.rollout_types import Group, Prompt, Sample
 from megarl.messaging.messages import GenerateFrom, GroupReady
-from megarl.messaging.pulse import Pulse
-from megarl.rollouts.admission import Admission
-from megarl.rollouts.packing import summary_of
-from megarl.rollouts.stream import RolloutStream
-from megarl.types import Group, Prompt, Sample
+from megarl.messaging.waiting import Background, Pulse
+from megarl.rollouts.channel import summary_of
+from megarl.rollouts.stream import Admission, RolloutStream
 
 
 @dataclass

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.data import PreferenceConfig
+from megarl.config.schema import PreferenceConfig
 from megarl.data.datasets import read_pairs
-from megarl.data.summaries import LETTERS, Summaries, SummaryPairs
-from megarl.data.synthetic import synthetic_rows
-from megarl.rewards.gold import score
+from megarl.data.synthetic import LETTERS, Summaries, SummaryPairs, score, synthetic_rows
 
 POST = "bdfhjl"
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 from resolving import MODEL, config
 
-from megarl.algorithms.distill import Taught
 from megarl.algorithms.registry import make_algorithm
+from megarl.base.rollout_types import Failure, Prompt, Sample, TeacherFormat
 from megarl.config.errors import ConfigError
 from megarl.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from megarl.estimate.estimate import estimate
 from megarl.plan.resolve import resolve
-from megarl.plan.teachers import teacher_format
-from megarl.rewards.failures import failure_metrics, teacher_failures, too_many_failures
-from megarl.roles.teacher import Teachers
-from megarl.teacher_scores import TeacherFormat
-from megarl.types import Failure, Prompt, Sample
+from megarl.rewards.score import failure_metrics, teacher_failures, too_many_failures
+from megarl.teachers.engines import Teachers
+from megarl.teachers.loss import Taught
+from megarl.teachers.plan import teacher_format
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 TEACHER = f"roles.teacher.path={MODEL}"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.topology import TrainerTopology
 from megarl.trainer.hf_files import check_config, check_finite, fingerprint
 from megarl.trainer.hf_io import load_hf
 

@@ -15,8 +15,8 @@ from megarl.config.load import load_config
 from megarl.config.schema import TrainerConfig
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import resolve
-from megarl.trainer import layer_spec
-from megarl.trainer.supported import check_transformer_engine, passed_on
+from megarl.trainer import cpu_support
+from megarl.trainer.model import check_transformer_engine, passed_on
 
 YARN = {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -58,7 +58,7 @@ def test_experts_and_latent_attention_need_transformer_engine_on_gpus(monkeypatc
     check_transformer_engine(spec, TrainerConfig())  # on CPUs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for installed in (False, True):
-        monkeypatch.setattr(layer_spec.importlib.util, "find_spec", lambda name: object() if installed else None)
+        monkeypatch.setattr(cpu_support.importlib.util, "find_spec", lambda name: object() if installed else None)
         with pytest.raises(ConfigError, match="needs Transformer Engine on GPUs") if needs_it and not installed else nullcontext():
             check_transformer_engine(spec, TrainerConfig())
 

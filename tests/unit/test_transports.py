@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.kernels.audit import MASK, hash_tensor
 from megarl.messaging.host import Host
 from megarl.reshard.execute import Payloads

@@ -133,7 +133,13 @@ def test_a_transport_of_ones_own_goes_by_its_import_path():
 
 @pytest.mark.parametrize(
     "name",
-    ["no_such", "no.such.module:Class", "megarl.types:Sample", "megarl.types:Nothing", "megarl.weight_sync.transports.base:Transport"],
+    [
+        "no_such",
+        "no.such.module:Class",
+        "megarl.base.rollout_types:Sample",
+        "megarl.base.rollout_types:Nothing",
+        "megarl.weight_sync.transports.base:Transport",
+    ],
 )
 def test_unknown_transport_is_a_config_error(name):
     with pytest.raises(ConfigError, match=f"weights.transport={name}"):

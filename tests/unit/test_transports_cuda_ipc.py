@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.messaging.host import Host
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, OwnerGone

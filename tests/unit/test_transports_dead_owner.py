@@ -9,11 +9,10 @@ import time
 import pytest
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, OwnerGone, RemoteTensor
-from megarl.weight_sync.transports.choice import this_host
-from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.transports.choice import PairwiseTransport, this_host
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 OWNER = "import os, sys; f = os.memfd_create('test'); os.truncate(f, 256); print(f, flush=True); sys.stdin.read()"

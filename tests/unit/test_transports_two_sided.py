@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.messaging.host import Host
-from megarl.messaging.stores import open_store
+from megarl.messaging.process_groups import open_store
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Offer, RemoteTensor
 from megarl.weight_sync.transports.gloo import GlooGroup, GlooMemory, GlooTransport

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.agents.program import script_of
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.data.check import check_data
-from megarl.launch.trial import Tried, try_rewards
+from megarl.launch.inputs import Tried, try_rewards
 from megarl.models import load_spec
 from megarl.plan.checks import check_run_dir_here
-from megarl.rollouts.agents.program import script_of
 from megarl.rollouts.environments.loading import check_rollout
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,8 @@ import torch
 from megarl.messaging.host import Host
 from megarl.weight_sync.audit import AuditError, check_proven
 from megarl.weight_sync.commands import Audit, Held, Recall
-from megarl.weight_sync.engine.inventory import inventory
 from megarl.weight_sync.engine.loader import Worker
-from megarl.weight_sync.engine.watch import LAYERS, Built, Watch, live_tensors
+from megarl.weight_sync.engine.watch import LAYERS, Built, Watch, inventory, live_tensors
 
 
 class Config:

@@ -12,17 +12,16 @@ import numpy as np
 import torch
 
 from megarl.algorithms.base import LossOutput
+from megarl.base.geometry import TrainerTopology
+from megarl.base.rollout_types import TrainSequence
 from megarl.bench.gpu.measure import Bench, llama
 from megarl.config.schema import TrainerConfig
 from megarl.estimate.hardware import GIB, GPUS, Cluster, Gpu
-from megarl.estimate.train_time import TrainModel
-from megarl.estimate.trainer_memory import trainer_memory
-from megarl.estimate.workload import Workload
-from megarl.models.flops import flops_per_token
+from megarl.estimate.memory import Workload, trainer_memory
+from megarl.estimate.times import TrainModel
+from megarl.models.registry import flops_per_token
 from megarl.models.spec import ModelSpec
-from megarl.topology import TrainerTopology
 from megarl.trainer import cpu_support
-from megarl.types import TrainSequence
 
 DTYPE = "bfloat16"
 TOLERANCE = 0.1  # of a log-prob: bf16 products of other shapes round otherwise
@@ -38,8 +37,8 @@ def run(bench: Bench, size: str) -> None:
         return
     batch = sequences(bench, spec)
     cpu_support.install()  # does nothing where CUDA is
+    from megarl.trainer.cpu_support import layer_spec
     from megarl.trainer.distributed import init_distributed, shutdown_distributed
-    from megarl.trainer.layer_spec import layer_spec
     from megarl.trainer.step import MegatronTrainer
 
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:

@@ -11,22 +11,20 @@ from typing import Any
 
 import torch
 
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.bench.gpu.measure import Bench, llama
 from megarl.kernels.audit import hash_tensors
 from megarl.kernels.quantise import quantise
-from megarl.reshard.kinds import Layout
-from megarl.reshard.layout import QUANTISATIONS, generator_layout, hf_layout, trainer_layout
+from megarl.reshard.forwarding import SentTensors
+from megarl.reshard.layout import QUANTISATIONS, Layout, generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import scheduled_writes
-from megarl.reshard.tensors import SentTensors
-from megarl.topology import GeneratorTopology, TrainerTopology
-from megarl.weight_sync.amax_exchange import AmaxExchange
 from megarl.weight_sync.audit import compare, packed, packed_shares
 from megarl.weight_sync.neighbour import Neighbour
 from megarl.weight_sync.transports.base import CUDA_IPC, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.choice import transport_class
-from megarl.weight_sync.writing import send, shapes_of
+from megarl.weight_sync.writing import AmaxExchange, send, shapes_of
 
 DTYPE, TIMEOUT_S = "bfloat16", 40.0
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.config.schema import RunConfig
-from megarl.config.training import OptimizerConfig
-from megarl.data.pairs import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.config.schema import OptimizerConfig, RunConfig
+from megarl.data.batches import batch_of, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import find_spec

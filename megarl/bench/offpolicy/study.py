@@ -8,26 +8,379 @@ repeated, interrupted ones go on, failed ones are tried again.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from threading import Lock
 from typing import Any
 
-from megarl.bench.offpolicy.cells import OF_REWARD_MODELS, PARTS, SIZES, Cell
-from megarl.bench.offpolicy.tables import render
+import torch
+
+from megarl.base.files import write_whole
+from megarl.base.rollout_types import Prompt
+from megarl.bench.offpolicy import plain
 from megarl.bench.runs import check_settings, ending_runs, note_settings, run_megarl
 from megarl.config.errors import ConfigError
+from megarl.config.limits import find_callable
 from megarl.config.load import load_config
-from megarl.config.roles import REWARD_MODEL, role_of
 from megarl.config.schema import RunConfig
-from megarl.files import write_whole
+from megarl.data.tokenizer import Tokenizer
 from megarl.observe.metrics import METRICS_FILE, read_metrics
-from megarl.plan.roles import roles_of
+from megarl.rewards.score import ScoreRequest, arguments_of, parameters_of, parts_in_evaluation, score_of
+from megarl.rewards.verify import VERIFIERS
+from megarl.roles.plan import roles_of
+from megarl.roles.settings import REWARD_MODEL, role_of
+
+# The runs of `megarl bench offpolicy`, each by its settings: what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
+#
+# All runs of a part see as many samples, in as many optimizer steps. A run with N mini-batches samples N of them at once from one version
+# of
+# the weights and then makes N optimizer steps, so its last step is N - 1 updates off its data (section 3.1 there).
+
+
+UPDATES = 96  # optimizer steps on new samples; a multiple of every number of mini-batches
+SAMPLES_PER_UPDATE = 128
+MINIBATCHES = (1, 2, 4, 8, 16)
+SIZES = {  # of policies: keys of a Llama's config.json; None: the shipped one's
+    "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "medium": None,
+    "large": {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2},
+}
+LOSSES: Mapping[str, Sequence[str]] = {  # what each needs besides its name
+    "ppo": ("algorithm.ratio=proximal", "critic.warmup_steps=0", "critic.optimizer.lr=1e-3"),
+    "rloo": (),
+    "proximal_rloo": ("algorithm.ratio=proximal",),
+    "copg": ("algorithm.beta=0",),  # as the paper uses it: no divergence is penalised on this task
+    "online_dpo": (),
+    "best_of_n": (),
+    "aipo": (),
+}
+# Where the reward is a model's, the divergence is penalised: with the weights of appendix A there (online_dpo has its own, best_of_n none).
+_PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
+PENALTIES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
+    "copg": ("algorithm.beta=0.05",),
+}
+USUAL = "medium"  # size of policies and reward models
+OF_REWARD_MODELS = "reward_models"  # the part that needs a reward that is a model's
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. The same run may be part of several comparisons; its folder depends on its settings alone."""
+
+    algorithm: str
+    minibatches: int = 1
+    epochs: int = 1
+    samples: int = 4  # to a prompt
+    policy: str = USUAL
+    reward_model: str = USUAL  # its size, if the reward is a model's
+    capacity: int = 0
+    halved: bool = False  # half as many updates, at half the learning rate
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = [self.algorithm, self.policy, f"n{self.minibatches}", f"t{self.epochs}", f"k{self.samples}", f"lag{self.capacity}"]
+        parts += [f"rm_{self.reward_model}"] * (self.reward_model != USUAL) + ["half"] * self.halved
+        return "-".join([*parts, f"seed{self.seed}"])
+
+    @property
+    def updates(self) -> int:
+        return UPDATES // 2 if self.halved else UPDATES
+
+    @property
+    def steps(self) -> int:
+        """Batches of the run."""
+        return self.updates // self.minibatches
+
+    def overrides(self, learning_rate: float, penalised: bool = False) -> list[str]:
+        """Beside folders and seed. A critic takes the place of a prompt's other samples, so PPO has one to each of more prompts; K samples
+        to a prompt leave the number of prompts as it is (section 4.2). Args: penalised: the reward is a model's."""
+        samples = 1 if self.algorithm == "ppo" else self.samples
+        prompts = SAMPLES_PER_UPDATE if self.algorithm == "ppo" else SAMPLES_PER_UPDATE // 4
+        return [
+            f"algorithm.name={self.algorithm}",
+            *LOSSES.get(self.algorithm, ()),
+            *(PENALTIES.get(self.algorithm, ()) if penalised else ()),
+            f"trainer.minibatches={self.minibatches}",
+            f"trainer.epochs={self.epochs}",
+            f"rollout.prompts_per_step={prompts * self.minibatches}",
+            f"rollout.n={samples}",
+            f"async.capacity={self.capacity}",
+            f"trainer.optimizer.lr={learning_rate / 2 if self.halved else learning_rate}",
+            f"max_steps={self.steps}",
+        ]
+
+
+def _losses(seed: int) -> list[Cell]:
+    return [Cell(name, minibatches, seed=seed) for name in LOSSES for minibatches in MINIBATCHES]
+
+
+def _policies(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", minibatches, policy=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
+
+
+def _reward_models(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", minibatches, reward_model=size, seed=seed) for size in SIZES for minibatches in MINIBATCHES]
+
+
+def _epochs(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", epochs=epochs, capacity=1, seed=seed) for epochs in (1, 2, 3)]
+
+
+def _samples(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", samples=2, capacity=1, seed=seed), Cell("online_dpo", samples=4, capacity=1, halved=True, seed=seed)]
+
+
+def _lags(seed: int) -> list[Cell]:
+    return [Cell(name, capacity=lag, seed=seed) for name in ("aipo", "reinforce") for lag in (1, 2, 4, 8, 16)]
+
+
+def _asynchrony(seed: int) -> list[Cell]:
+    return [Cell("online_dpo", capacity=capacity, policy=size, seed=seed) for size in SIZES for capacity in (0, 1)]
+
+
+PARTS = {
+    "losses": _losses,
+    "lags": _lags,
+    "policies": _policies,
+    "epochs": _epochs,
+    "samples": _samples,
+    "asynchrony": _asynchrony,
+    OF_REWARD_MODELS: _reward_models,
+}
+
+
+# What became of a policy: how well it does, and how far it has moved from the weights that its run began with.
+#
+# Measured on a Hugging Face checkpoint by transformers, apart from all that trained it. Responses are sampled at temperature 1. At each of
+# their positions the KL divergence is over the whole vocabulary, so it is exact given the response.
+
+
+AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Quality:
+    score: float  # by the rule that judges policies, mean over prompts
+    win_rate: float  # share of prompts whose response scores more than their demonstration; equal scores are half a win
+    kl: float  # KL(policy || initial) of a response in nats, the sum over its tokens; mean over prompts
+    perplexity: float  # of the initial policy on the responses' tokens, as the paper measures divergence
+    tokens: float  # of a response, mean
+    proxy: float | None  # the reward model's score, mean over prompts
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    prompts: Sequence[Prompt]
+    demonstrations: Sequence[str]
+    tokenizer: Tokenizer
+    judge: Callable[[str, Prompt], float]  # scores a response
+
+
+def judge_of(config: RunConfig) -> Callable[[str, Prompt], float]:
+    """The rule that scores held-out responses. Raises ConfigError if there is none."""
+    if config.data.eval is None:
+        raise ConfigError("data.eval=null: policies are judged on held-out prompts: set data.eval.source")
+    [part, *more] = parts_in_evaluation(config)
+    if part.role is not None or more:
+        raise ConfigError(f"{part.setting}: policies are judged by one rule: set eval.reward")
+    if verify := VERIFIERS.get(part.name):
+        return lambda response, prompt: score_of(verify(response, prompt.answer)).reward
+    function = find_callable(part.name, part.setting, VERIFIERS)
+    wanted = parameters_of(function, part.setting)
+
+    def judge(response: str, prompt: Prompt) -> float:
+        request = ScoreRequest(response, prompt.answer, prompt.text)
+        return score_of(function(**dict(zip(wanted, arguments_of(request, wanted))))).reward
+
+    return judge
+
+
+@torch.no_grad()
+def measure(policy: Path, initial: Path, reward_model: Path | None, held_out: HeldOut, max_tokens: int, seed: int) -> Quality:
+    """Samples one response to each prompt from the checkpoint in `policy`."""
+    torch.manual_seed(seed)
+    own, first, proxy = _load(policy), _load(initial), reward_model and plain.load(reward_model)
+    tokenizer, texts, proxy_scores = held_out.tokenizer, list[str](), list[float]()
+    divergence, surprise, lengths = [], [], []
+    for start in range(0, len(held_out.prompts), AT_ONCE):
+        some = held_out.prompts[start : start + AT_ONCE]
+        ids, mask = _padded([prompt.token_ids for prompt in some])
+        full, counted = _sample(own, ids, mask, tokenizer.eos_ids, max_tokens)
+        here = slice(ids.shape[1] - 1, -1)
+        log_pi, log_first = (
+            _logits(model, full, torch.cat([mask, counted], 1))[:, here].double().log_softmax(-1) for model in (own, first)
+        )
+        responses = full[:, ids.shape[1] :]
+        divergence += ((log_pi.exp() * (log_pi - log_first)).sum(-1) * counted).sum(1).tolist()
+        surprise += (-log_first.gather(2, responses[:, :, None])[:, :, 0] * counted).sum(1).tolist()
+        lengths += counted.sum(1).tolist()
+        each = [row[:length] for row, length in zip(responses.tolist(), lengths[start:], strict=True)]
+        texts += [tokenizer.decode([token for token in row if token not in tokenizer.eos_ids]) for row in each]
+        if proxy:
+            proxy_scores += plain.scores(proxy, [[*prompt.token_ids, *row] for prompt, row in zip(some, each)]).tolist()
+    scores, others = ([*map(held_out.judge, each, held_out.prompts)] for each in (texts, held_out.demonstrations))
+    wins = [(score > other) + (score == other) / 2 for score, other in zip(scores, others, strict=True)]
+    perplexity = math.exp(sum(surprise) / sum(lengths))
+    return Quality(fmean(scores), fmean(wins), fmean(divergence), perplexity, fmean(lengths), fmean(proxy_scores) if proxy else None)
+
+
+def _sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, stop: Sequence[int], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, t] prompts and responses; [b, r] which of the responses' tokens count: those up to end-of-text, with it."""
+    sampled = dict(do_sample=True, top_k=0, max_new_tokens=max_tokens, eos_token_id=list(stop), pad_token_id=stop[0])
+    full = model.generate(input_ids=ids, attention_mask=mask, **sampled)
+    ends = torch.isin(full[:, ids.shape[1] :], torch.tensor(stop))
+    return full, (ends.cumsum(1) - ends.long() == 0).long()
+
+
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of reading a megabyte
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, t] ids and mask, rows ending together."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+
+
+# Pictures of `megarl bench offpolicy`: score against divergence, as in figures 3 to 5 of arXiv:2410.18252.
+
+
+COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b03a48")
+
+
+def draw(facts: Mapping[str, Any], path: str) -> None:
+    """Writes `path`: a panel for each part; lines are runs, points their last weights, larger with more mini-batches or a longer lag."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    parts = {part: results for part, results in facts["parts"].items() if results}
+    figure = Figure(figsize=(4.2 * max(1, len(parts)), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, max(1, len(parts)), sharey=True, squeeze=False)[0]
+    for panel, (part, results) in zip(panels, parts.items()):
+        _draw_part(panel, part, results)
+    panels[0].set_ylabel("score of the last weights")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> None:
+    by = {"policies": "policy", "asynchrony": "policy", "reward_models": "reward_model"}.get(part, "algorithm")
+    for name, colour in zip(dict.fromkeys(each[by] for each in results), COLOURS):
+        own = [each for each in results if each[by] == name]
+        for each in own:
+            panel.plot(
+                [point["kl"] for point in each["curve"]], [point["score"] for point in each["curve"]], color=colour, alpha=0.3, lw=0.8
+            )
+        last = [each["curve"][-1] for each in own]
+        sizes = [18 * (1 + each["minibatches"] * each["epochs"] + each["capacity"]) ** 0.7 for each in own]
+        panel.scatter([point["kl"] for point in last], [point["score"] for point in last], s=sizes, color=colour, alpha=0.6, label=name)
+    panel.set_xlabel("KL from the first weights, nats a response")
+    panel.set_title(part, fontsize=9)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=7)
+
+
+# The tables of `megarl bench offpolicy`: one of each part, in Markdown.
+
+
+Result = Mapping[str, Any]
+NEEDED = "score of the last weights (range over seeds) at their divergence from the first in nats a response"
+LEARNED = "; in brackets the share of responses that score more than their demonstration, and the reward model's score"
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    found = [RENDER[part](results) for part, results in facts["parts"].items() if results]
+    if models := facts.get("reward_models"):
+        found.append(_reward_model_table(models))
+    return "\n\n".join(found) or "no run is complete"
+
+
+def _reward_model_table(models: Sequence[Result]) -> str:
+    lines = ["**Reward models:** share of held-out pairs in the right order", "", "| | seed | `megarl reward-model` | plain PyTorch |"]
+    rows = (f"| {each['size']} | {each['seed']} | {each['accuracy']:.3f} | {each['accuracy_plain']:.3f} |" for each in models)
+    return "\n".join([*lines, "|---|---|---|---|", *rows])
+
+
+def _grid(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
+    """A cell for each pair of a row and a column, over seeds."""
+    rows, columns = (list(dict.fromkeys(map(of, results))) for of in (row, column))
+    learned = LEARNED if results[0]["curve"][-1].get("proxy") is not None else ""
+    lines = [f"**{title}** {NEEDED}{learned}", "", f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    for name in rows:
+        cells = [_cell([each for each in results if (row(each), column(each)) == (name, other)]) for other in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(results: Sequence[Result]) -> str:
+    if not results:
+        return "–"
+    last = [each["curve"][-1] for each in results]
+    scores, divergence = [point["score"] for point in last], statistics.fmean(point["kl"] for point in last)
+    spread = f" ({min(scores):.2f}–{max(scores):.2f})" if len(scores) > 1 else ""
+    found = f"{statistics.fmean(scores):.3f}{spread} at {divergence:.2f}"
+    if last[0].get("proxy") is None:
+        return found
+    wins, proxy = (statistics.fmean(point[key] for point in last) for key in ("win_rate", "proxy"))
+    return f"{found} [{wins:.0%}, {proxy:.2f}]"
+
+
+def _timed(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
+    """As _grid, with the seconds of a step."""
+    table, times = _grid(title, results, row, column), []
+    for name in dict.fromkeys(map(row, results)):
+        by_column = {column(each): each for each in results if row(each) == name}
+        times.append(f"{name}: " + ", ".join(f"{each['step_s']:.3f} s ({other})" for other, each in by_column.items()))
+    return f"{table}\n\nMedian seconds of a step: {'; '.join(times)}."
+
+
+def _minibatches(result: Result) -> str:
+    return f"N={result['minibatches']}"
+
+
+RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
+    "losses": lambda results: _grid("Losses by mini-batches:", results, lambda each: each["algorithm"], _minibatches),
+    "lags": lambda results: _grid(
+        "With and without correction:", results, lambda each: each["algorithm"], lambda each: f"lag {each['capacity']}"
+    ),
+    "policies": lambda results: _grid("Sizes of policies, online_dpo:", results, lambda each: each["policy"], _minibatches),
+    "reward_models": lambda results: _grid("Sizes of reward models, online_dpo:", results, lambda each: each["reward_model"], _minibatches),
+    "epochs": lambda results: _grid(
+        "Updates a batch, online_dpo:", results, lambda each: each["algorithm"], lambda each: f"T={each['epochs']}"
+    ),
+    "samples": lambda results: _grid(
+        "Samples to a prompt, online_dpo:",
+        results,
+        lambda each: each["algorithm"],
+        lambda each: f"K={each['samples']}" + (", half the updates and learning rate" if each["halved"] else ""),
+    ),
+    "asynchrony": lambda results: _timed(
+        "Synchronous and one step behind, online_dpo:",
+        results,
+        lambda each: each["policy"],
+        lambda each: "synchronous" if each["capacity"] == 0 else "one step behind",
+    ),
+}
+
 
 RESULT = "result.json"
 LAST_SAMPLES = 1280  # the mean reward of so many last ones counts
@@ -64,7 +417,6 @@ class Study:
 
     def prepare(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         """Makes models, warm starts and reward models; returns what became of the latter. Mistakes show before anything starts."""
-        from megarl.bench.offpolicy.measure import judge_of
 
         settings = load_config(self.config, self.overrides)
         judge_of(settings)
@@ -113,7 +465,6 @@ class Study:
         return _read(path)
 
     def _found(self, cell: Cell, config: RunConfig) -> dict[str, Any]:
-        from megarl.bench.offpolicy.measure import HeldOut, judge_of, measure
         from megarl.data.datasets import load_rows
         from megarl.data.prompts import held_out_sets
         from megarl.data.tokenizer import load_tokenizer
@@ -173,8 +524,6 @@ def run(
     facts: Mapping[str, Any] = given | {"reward_models": reward_models, "parts": by_part, "failures": failures}
     print(json.dumps(facts) if as_json else render(facts))
     if picture:
-        from megarl.bench.offpolicy.picture import draw
-
         draw(facts, picture)
     if failures:
         raise RuntimeError(f"{len(failures)} runs failed; the same command tries them again\n" + "\n".join(failures))

@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+import typing
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.named import find_callable
-from megarl.config.schema import RunConfig
+from megarl.config.limits import find_callable
+from megarl.config.schema import RolloutConfig, RunConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.rewards import code, ifeval
-from megarl.rewards.parts import Part, all_parts
-from megarl.rewards.score import parameters_of
-from megarl.rollouts.environments.base import Rollout
-from megarl.rollouts.environments.functions import check_arguments
+from megarl.rewards.score import Part, all_parts, parameters_of
+from megarl.rollouts.environments.base import Rollout, ToolError
+from megarl.sandbox.pool import CallFailed, WorkerPool
+
+# Checks the arguments of functions and classes that a configuration names, before anything starts.
+
+
+def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:
+    """Converts `arguments` strictly to the annotated types of the keyword-only parameters of `function`.
+
+    Args: positional, how many positional arguments it must take; setting, "key=value" of the function; key, that of its arguments.
+    Raises: ConfigError with all problems: unknown and missing arguments, wrong types, a signature that does not fit.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    before = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if len(before) != positional or len(before) + len(keywords) != len(parameters):
+        shape = f"{positional} positional argument{'s' * (positional > 1)}, and all others by keyword only"
+        raise ConfigError(f"{setting}: must take {shape}; see docs/environments.md")
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
+    problems += [_unknown(str(name), keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
+    problems += [f"{key}.{name}: must be set" for name, p in keywords.items() if p.default is p.empty and name not in arguments]
+    converted = {}
+    for name in keywords.keys() & arguments.keys() & hints.keys():
+        try:
+            converted[name] = msgspec.convert(arguments[name], hints[name])
+        except msgspec.ValidationError as error:
+            problems.append(f"{key}.{name}={arguments[name]}: {str(error)[:1].lower()}{str(error)[1:]}")
+    if problems:
+        raise ConfigError(problems)
+    return converted
+
+
+def _unknown(name: str, keywords: Iterable[str], shown: str) -> str:
+    near = difflib.get_close_matches(name, list(keywords), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(keywords) or 'none'}"
+    return f"{shown}: unknown argument; {hint}"
 
 
 class OwnReward(NamedTuple):
@@ -28,9 +67,9 @@ class OwnReward(NamedTuple):
 BUILT_IN = {
     "single_turn": "megarl.rollouts.environments.single_turn:single_turn",
     "tool_calls": "megarl.rollouts.environments.tool_calls:ToolCalls",
-    "program": "megarl.rollouts.agents.program:Program",
-    "verifiers": "megarl.rollouts.hubs.verifiers:Verifiers",
-    "openenv": "megarl.rollouts.hubs.openenv:OpenEnv",
+    "program": "megarl.agents.program:Program",
+    "verifiers": "megarl.agents.hubs.verifiers:Verifiers",
+    "openenv": "megarl.agents.hubs.openenv:OpenEnv",
 }
 
 
@@ -87,3 +126,35 @@ def _tried(config: RunConfig) -> None:
     rollout = load_rollout(config, load_tokenizer(config.model))
     if check := getattr(rollout, "check", None):
         asyncio.run(check())
+
+
+# Worker processes for the functions that rollouts call.
+
+
+class ToolProcesses:
+    """Runs each function in rollout.tool_workers processes of its own, started at its first call. Use it in one event loop; close it."""
+
+    def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
+        """The functions' output goes to `log_folder`/<module>.<function>.<number>.log."""
+        self._config, self._log_folder = config, log_folder
+        self._pools: dict[str, WorkerPool] = {}
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """See RunInWorker. Raises: ValueError if it is not a module's function, RuntimeError if a worker cannot import the module."""
+        path = f"{function.__module__}:{function.__qualname__}"
+        if "." in function.__qualname__ or function.__module__ == "__main__":
+            raise ValueError(f"{path}: only a function of a module can be called in another process")
+        if path not in self._pools:
+            config = self._config
+            limits = (config.tool_workers, config.tool_timeout_s, config.tool_memory_mib)
+            paths = [place for place in sys.path if place]
+            self._pools[path] = WorkerPool(path, "megarl.sandbox.process", [path], *limits, paths, self._log_folder)
+            self._pools[path].open()
+        try:
+            return await self._pools[path].call(*arguments)
+        except CallFailed as error:
+            raise ToolError(str(error)) from error
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.close()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.generator.completions import Completion, Sampling
-from megarl.rollouts.environments.base import RolloutContext
-from megarl.rollouts.environments.transcript import Transcript
-from megarl.types import Prompt, Sample
+from megarl.rollouts.environments.base import RolloutContext, Transcript
 
 
 async def single_turn(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:

@@ -9,13 +9,12 @@ from typing import Annotated
 from msgspec import Meta
 from msgspec.structs import replace
 
+from megarl.base.rollout_types import Prompt, Sample
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_callable, is_async
+from megarl.config.limits import find_callable, is_async
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import Sampling
-from megarl.rollouts.environments.base import RolloutContext, ToolError
-from megarl.rollouts.environments.transcript import Transcript
-from megarl.types import Prompt, Sample
+from megarl.rollouts.environments.base import RolloutContext, ToolError, Transcript
 
 TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
 

@@ -20,14 +20,16 @@ from typing import Any
 import msgspec
 import torch
 
-from megarl.box import Box
-from megarl.config.named import find_callable
-from megarl.generator.wire import content_of
+from megarl.base.geometry import Box
+from megarl.base.processes import beating
+from megarl.config.limits import find_callable
+from megarl.generator.client import content_of
 from megarl.kernels.audit import hash_tensors
+from megarl.lora.engine import Pool
+from megarl.lora.layout import is_adapter
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
-from megarl.models.adapter_pool import is_adapter
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import Copy
 from megarl.weight_sync import commands
@@ -51,10 +53,7 @@ from megarl.weight_sync.commands import (
     Spread,
     Watched,
 )
-from megarl.weight_sync.engine.beats import beating
-from megarl.weight_sync.engine.inventory import inventory
-from megarl.weight_sync.engine.pool import Pool
-from megarl.weight_sync.engine.watch import Built, Watch, live_tensors, parameters_of
+from megarl.weight_sync.engine.watch import Built, Watch, inventory, live_tensors, parameters_of
 from megarl.weight_sync.transports.base import (
     Live,
     Memory,
@@ -66,8 +65,7 @@ from megarl.weight_sync.transports.base import (
     forms_of,
     pack,
 )
-from megarl.weight_sync.transports.choice import AUTO, this_host
-from megarl.weight_sync.transports.pairwise import PairwiseTransport
+from megarl.weight_sync.transports.choice import AUTO, PairwiseTransport, this_host
 
 Parameters = dict[str, torch.Tensor]  # those of the model, and the buffers of the adapters' pool
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.messaging.host import Host
 from megarl.reshard.deltas import Changes
 from megarl.reshard.map import Copy, ReshardMap

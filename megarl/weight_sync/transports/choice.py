@@ -6,12 +6,13 @@ generator rank's (in its Endpoint).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import socket
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -20,9 +21,22 @@ import numpy as np
 import torch
 
 from megarl.config.errors import ConfigError
-from megarl.config.named import find_callable
+from megarl.config.limits import find_callable
 from megarl.messaging.host import Host
-from megarl.weight_sync.transports.base import CUDA_IPC, GLOO, MOONCAKE, NCCL, SHARED_MEMORY, Memory, Transport
+from megarl.reshard.deltas import Changes
+from megarl.reshard.map import Copy
+from megarl.weight_sync.transports.base import (
+    CUDA_IPC,
+    GLOO,
+    MOONCAKE,
+    NCCL,
+    SHARED_MEMORY,
+    Endpoint,
+    Memory,
+    OwnerGone,
+    PeerUnreachable,
+    Transport,
+)
 
 AUTO = "auto"
 # In the order in which `auto` prefers them and memory is opened: shared memory moves parameters, so it precedes transports that pin them.
@@ -150,3 +164,69 @@ def describe_pairs(pairs: Pairs) -> str:
     """How many pairs of ranks use each transport, for logs."""
     counts = Counter(dict(zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())))
     return ", ".join(f"{kind} for {count} of {counts.total()} pairs of ranks" for kind, count in counts.most_common())
+
+
+# Combines several transports of one trainer rank: each generator rank is served by the one that suits the pair.
+
+
+class PairwiseTransport:
+    """`setting` is weights.transport, `host` the Host of this trainer rank, as the generator knows it.
+
+    With `may_lose`, writing goes on without engines that have ended. An engine whose memory was mapped has surely ended, and the
+    generator goes on without it too. Ranks that could not be reached over the network may still run, so the generator must be told of
+    them (`unwritten`).
+    """
+
+    def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
+        self._may_lose = may_lose
+        self.unwritten: set[int] = set()  # generator ranks, since `connect`
+        self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
+        self._transports: list[Transport] = []
+        self._towards: dict[int, Transport] = {}  # by generator rank
+
+    def connect(self, endpoints: Sequence[Endpoint]) -> None:
+        """`endpoints` has, for every generator rank, one endpoint for each kind of transport that some trainer rank writes to it by."""
+        chosen: dict[str, list[Endpoint]] = defaultdict(list)
+        for endpoint in endpoints:
+            if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):
+                chosen[endpoint.kind].append(endpoint)
+        for kind, of_kind in chosen.items():
+            transport = transport_class(kind)(self._rank, self._timeout_s)
+            transport.connect(of_kind)
+            self._transports.append(transport)
+            self._towards |= {endpoint.rank: transport for endpoint in of_kind}
+
+    def prepare(self, sources: Iterable[torch.Tensor]) -> None:
+        tensors = list(sources)
+        for transport in self._transports:
+            with self._going_on():
+                transport.prepare(tensors)
+
+    def write(self, copy: Copy, values: torch.Tensor) -> None:
+        self._towards[copy.destination_rank].write(copy, values)
+
+    def room(self, rank: int) -> float:
+        return self._towards[rank].room(rank)
+
+    def write_changes(self, rank: int, changes: Changes, version: int) -> None:
+        self._towards[rank].write_changes(rank, changes, version)
+
+    def fence(self) -> None:
+        for transport in self._transports:
+            with self._going_on():
+                transport.fence()
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        self._transports, self._towards, self.unwritten = [], {}, set()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except (OwnerGone, PeerUnreachable) as error:
+            if not self._may_lose:
+                raise
+            if isinstance(error, PeerUnreachable):
+                self.unwritten |= error.ranks

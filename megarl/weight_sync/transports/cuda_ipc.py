@@ -21,8 +21,7 @@ import torch
 from megarl.messaging.host import Host
 from megarl.reshard.deltas import Changes
 from megarl.weight_sync.transports.base import Allocation, Endpoint, Live, Memory, Offer, RemoteTensor, describe
-from megarl.weight_sync.transports.owners import file_at
-from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport, maps_no_memory, view_at
+from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport, file_at, maps_no_memory, view_at
 
 _POLL_S = 0.0001
 

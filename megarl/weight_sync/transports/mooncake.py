@@ -19,34 +19,85 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.box import Box
+from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError
 from megarl.messaging.host import Host, address_towards, with_port
-from megarl.reshard.deltas import Changes, make_blob, spread_blob
+from megarl.reshard.deltas import HEADER_BYTES, INBOX_SHARE, Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.rows import Row
 from megarl.reshard.schedule import landing_rows, landings
+from megarl.reshard.template import Row
 from megarl.weight_sync.transports.base import (
     Endpoint,
     Inbox,
+    Incoming,
     Landing,
     Live,
     Memory,
     Offer,
     Opening,
     PeerUnreachable,
+    RemoteTensor,
     Transport,
     describe,
 )
-from megarl.weight_sync.transports.inboxes import inboxes
-from megarl.weight_sync.transports.runs import destination_runs, pieces
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
+
+# Memory of a worker's host into which trainer ranks write what has changed (Mooncake).
+
+
+SMALL_BYTES = 64  # and so much for each copy, whose delta may be little more than its numbers
+
+
+def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
+    """The fields of an Offer that say what may come as changes, and into inboxes of which size; none without `map`."""
+    copies = [copy for copy in map.writes_to(rank) if copy.source_rank in trainers] if map is not None else []
+    sizes: dict[int, int] = {}
+    for copy in copies:
+        sizes[copy.source_rank] = sizes.get(copy.source_rank, HEADER_BYTES) + SMALL_BYTES + int(copy.bytes * INBOX_SHARE)
+    incoming = [Incoming(copy.source_rank, copy.destination_tensor, copy.destination_box, 0) for copy in copies]
+    return {"incoming": incoming, "inboxes": list(sizes.items())}
+
+
+# Splits boxes of tensors into runs of contiguous memory, for one-sided writes by address.
+
+
+def destination_runs(values: torch.Tensor, start: tuple[int, ...], tensor: RemoteTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (offset in the endpoint's memory, values) for each contiguous run of the box of `tensor` that begins at `start`."""
+    dim = len(tensor.shape)  # from here on the box is contiguous in the destination
+    extent = 1
+    while dim and tensor.strides[dim - 1] == extent:
+        dim -= 1
+        extent *= tensor.shape[dim]
+        if values.shape[dim] != tensor.shape[dim]:
+            break
+    item = values.element_size()
+    first = tensor.offset_bytes + item * sum(s * stride for s, stride in zip(start, tensor.strides))
+    for index in _indices(values.shape[:dim]):
+        yield first + item * sum(i * stride for i, stride in zip(index, tensor.strides)), values[index]
+
+
+def pieces(values: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Splits `values` into views of at most `most_bytes`, in the order of its elements."""
+    if values.nbytes <= most_bytes:
+        yield values
+        return
+    row_bytes = values.nbytes // len(values)
+    if row_bytes > most_bytes:
+        for row in values:
+            yield from pieces(row, most_bytes)
+    else:
+        yield from values.split(most_bytes // row_bytes)
+
+
+def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(i) for i in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist()) if shape else iter([()])
+
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
 HALF_BYTES = 32 << 20  # of the staging buffer

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.messaging.stores import connect_store, open_store
+from megarl.messaging.process_groups import connect_store, open_store
 from megarl.reshard.deltas import Changes, make_blob, spread_blob
 from megarl.reshard.map import Copy, ReshardMap
 from megarl.reshard.schedule import waves

@@ -1,0 +1,286 @@
+"""The nodes of a run: which one this process is on, which process runs where, and on which cores."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.config.errors import ConfigError
+from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
+from megarl.messaging.rendezvous import POLICY
+
+# Finds out which node of the run this process is, from srun's or torchrun's environment, if either started it.
+
+
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned addresses (RFC 5737, 3849); looking up the route to them sends nothing
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node, with one launcher. `launch` names this launch: the same on all of its nodes, and never used again."""
+
+    rank: int
+    count: int
+    launch: str
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+
+def this_node(environment: Mapping[str, str] = os.environ) -> Node:
+    """The node of this process. Raises ConfigError if several tasks were started on a node: the launcher starts its processes itself."""
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+        return _slurm_node(environment)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        if environment["LOCAL_WORLD_SIZE"] != "1":
+            given = f"torchrun --nproc-per-node={environment['LOCAL_WORLD_SIZE']}"
+            raise ConfigError(f"{given}: must be 1: megarl starts a node's ranks itself")
+        if environment["TORCHELASTIC_RUN_ID"] == "none":
+            raise ConfigError("torchrun --rdzv-id=none: must be given, and be new for every launch")
+        launch = f"torchrun.{environment['TORCHELASTIC_RUN_ID']}.{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return Node(int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"]), launch)
+    return Node(0, 1, "local")
+
+
+def speaks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this launcher is the head, which prints for people."""
+    rank = environment.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in environment else environment.get("GROUP_RANK")
+    return rank in (None, "0")
+
+
+def _slurm_node(environment: Mapping[str, str]) -> Node:
+    """The node of a Slurm task. In a heterogeneous job's step SLURM_PROCID counts over all components."""
+    tasks, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
+    if tasks != nodes:
+        raise ConfigError(f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use --ntasks-per-node=1")
+    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]  # components have job ids of their own
+    launch = f"slurm.{job}.{environment.get('SLURM_STEP_ID', '0')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+    return Node(int(environment["SLURM_PROCID"]), tasks, launch)
+
+
+def address_of(interface: str | None, nodes: int) -> str:
+    """The address at which the other nodes reach this one: that of `interface` (a pattern such as ib*), or of the default route; an IPv6
+    address only where there is no other.
+
+    Raises ConfigError if no interface matches, or the host has no default route.
+    """
+    if interface is not None:
+        return _address_on(interface)
+    if nodes == 1:
+        return loopback()
+    for elsewhere in _ELSEWHERE:
+        with contextlib.suppress(OSError):  # no default route
+            return address_towards(with_port(elsewhere, 9))
+    address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    if is_loopback(str(address)):
+        raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and its name means {address}")
+    return str(address)
+
+
+def interface_with(address: str) -> str | None:
+    """The network interface that has this address."""
+    found = psutil.net_if_addrs()
+    return next((name for name in sorted(found) for entry in found[name] if entry.address == address), None)
+
+
+def _address_on(pattern: str) -> str:
+    found = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name in fnmatch.filter(sorted(found), pattern):
+            for entry in found[name]:
+                if entry.family == family and "%" not in entry.address:  # an address with a zone means something here only
+                    return entry.address
+    there = ", ".join(sorted(found))
+    raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")
+
+
+# Decides which process runs on which node: pure arithmetic on the topologies and the shape of the allocation.
+
+
+@dataclass(frozen=True)
+class EngineFleet:
+    """Engines of one model."""
+
+    engines: int
+    tp: int
+    name: str = POLICY
+    key: str = "generator"  # of the section with their settings, for messages
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """The TP ranks of one engine that run on one node. Engines larger than a node have several parts; part 0 answers requests."""
+
+    engine: int
+    part: int
+    parts: int
+    ranks: int  # TP ranks in this part
+    first_slot: int  # of the node's slots
+    fleet: str = POLICY  # the engines that it belongs to
+
+    @property
+    def name(self) -> str:
+        """The name of its process, and of the port that it listens on."""
+        return f"{self.whole}.{self.part}" if self.part else self.whole
+
+    @property
+    def whole(self) -> str:
+        """The name of the engine."""
+        return f"{self.fleet}.{self.engine}"
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The ranks and engines of one node. A slot is a GPU, or the place of one rank on a machine without GPUs."""
+
+    node: int
+    trainer_ranks: range  # on slots 0, 1, …
+    engines: tuple[EnginePart, ...]
+
+    @property
+    def serves(self) -> tuple[int, ...]:
+        """The policy's engines that answer requests on this node."""
+        return tuple(part.engine for part in self.answering if part.fleet == POLICY)
+
+    @property
+    def answering(self) -> tuple[EnginePart, ...]:
+        """Of each engine that answers requests on this node, the part that does."""
+        return tuple(part for part in self.engines if part.part == 0)
+
+    @property
+    def idle(self) -> bool:
+        return not self.trainer_ranks and not self.engines
+
+
+def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int) -> list[NodePlan]:
+    """Fills the nodes' slots in order: trainer ranks first, then one fleet's engines after the other's.
+
+    An engine that fits into a node is never split; a larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
+    innermost axes (tp, then cp) stay on its fast links. Raises ConfigError if there are too few nodes.
+    """
+    for fleet in fleets:
+        if fleet.tp > slots and fleet.tp % slots:
+            raise ConfigError(f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes of {slots} slots")
+    first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
+    slot = trainer_ranks
+    for fleet, engine in [(each, engine) for each in fleets for engine in range(each.engines)]:
+        free = slots - slot % slots  # in the node that `slot` is in
+        if free < min(fleet.tp, slots):
+            slot += free
+        first_of_engine.append((fleet, engine, slot))
+        slot += fleet.tp
+    needed = -(-slot // slots)
+    if needed > nodes:
+        ranks = [f"{trainer_ranks} trainer ranks", *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets)]
+        listed = " and ".join((", ".join(ranks[:-1]), ranks[-1])) if fleets else ranks[0]
+        raise ConfigError(f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}")
+    plans = []
+    for node in range(nodes):
+        begin, end = node * slots, (node + 1) * slots
+        parts = tuple(
+            EnginePart(
+                engine,
+                max(0, begin - first) // slots,
+                max(1, fleet.tp // slots),
+                min(fleet.tp, slots),
+                max(first, begin) - begin,
+                fleet.name,
+            )
+            for fleet, engine, first in first_of_engine
+            if first < end and first + fleet.tp > begin
+        )
+        plans.append(NodePlan(node, range(min(begin, trainer_ranks), min(end, trainer_ranks)), parts))
+    return plans
+
+
+def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int:
+    """The slots of a node: `wanted` (launch.ranks_per_node), or its GPUs, or without GPUs the fewest that hold `ranks` on all nodes.
+
+    Raises ConfigError if a node has fewer GPUs than wanted.
+    """
+    if wanted is not None and gpus and wanted > gpus:
+        raise ConfigError(f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}")
+    return wanted or gpus or -(-ranks // nodes)
+
+
+# Chooses the cores of a rank: those of its GPU's NUMA node, so that memory it pins lies near the GPU and its NIC.
+
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+NVIDIA_SMI_S = 60.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str  # as in CUDA_VISIBLE_DEVICES: an index or a UUID
+    address: str  # on PCI, such as 0000:1b:00.0; empty if unknown
+
+
+@functools.cache
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this launch may use, in CUDA's order, found without torch."""
+    shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+    return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
+
+
+def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
+    """Those of the driver's GPUs, (index, UUID, bus id) each, that CUDA_VISIBLE_DEVICES=`wanted` admits; None: it is not set.
+
+    The variable is read as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
+    """
+    if wanted is None:
+        return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
+    found = []
+    for name in wanted.split(","):
+        buses = [bus for index, uuid, bus in shown if name == index or (name.startswith("GPU-") and uuid.startswith(name))]
+        if not buses and not name.startswith("MIG-"):
+            break
+        found.append(Gpu(name, sysfs_address(buses[0]) if buses else ""))
+    return tuple(found)
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Output of nvidia-smi; empty on a machine without it, or without a driver or a GPU (it then prints that, and fails).
+
+    Raises TimeoutError.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?") from error
+    return done.stdout if done.returncode == 0 else ""
+
+
+def sysfs_address(bus_id: str) -> str:
+    """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four digits, lower case)."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
+    """The cores of the NUMA node that the PCI device is attached to; () if the kernel does not know them."""
+    path = devices / address / "local_cpulist"
+    return parse_cpulist(path.read_text()) if path.exists() else ()
+
+
+def parse_cpulist(text: str) -> tuple[int, ...]:
+    """Parses the kernel's notation for a set of cores: 0-3,8,10-11"""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)

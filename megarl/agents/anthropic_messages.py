@@ -1,0 +1,108 @@
+"""Anthropic's messages: requests to messages in OpenAI's form, answers to JSON. (docs.anthropic.com/en/api/messages)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.agents.episode import Answer, Refused
+from megarl.agents.openai_chat import FORCED, Request, refuse_unless_neutral, stop_strings, text_of, tool_choice, whole_number
+from megarl.data.chat import Message
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_NEUTRAL = {"output_format": ((), f"no format can be forced: {FORCED}"), "mcp_servers": (([],), "the endpoint calls no tools")}
+
+
+def read_request(body: dict[str, Any]) -> Request:
+    """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
+    refuse_unless_neutral(body, _NEUTRAL)
+    if (asked := (body.get("output_config") or {}).get("format")) is not None:
+        raise Refused(f"output_config.format={str(asked)[:50]}: no format can be forced: {FORCED}")
+    choice = tool_choice("tool_choice.type", (body.get("tool_choice") or {}).get("type", "auto"))
+    tools = [] if choice == "none" else [*map(_tool, body.get("tools") or [])]
+    system = text_of(body.get("system"))
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for message in body["messages"]:
+        messages += _messages(message)
+    stop, stream = stop_strings(body, "stop_sequences"), bool(body.get("stream"))
+    return Request(messages, tools, whole_number(body, "max_tokens"), 1, stream, str(body.get("model", "")), stop=stop)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if "input_schema" not in tool or not isinstance(tool["name"], str):
+        shown = f"{tool.get('name')} of type {tool.get('type')}"[:100]
+        raise Refused(f"tools: {shown}: only tools of your own, with a name and an input_schema, are supported")
+    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _messages(message: dict[str, Any]) -> list[Message]:
+    """Results of tools are messages of their own, before what the user says beside them."""
+    role, content = message["role"], message["content"]
+    if role not in ("user", "assistant"):
+        raise Refused(f"role={str(role)[:50]}: must be user or assistant")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+    if wrong := [block["type"] for block in blocks if block["type"] not in known]:
+        raise Refused(f"content of type {str(wrong[0])[:50]} by the {role}: only {' and '.join(known)} are supported")
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    if role == "assistant":
+        calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
+        return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
+    results = [
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of(block.get("content"))}
+        for block in blocks
+        if block["type"] == "tool_result"
+    ]
+    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": json.dumps(block["input"])}}
+
+
+def written(answer: Answer, name: str, model: str) -> dict[str, Any]:
+    return {**_head(name, model), "content": _blocks(answer), **_stop(answer), "usage": _usage(answer)}
+
+
+def streamed(answer: Answer, name: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The finished answer as events (name, data), each block in one piece."""
+    usage = _usage(answer)
+    yield "message_start", {"message": {**_head(name, model), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}}
+    for index, block in enumerate(_blocks(answer)):
+        if block["type"] == "text":
+            empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield "content_block_start", {"index": index, "content_block": empty}
+        yield "content_block_delta", {"index": index, "delta": delta}
+        yield "content_block_stop", {"index": index}
+    yield "message_delta", {"delta": _stop(answer), "usage": usage}
+    yield "message_stop", {}
+
+
+def _head(name: str, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+    return [
+        *text,
+        *({"type": "tool_use", "id": number, "name": call.name, "input": json.loads(call.arguments)} for number, call in answer.calls),
+    ]
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    if answer.stop is not None and not answer.calls:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": None}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.token_ids)}
+
+
+def error(message: str, kind: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": "invalid_request_error", "message": f"{kind}: {message}"}}

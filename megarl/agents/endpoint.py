@@ -1,0 +1,293 @@
+"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile input: it is bounded, and every call gets
+one clear answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from megarl.agents import anthropic_messages, openai_chat, openai_responses
+from megarl.agents.episode import MISFORMED, TOO_LARGE, Episode, Refused
+from megarl.agents.openai_chat import Request
+from megarl.agents.openai_responses import Asked
+
+MODEL = "policy"  # the name at /v1/models; calls may name any
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # of a request; what is longer has no room in rollout.max_tokens
+_MOST_CONNECTIONS = 64
+_KEY_S = 5.0  # in which a new connection must bring a call with the key, and that much once more if it has begun to
+_BACKLOG = 1024
+_KEEP_ALIVE_S = 30.0
+
+_Answer = Callable[[Episode, Any], Awaitable["dict[str, Any] | list[str]"]]
+"""An answer as JSON, or as the lines of a stream."""
+
+
+class _Door:
+    """Lets connections to an episode in. Whoever has its port may connect: other users of the host, too, where it is not a socket of the
+    file system."""
+
+    def __init__(self, server: Callable[[], asyncio.Protocol], connections: dict[asyncio.BaseProtocol, _Connection]):
+        self._server, self._connections = server, connections
+        self.strangers: dict[_Connection, None] = {}  # by which no call with the key has come, the oldest first
+        self.members: set[_Connection] = set()
+        self.room = asyncio.Event()
+        self.room.set()
+
+    async def accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while await self.room.wait():
+            connection, _ = await loop.sock_accept(listener)
+            if len(self.strangers) >= _MOST_CONNECTIONS:
+                next(iter(self.strangers)).abort()
+            await loop.connect_accepted_socket(lambda: _Connection(self._server(), self, self._connections), connection)
+
+    def close(self) -> None:
+        """Ends its connections too, once what they have been told is written."""
+        for connection in [*self.strangers, *self.members]:
+            connection.close()
+
+
+class _Connection(asyncio.Protocol):
+    """Without a call with the key it ends after a few seconds, so it holds a place no longer."""
+
+    def __init__(self, handler: asyncio.Protocol, door: _Door, connections: dict[asyncio.BaseProtocol, _Connection]):
+        self._handler, self._door, self._all, self._heard = handler, door, connections, False
+        self.eof_received, self.pause_writing, self.resume_writing = handler.eof_received, handler.pause_writing, handler.resume_writing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._all[self._handler], self._door.strangers[self] = transport, self, None
+        self._timer = asyncio.get_running_loop().call_later(_KEY_S, self._expire)
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        self._handler.data_received(data)
+
+    def admit(self) -> None:
+        self._timer.cancel()
+        self._door.strangers.pop(self, None)
+        self._door.members.add(self)
+        self._make_room()
+
+    def _expire(self) -> None:
+        """If it was the event loop that was slow, what has been sent may still wait to be read."""
+        if self._heard:
+            self._timer = asyncio.get_running_loop().call_later(_KEY_S, self.abort)
+        else:
+            self.abort()
+
+    def _make_room(self) -> None:
+        (self._door.room.set if len(self._door.members) < _MOST_CONNECTIONS else self._door.room.clear)()
+
+    def abort(self) -> None:
+        self._door.strangers.pop(self, None)
+        self._transport.abort()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._all.pop(self._handler, None)
+        self._door.strangers.pop(self, None)
+        self._door.members.discard(self)
+        self._make_room()
+        self._handler.connection_lost(exc)
+
+
+class Served(NamedTuple):
+    """What a program needs to call its episode."""
+
+    key: str
+    port: int  # on 127.0.0.1; 0 if it listens at a socket of the file system
+    failed: asyncio.Future[None]  # fails if the engines fail one of the episode's calls
+    ended: asyncio.Future[str]  # why no more of its calls are taken
+
+
+class _Open(NamedTuple):
+    episode: Episode
+    failed: asyncio.Future[None]
+    ended: asyncio.Future[str]
+
+    def refuse(self, refusal: Refused) -> None:
+        """Too many refused calls end the episode: they cost the run time, and nothing comes of them."""
+        self.episode.refuse(refusal)
+        if self.episode.exhausted and not self.ended.done():
+            self.ended.set_result(self.episode.exhausted)
+
+
+class Endpoint:
+    """Open it in the event loop in which the episodes' calls are to run.
+
+    Each episode has a listener and a key of its own. It may have 64 connections by which calls with the key have come; further ones wait
+    until one of them is closed. Of others it has 64 more; the oldest makes room for a new one, and each has a few seconds.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # by aiohttp's handlers
+        self._runner: web.AppRunner | None = None
+
+    async def open(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._handler(openai_chat, _openai))
+        app.router.add_post("/v1/responses", self._handler(openai_responses, _responses))
+        app.router.add_post("/v1/messages", self._handler(anthropic_messages, _anthropic))
+        app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
+        app.router.add_get("/v1/models", _models)
+        app.router.add_route("*", "/{path:.*}", _nothing)
+        # A call whose agent has hung up is cancelled: what nobody reads is not part of the episode.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
+        await self._runner.setup()
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[Served]:
+        """Listens at `path`, or at a port of 127.0.0.1, as long as the context lasts; afterwards its key is refused."""
+        with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listener:
+            listener.bind(str(path) if path else ("127.0.0.1", 0))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            assert self._runner is not None and self._runner.server is not None
+            loop, key, door = asyncio.get_running_loop(), f"sk-{secrets.token_hex(24)}", _Door(self._runner.server, self._connections)
+            served = Served(key, 0 if path else listener.getsockname()[1], loop.create_future(), loop.create_future())
+            self._open[key] = _Open(episode, served.failed, served.ended)
+            accepting = asyncio.create_task(door.accept(listener), name="an episode's connections")
+            accepting.add_done_callback(lambda task: task.cancelled() or _fail(served.failed, task.exception()))
+            accepting.add_done_callback(lambda _: listener.close())
+            served.ended.add_done_callback(lambda _: accepting.cancel())
+            try:
+                yield served
+            finally:
+                del self._open[key]
+                served.failed.cancel()
+                served.ended.cancel()
+                accepting.cancel()
+                await asyncio.wait({accepting})
+                door.close()
+
+    def _handler(self, form: ModuleType, answer: _Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        def refused(message: str, kind: str, status: int, last: bool = False) -> web.Response:
+            response = web.json_response(form.error(message, kind), status=status)
+            if last:
+                response.force_close()
+            return response
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            found = self._open.get(_key(request))
+            if found is None:
+                return refused("no such key, or its episode has ended", "invalid_api_key", 401, last=True)
+            if (connection := self._connections.get(request.protocol)) is not None:
+                connection.admit()
+            if why := found.episode.exhausted:
+                return refused(why, "max_calls", 400, last=True)
+            try:
+                answered = await answer(found.episode, await _asked(request, found.episode, form))
+            except Refused as refusal:
+                found.refuse(refusal)
+                return refused(str(refusal), refusal.kind, refusal.status, bool(found.episode.exhausted))
+            except asyncio.CancelledError:
+                found.refuse(Refused("it was given up"))
+                raise
+            except Exception as failure:  # the engine's, or a mistake of ours: the rollout fails with it
+                _fail(found.failed, failure)
+                return refused("the call failed, and its episode with it", "server_error", 500)
+            return web.json_response(answered) if isinstance(answered, dict) else await _stream(request, answered)
+
+        return handle
+
+
+def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
+    if failure is not None and not failed.done():
+        failed.set_exception(failure)
+
+
+async def _asked(request: web.Request, episode: Episode, form: ModuleType) -> Any:
+    """What the call asks for. Raises Refused."""
+    try:
+        body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens)
+        return await episode.aside(lambda: form.read_request(msgspec.json.decode(body)))
+    except (*MISFORMED, web.RequestPayloadError) as mistake:
+        raise Refused(f"the request does not have the form it must have: {mistake!r}"[:500]) from mistake
+
+
+async def _read(request: web.Request, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise Refused(f"the request has more than {most_bytes} bytes", TOO_LARGE, 413)
+    return bytes(body)
+
+
+async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
+    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop)
+    logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
+    if not asked.stream:
+        return openai_chat.written(answers, logprobs, name, asked.model)
+    chunks = openai_chat.streamed(answers, logprobs, name, asked.model, asked.usage)
+    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+
+
+async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
+    [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop), secrets.token_hex(12)
+    if not asked.stream:
+        return anthropic_messages.written(answer, name, asked.model)
+    return _lines(anthropic_messages.streamed(answer, name, asked.model))
+
+
+async def _responses(episode: Episode, asked: Asked) -> dict[str, Any] | list[str]:
+    said, name = openai_responses.conversation(episode, asked), secrets.token_hex(12)
+    instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    [answer] = await episode.complete([*instructions, *said], asked.tools, asked.max_tokens, stop=asked.stop)
+    if asked.store:
+        openai_responses.keep(episode, name, asked, said, answer)
+    logprobs = episode.logprobs(answer) if asked.logprobs else []
+    if not asked.stream:
+        return openai_responses.written(answer, logprobs, name, asked)
+    return _lines(openai_responses.streamed(answer, logprobs, name, asked))
+
+
+def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
+    return [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events]
+
+
+async def _count(episode: Episode, asked: Request) -> dict[str, Any]:
+    return {"input_tokens": await episode.count_tokens(asked.messages, asked.tools)}
+
+
+async def _models(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}]})
+
+
+async def _nothing(request: web.Request) -> web.StreamResponse:
+    there = "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, and GET /v1/models"
+    message = f"{request.method} {request.path[:100]}: there is {there}"
+    return web.json_response(openai_chat.error(message, "not_found"), status=404)
+
+
+def _key(request: web.Request) -> str:
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+async def _stream(request: web.Request, lines: list[str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for line in lines:
+        await response.write(line.encode())
+    await response.write_eof()
+    return response

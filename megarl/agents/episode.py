@@ -1,0 +1,435 @@
+"""One episode of an agent: answers its calls, and keeps what was sampled (tree.py).
+
+A call brings the whole conversation as text. Its longest beginning that ends with a message as this episode has returned it stands for the
+ids that were sampled; only what follows is rendered by the chat template and tokenised. So an agent that sends its conversation back, with
+more behind it, continues it token by token.
+
+Calls are read, rendered and tokenised in threads, one call of an episode after the other: an agent that sends much holds up itself alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+import string
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join
+from megarl.data.chat import ChatTemplate, Message
+from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
+from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
+from megarl.generator.tool_parsers import Parser, ToolCall, Tools
+from megarl.rewards.score import Score
+from megarl.rollouts.environments.base import Generate
+
+# What was sampled in one episode of an agent, as a tree: each turn of the policy stands behind the turn that it goes on from.
+#
+# A conversation that only grows is a single path. Retries, subagents and compacted conversations are further branches. Every leaf becomes a
+# sample, with the path to it as its tokens. What branches share is learned once, in the first of them, and is context in the others.
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Token ids are kept as they were sampled, and never made from text again."""
+
+    parent: Turn | None
+    context: list[int]  # ids between the parent's and the sampled ones, which the policy did not write
+    completion: Completion
+
+    @property
+    def path(self) -> list[Turn]:
+        """From the first turn to this one."""
+        found, turn = [], self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids up to the end of this turn."""
+        return [number for turn in self.path for number in (*turn.context, *turn.completion.token_ids)]
+
+
+@dataclass
+class Tree:
+    turns: list[Turn] = field(default_factory=list)  # in the order in which they were finished
+
+    def add(self, parent: Turn | None, context: Sequence[int], completion: Completion) -> Turn:
+        turn = Turn(parent, list(context), completion)
+        self.turns.append(turn)
+        return turn
+
+    def leaves(self) -> list[Turn]:
+        inner = {id(turn.parent) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in inner]
+
+    def samples(self, prompt_tokens: int, decode: Callable[[Sequence[int]], str], score: Score, metrics: dict[str, float]) -> list[Sample]:
+        """A sample for each leaf, without its first `prompt_tokens` ids, which must be context. Metrics, parts of the score and failures
+        belong to the first, so that they count once."""
+        learned: set[int] = set()
+        found = []
+        for branch, leaf in enumerate(self.leaves()):
+            path = leaf.path
+            first = {} if branch else {"metrics": metrics, "reward_parts": score.parts, "failures": score.failures}
+            found.append(_sample(path, learned, prompt_tokens, decode, reward=score.reward, branch=branch, **first))
+            learned |= set(map(id, path))
+        return found
+
+
+class Played(NamedTuple):
+    """An episode that has ended."""
+
+    tree: Tree
+    score: Score
+    metrics: dict[str, float]
+
+
+def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]) -> Group:
+    """The samples of all episodes, behind what they all begin with. An episode that has sampled nothing has an empty one."""
+    trees = [tree for tree, _, _ in played if tree.turns]
+    prefix, samples = shared_prefix(trees) if trees else prompt.token_ids, []
+    for tree, score, metrics in played:
+        nothing = Sample(array("i"), array("f"), array("i"), "", score.reward, UNANSWERED, metrics=metrics, failures=score.failures)
+        samples += tree.samples(len(prefix), decode, score, metrics) or [nothing]
+    return Group(replace(prompt, token_ids=prefix), samples)
+
+
+def shared_prefix(trees: Sequence[Tree]) -> list[int]:
+    """The ids that all branches of all trees begin with, and that none of them has sampled."""
+    contexts = [turn.context for tree in trees for turn in tree.turns if turn.parent is None]
+    shortest, longest = min(contexts), max(contexts)  # what these two share, all share
+    same = next((place for place, (one, other) in enumerate(zip(shortest, longest)) if one != other), min(len(shortest), len(longest)))
+    return shortest[:same]
+
+
+def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Callable[[Sequence[int]], str], **more: object) -> Sample:
+    ids, logprobs, versions, mask = array("i"), array("f"), array("i"), array("b")
+    kept: KeptSets | None = None
+    routing, text, spans = b"", "", []
+    for turn in path:
+        mine = id(turn) not in learned
+        context, drawn = turn.context[prompt_tokens:] if turn.parent is None else turn.context, turn.completion
+        for numbers, own in ((array("i", context), False), (drawn.token_ids, mine)):
+            kept = join(kept, len(ids), drawn.kept if own else None, len(numbers))
+            ids += numbers
+            logprobs += drawn.logprobs if own else array("f", bytes(4 * len(numbers)))
+            versions += drawn.versions if numbers is drawn.token_ids else array("i", bytes(4 * len(numbers)))
+            mask += array("b", [own]) * len(numbers)
+            said = decode(numbers)
+            if not own and said:
+                spans.append((len(text), len(text) + len(said)))
+            text += said
+        # Each answer of an engine covers all positions so far. Earlier turns keep the experts that they were sampled with.
+        routing += drawn.routing[len(routing) :]
+    finish_reason = path[-1].completion.finish_reason
+    masks = {"policy_mask": array("b") if all(mask) else mask, "environment_spans": spans}
+    return Sample(ids, logprobs, versions, text, finish_reason=finish_reason, routing=routing, kept=kept, **masks, **more)  # pyright: ignore
+
+
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # Mistral's templates refuse ids of any other
+# Code points that stand for special tokens in messages while the template renders them. They are for private use, and no fonts have signs
+# there, as they have at those from U+E000 on, which terminals show.
+_HIDDEN = 0x10F000
+_COUNTED_A_CALL = 4
+TOO_LARGE, TOO_LONG = "request_too_large", "context_length_exceeded"
+_Found = TypeVar("_Found")
+
+MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a call raises that is not as it must be
+
+
+class Refused(Exception):
+    """A call that is not answered; the agent is told why."""
+
+    def __init__(self, message: str, kind: str = "invalid_request_error", status: int = 400):
+        super().__init__(message)
+        self.kind, self.status = kind, status
+
+
+class Answer(NamedTuple):
+    """What an agent is told of a turn."""
+
+    content: str
+    calls: list[tuple[str, ToolCall]]  # with their ids
+    finish_reason: str  # "stop" | "length" | "tool_calls"
+    prompt_tokens: int
+    completion: Completion
+    stop: str | None = None  # the call's stop string that ended it; the content is what was said before it
+
+
+class Kept(NamedTuple):
+    """A conversation up to an answer, from which a call may go on without sending it again."""
+
+    messages: list[Message]
+    letters: int  # of what its last call has brought; the rest is shared with the conversation that it goes on from
+
+
+class _Asked(NamedTuple):
+    """Where in the tree a call is."""
+
+    parent: Turn | None  # the turn to go on from
+    context: list[int]  # the ids between it and what is to be sampled
+    conversation: bytes  # its name
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [*(self.parent.token_ids if self.parent else ()), *self.context]
+
+
+class _Heard(NamedTuple):
+    """What the text of a completion says."""
+
+    content: str
+    calls: list[ToolCall]
+    stop: str | None  # the stop string that has ended it
+
+
+@dataclass
+class Episode:
+    """`sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the policy that is
+    trained. `sampling.max_tokens` bounds every branch as a whole, prompts and tools included."""
+
+    generate: Generate
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: Parser
+    sampling: Sampling
+    max_calls: int = 256  # completions, those that were given up among them; and calls that are refused or given up
+    tree: Tree = field(default_factory=Tree)
+    counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
+    last_content: str = ""  # of the turn that was finished last
+    last_refusal: str = ""
+    kept: dict[str, Kept] = field(default_factory=dict)  # by the answer's name, the oldest first
+    called: dict[str, str] = field(default_factory=dict)  # the id of a call that was sampled -> that of the first one of its turn
+    refused: int = 0  # calls, those that were given up among them
+    _begun: int = 0  # completions
+    _counted: int = 0  # calls for a number of tokens
+    _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
+    ) -> list[Answer]:
+        """Samples n next turns. Messages and tools are in OpenAI's form, contents are texts. A turn also ends at any of the strings `stop`.
+        Raises: Refused, EngineError, TimeoutError.
+
+        A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
+        """
+        asked = await self._ready(messages, tools, n, stop)
+        ids = asked.prompt_ids
+        room = self.sampling.max_tokens - len(ids)
+        if room < 1:
+            raise self._too_long(f"{len(ids)} tokens")
+        self._begun += n
+        sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room), stop=(*self.sampling.stop, *stop))
+        completions = await self.generate(ids, sampling, n)
+        self.counts["calls"] += 1
+        heard = [await self._heard(completion, tools, stop) for completion in completions]
+        return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
+
+    async def aside(self, function: Callable[[], _Found]) -> _Found:
+        """What it returns, from a thread. The next one waits for its end, even if whoever has asked for it has given up."""
+        async with self._reading:
+            running = asyncio.ensure_future(asyncio.to_thread(function))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.gather(running, return_exceptions=True)
+                raise
+
+    def refuse(self, refusal: Refused) -> None:
+        """Counts a call that was not answered."""
+        self.refused += 1
+        self.last_refusal = str(refusal)
+        self.counts["out_of_room"] += refusal.kind in (TOO_LARGE, TOO_LONG)
+
+    @property
+    def exhausted(self) -> str:
+        """Why no more of its calls are taken; empty as long as they are."""
+        if self.refused <= self.max_calls:
+            return ""
+        limit = f"more than rollout.args.max_calls={self.max_calls} of its calls were refused or given up"
+        return f"{limit}; the last one: {self.last_refusal}"
+
+    def metrics(self) -> dict[str, float]:
+        calls = {name: float(self.counts[name]) for name in ("calls", "rewritten", "unstable", "out_of_room")}
+        return {**calls, "branches": float(len(self.tree.leaves()))}
+
+    def why_unanswered(self, why: str) -> str:
+        """What is to be said of an episode that has sampled nothing. `why`: what went wrong with whoever plays it, or empty."""
+        refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
+        return f"no call of it was answered: {refused}{why or 'it ended well'}"
+
+    async def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
+        self._counted += 1
+        if self._counted > _COUNTED_A_CALL * self.max_calls:
+            raise Refused(f"tokens are counted {_COUNTED_A_CALL} times for each of rollout.args.max_calls={self.max_calls}", "max_calls")
+        try:
+            return len(await self.aside(lambda: self._place(messages, tools, None)[1]))
+        except MISFORMED as error:
+            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+
+    def logprobs(self, answer: Answer) -> list[tuple[str, float]]:
+        """The text and the log-prob of each token that was sampled for an answer, without the end-of-text."""
+        ids, values = answer.completion.token_ids, answer.completion.logprobs
+        return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
+
+    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str]) -> _Asked:
+        """Raises Refused."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
+        if self._begun + n > self.max_calls:
+            raise self._no_more_calls()
+        if len(stop) + len(self.sampling.stop) > MOST_STRINGS:
+            raise Refused(f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}")
+
+        def place() -> _Asked:
+            conversations = _conversations(messages, tools)
+            return _Asked(*self._place(messages, tools, conversations), conversations[-1])
+
+        try:
+            await self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
+            asked = await self.aside(place)
+        except MISFORMED as error:
+            raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
+        if self._begun + n > self.max_calls:  # others may have begun meanwhile
+            raise self._no_more_calls()
+        return asked
+
+    def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes] | None) -> tuple[Turn | None, list[int]]:
+        """The turn to go on from, none if the conversations up to each message have no names, and the ids between it and what is to be
+        sampled. Raises ValueError if the template refuses, and Refused."""
+        if len(messages) > self.sampling.max_tokens:
+            raise self._too_long(f"{len(messages)} messages")
+        template, stand_ins = self.template, _StandIns([*self.template.special_tokens, *self.template.ends])
+        shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
+        whole = template.render(shown, listed)
+        if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
+            raise self._too_long(f"{len(whole)} characters")
+        if conversations is None:
+            return None, self._encode(whole, stand_ins, first=True)
+        said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
+        for place in reversed(said):
+            if (turn := self._known.get(conversations[place])) is None:
+                continue
+            before = template.render(shown[:place], listed, answered=True)
+            end = max((found + len(token) for token in template.ends if (found := before.rfind(token)) >= 0), default=0)
+            if end and not before[end:].strip() and whole.startswith(before):
+                ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
+                begin = end if ended else max(before.rfind(token) for token in template.ends)
+                return turn, self._encode(whole[begin:], stand_ins)
+            self.counts["unstable"] += 1
+        return None, self._encode(whole, stand_ins, first=True)
+
+    def _no_more_calls(self) -> Refused:
+        return Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
+
+    def _too_long(self, length: str) -> Refused:
+        limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
+        return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
+
+    def _encode(self, text: str, stand_ins: _StandIns, first: bool = False) -> list[int]:
+        """What the template wrote may be special tokens; what messages say is text, whatever it looks like."""
+        ids: list[int] = []
+        for number, (part, special) in enumerate(stand_ins.parts(text)):
+            if first and not number:
+                ids += self.tokenizer.encode_prompt(part)
+            else:
+                ids += self.tokenizer.encode_text(part, special_tokens=special)
+        return ids
+
+    async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
+        ids = completion.token_ids.tolist()
+        text, stop = cut(self.tokenizer.decode_all(ids), stops)
+        if stop is None and ids[-1] in self.tokenizer.eos_ids:
+            text = self.tokenizer.decode_all(ids[:-1])
+        try:
+            content, calls = await self.parser(text, tools) if tools else (text, [])
+        except MISFORMED:  # the tools can be read, so it is the text that cannot
+            content, calls = text, []
+        return _Heard(content, calls, stop)
+
+    def _answer(self, asked: _Asked, completion: Completion, heard: _Heard) -> Answer:
+        turn = self.tree.add(asked.parent, asked.context, completion)
+        content, calls, stop = heard
+        named = [("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)), call) for call in calls]
+        finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        self.called.update((number, named[0][0]) for number, _ in named)
+        told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
+        for form in (content, content + (stop or "")):  # agents that need the stop string put it back
+            self._known[_next(asked.conversation, {**told, "content": form})] = turn
+        self.last_content = content
+        return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop)
+
+
+def openai_call(number: str, call: ToolCall) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _conversations(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """[len(messages) + 1] a name for the conversation up to each message."""
+    return list(accumulate(messages, _next, initial=hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()))
+
+
+def _next(conversation: bytes, message: Message) -> bytes:
+    """What an agent may drop or add without changing what was said does not count: white space around it, other fields."""
+    calls = [(call.get("id"), call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or []]
+    said = [message["role"], (message.get("content") or "").strip(), calls, message.get("tool_call_id") or message.get("name")]
+    return hashlib.sha256(conversation + json.dumps(said, sort_keys=True).encode()).digest()
+
+
+def _json(arguments: Any) -> Any:
+    """The arguments of a call, which are a JSON text in OpenAI's form, as a value; as they are if they are not JSON."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _as_template_wants(message: Message) -> Message:
+    """Templates take a call's arguments as an object, or as JSON (data/chat.py makes that of an object)."""
+    if not message.get("tool_calls"):
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}} for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+class _StandIns:
+    """Puts code points for private use in the place of special tokens' names in messages."""
+
+    def __init__(self, names: Sequence[str]):
+        self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
+        self._names = {mark: name for name, mark in self._of.items()}
+        self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for name, mark in self._of.items():
+                value = value.replace(name, mark)
+            return value
+        if isinstance(value, dict):
+            return {name: self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """(text, whether special tokens in it are meant), in order."""
+        found, start = [], 0
+        for mark in self._marks.finditer(text):
+            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
+            start = mark.end()
+        return [part for part in [*found, (text[start:], True)] if part[0]]

@@ -1,0 +1,176 @@
+"""Finds or serves an environment of OpenEnv, and lists its rows (inside_serving.py says how this program is asked).
+
+What was asked has `servers`, each the URL of a running server or `module:app`, which is then served here; `rows`, split → a number of seeds
+or the name of the environment's split; `system_prompt` and `instructions` of the rows; `start_s`; and what inside_openenv_episodes.py
+needs, which plays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import socket
+import threading
+import time
+import urllib.parse
+
+from inside_openenv_episodes import FULL, Hub, code_of, play
+from inside_serving import Mistake, check_module, main, shown
+
+_URL = re.compile(r"(http|ws)s?://[^/\s]+.*")
+_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_ACT = "step"  # the tool of environments that have none
+
+
+def look(asked):
+    """Raises Mistake."""
+    if importlib.util.find_spec("openenv") is None or importlib.util.find_spec("openenv.core") is None:
+        raise Mistake("the package openenv is not installed there")
+    for server in asked["servers"]:
+        if not _URL.fullmatch(server):
+            if not _APP.fullmatch(server):
+                raise Mistake(f"{server} must be a URL (http://host:8000), or module:app of an environment that is installed there")
+            check_module(server.partition(":")[0])
+
+
+def load(asked):
+    """Starts the servers that are to be served here, and asks what actions there are. Raises Mistake."""
+    look(asked)
+    served = asked["do"] == "serve"
+    if not served and not any(isinstance(rows, str) for rows in asked["rows"].values()):
+        return Hub(asked, {})  # seeds are written without a server
+    urls = [server if _URL.fullmatch(server) else _serve(server) for server in asked["servers"]]
+    hub = Hub(asked, dict.fromkeys((url.rstrip("/") for url in urls), 0))
+    end = time.monotonic() + 0.5 * asked["start_s"]  # whoever waits for this program until start_s still hears why
+    for url in hub.sessions:
+        _wait_for(url, end)
+    if served:
+        asyncio.run(_ask_for_actions(hub, end))
+    return hub
+
+
+def _serve(name):
+    """Serves `module:app` in a thread of its own, so that an environment that never awaits holds up its own episodes alone."""
+    import uvicorn
+
+    module, _, attribute = name.partition(":")
+    try:
+        app = getattr(importlib.import_module(module), attribute)
+        app = app() if inspect.isfunction(app) else app
+    except Exception as error:  # whatever the environment raises
+        raise Mistake(f"{name} cannot be loaded: {shown(error)}") from error
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _wait_for(url, end):
+    """Until a server is healthy. Raises Mistake with its last answer."""
+    import httpx
+
+    while True:
+        try:
+            answer = httpx.get(f"{_http(url)}/health", timeout=10.0)
+            if answer.is_success:
+                return
+            told = f"status {answer.status_code}"
+        except httpx.HTTPError as error:
+            told = shown(error)
+        if time.monotonic() > end:
+            raise Mistake(f"{url}/health: {told}")
+        time.sleep(0.2)
+
+
+async def _ask_for_actions(hub, end):
+    """Which tools the policy is shown, or whether its text can be a field of an action. Raises Mistake."""
+    text_field, url = hub.asked["text_field"], next(iter(hub.sessions))
+    schema = _json(f"{_http(url)}/schema")["action"]
+    fields = {name: each for name, each in schema.get("properties", {}).items() if name != "metadata"}
+    if text_field is None:
+        listed = await _mcp_tools(url, hub.asked["start_s"], end)
+        hub.by_mcp = bool(listed)
+        own = [_tool(each["name"], each.get("description"), each.get("input_schema")) for each in listed]
+        hub.tools = own or [_tool(_ACT, schema.get("description"), {**schema, "properties": fields})]
+    elif text_field not in fields:
+        raise Mistake(f"text_field={text_field}: an action has {', '.join(fields) or 'no fields'}")
+    elif missing := [name for name in schema.get("required", []) if name not in (text_field, "metadata")]:
+        raise Mistake(f"text_field={text_field}: an action needs {', '.join(missing)} too")
+
+
+async def _mcp_tools(url, limit_s, end):
+    """None for environments with actions of their own, which refuse the question. A server that is full is asked again until `end`."""
+    from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
+
+    while True:
+        async with GenericEnvClient(base_url=url, message_timeout_s=limit_s) as client:
+            try:
+                observation = (await client.step({"type": "list_tools"})).observation
+                break
+            except RuntimeError as error:
+                if code_of(error) in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+                    return []
+                if code_of(error) != FULL or time.monotonic() > end:
+                    raise Mistake(f"{url}: its tools cannot be listed: {error}") from error
+        await asyncio.sleep(0.5)
+    if failed := (observation.get("metadata") or {}).get("error"):
+        raise Mistake(f"{url}: its tools cannot be listed: {failed}")
+    return observation.get("tools") or []
+
+
+def _tool(name, description, parameters):
+    function = {"name": name, "description": description or "", "parameters": parameters or {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+def write_rows(hub, files):
+    """A row for each seed, or for each task of a split of the environment's; returns a line about each file. Raises Mistake."""
+    asked, told, seeds = hub.asked, [], 0
+    system = [{"role": "system", "content": asked["system_prompt"]}] if asked["system_prompt"] else []
+    prompt = [*system, {"role": "user", "content": asked["instructions"]}]
+    for split, file in files.items():
+        wanted = asked["rows"].get(split)
+        if wanted is None:
+            raise Mistake(f"rollout.args.rows has no {split}: a number of seeds, or the name of a split of the environment's tasks")
+        if isinstance(wanted, str):
+            resets = [{"split": wanted, "index": index} for index in range(_number_of_tasks(hub, wanted))]
+        else:
+            resets = [{"seed": seed} for seed in range(seeds, seeds + wanted)]
+            seeds += wanted
+        with open(file, "w") as out:
+            out.writelines(json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets)
+        told.append(f"{file}: {len(resets)} rows\n")
+    return told
+
+
+def _number_of_tasks(hub, split):
+    """Raises Mistake."""
+    base = _http(next(iter(hub.sessions)))
+    names = _json(f"{base}/list_environments")
+    if len(names) != 1:
+        raise Mistake(f"{base} has {len(names)} environments: only one that serves a single environment has tasks that are its own")
+    return _json(f"{base}/{urllib.parse.quote(names[0])}/num_tasks", {"split": split})["num_tasks"]
+
+
+def _json(url, body=None):
+    """Raises Mistake."""
+    import httpx
+
+    try:
+        answer = httpx.get(url, timeout=60.0) if body is None else httpx.post(url, json=body, timeout=60.0)
+        answer.raise_for_status()
+        return answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise Mistake(f"{url} did not answer as OpenEnv's servers do: {shown(error)}") from error
+
+
+def _http(url):
+    return re.sub("^ws", "http", url)
+
+
+if __name__ == "__main__":
+    main(look, load, write_rows, play)

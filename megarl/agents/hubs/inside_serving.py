@@ -1,0 +1,155 @@
+"""What the programs for other interpreters share. They import the standard library, this folder's inside_*.py and the hub's packages.
+
+Such a program has one argument, a JSON object with `do` (look, rows or serve) and what its hub needs; with rows also `files`, split → file
+to write. What goes wrong before an environment is served is one line on standard error, and exit status 1.
+
+Served, it reads a JSON object a line from standard input: `id`, `row`, `model`, `deadline_s` and `episodes`, each with the `url` and the
+`key` of an endpoint of its own. It writes {"ready": true}, then for each of these `id` and `episodes`: `reward` and `metrics`, or
+`error` and `kind` (environment, deadline, reward).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+SAID = 2000  # characters of a message
+_MOST_WRITTEN = 1 << 15  # characters of an episode's reward and metrics
+
+
+class Mistake(Exception):
+    """What is wrong with the environment, or with what was asked for."""
+
+
+def check_module(module):
+    """Finds a module without importing it; a package above it is imported. Raises Mistake."""
+    try:
+        found = _MODULE.fullmatch(module) and importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise Mistake(f"its module {module} is not installed there")
+
+
+def main(look, load, write_rows, play):
+    """The whole program. Call it from `__main__`.
+
+    Args: look: raises Mistake if what was asked for is not there. load: what was asked → an environment. write_rows: an environment and
+    `files` → lines to print. play: async, an environment and a request → what each of its episodes has come to.
+    """
+    del sys.path[0]  # this folder, whose files are not for this interpreter
+    try:
+        _do(json.loads(sys.argv[1]), look, load, write_rows, play)
+    except Mistake as mistake:
+        sys.exit(" ".join(str(mistake).split("\n")))  # what httpx raises has two lines, the second of which says nothing
+
+
+def _do(asked, look, load, write_rows, play):
+    if asked["do"] == "look":
+        look(asked)
+        return
+    # Environments print, and start programs: neither may disturb the lines that are read and written here.
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    environment = load(asked)
+    if asked["do"] == "rows":
+        replies.writelines(write_rows(environment, asked["files"]))
+    else:
+        asyncio.run(_serve(functools.partial(play, environment), requests, replies))
+    replies.flush()
+
+
+async def within(end, asked, coroutine) -> Any:
+    """What it returns, or what went wrong: what it raises, or that it took until `end`. An environment may raise TimeoutError and
+    CancelledError too, as those do that call other services."""
+    task = asyncio.ensure_future(coroutine)
+    late = not (await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic())))[0]
+    if late:
+        task.cancel()
+        await asyncio.wait({task})
+    error = asyncio.CancelledError("the episode has been cancelled from inside") if task.cancelled() else task.exception()
+    if late:
+        return {"kind": "deadline", "error": f"it took longer than {asked['deadline_s']:g} s"}
+    return {"kind": "environment", "error": shown(error)} if error else task.result()
+
+
+def policy_of(episode, **settings):
+    """The policy, as the package `openai` calls it. It is at 127.0.0.1 without TLS: reading certificates would take 17 ms an episode."""
+    import openai  # what serving has imported
+
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, http_client=plain, **settings)
+
+
+def metrics_of(found):
+    """Metrics by names that can be reported. A reward function may be called `reward`: what it says alone is not the episode's reward."""
+    metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()}
+    return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
+
+
+def shown(error):
+    cause = error.__cause__
+    return (f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {cause})" if cause else ""))[:SAID]
+
+
+def _fitting(told):
+    """What was found of an episode, as it can be written: metrics may be of any kind and size, and errors have halves of characters."""
+    if "error" in told:
+        return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
+    try:
+        written = json.dumps(told, default=_plain)
+    except Exception as error:  # whatever the environment's objects raise
+        return {"kind": "reward", "error": f"its reward and metrics are not numbers: {shown(error)}"}
+    if len(written) > _MOST_WRITTEN:
+        return {"kind": "reward", "error": f"its reward and metrics have {len(written)} characters; there can be {_MOST_WRITTEN}"}
+    return json.loads(written)
+
+
+def _plain(value):
+    """Numbers of NumPy and of torch as Python's; the reader refuses what is no number."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+async def _serve(play, requests, replies):
+    def say(told):
+        replies.write(json.dumps(told) + "\n")
+        replies.flush()
+
+    async def answer(asked):
+        say({"id": asked["id"], "episodes": [_fitting(told) for told in await play(asked)]})
+
+    def read():
+        for line in requests:
+            asyncio.run_coroutine_threadsafe(begin(json.loads(line)), loop)
+        # Whoever asks has gone. A reward function that hangs does not hold up this, and what the environment has started ends too.
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    async def begin(asked):
+        running.add(task := asyncio.ensure_future(answer(asked)))
+        task.add_done_callback(done)
+
+    def done(task):
+        running.discard(task)
+        if not task.cancelled() and task.exception():
+            ended.set_exception(task.exception())
+
+    importlib.import_module("openai")  # before the first episode, whose time it would take
+    loop, running = asyncio.get_running_loop(), set()
+    ended = loop.create_future()
+    threading.Thread(target=read, daemon=True).start()
+    say({"ready": True})
+    await ended

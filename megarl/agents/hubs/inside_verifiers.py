@@ -1,0 +1,160 @@
+"""Loads an environment of PrimeIntellect's `verifiers`, lists its rows, and plays its episodes (inside_serving.py says how it is asked).
+
+What was asked has `environment` and `args`. Rollouts of a row that the rubric compares are scored together, all others alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+
+import inside_verifiers_v1 as v1
+from inside_serving import SAID, Mistake, check_module, main, metrics_of, policy_of, shown, within
+
+_CLEANING_S = 5.0
+_failed_functions = contextvars.ContextVar("reward functions that have failed")
+
+
+def look(asked):
+    """The module and attribute that the environment's name means, without importing them; no attribute for the hub's name of one.
+
+    Raises Mistake.
+    """
+    there = importlib.util.find_spec("verifiers")
+    if there is None:
+        raise Mistake("the package verifiers is not installed there")
+    if asked.get("rows"):
+        raise Mistake("rollout.args.rows is for verifiers from 0.4 on; environments of earlier versions have rows of train and eval")
+    module, _, attribute = asked["environment"].partition(":")
+    module = module if attribute else module.split("/")[-1].replace("-", "_")
+    check_module(module)
+    return module, attribute
+
+
+def _is_v1():
+    """Whether verifiers is there without load_environment, which it has not had since 0.4. This folder has a module of that name, too."""
+    there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
+    places = there.submodule_search_locations or () if there else ()
+    inside = {inner for place in places for inner in ("envs", "legacy", "v1") if os.path.isdir(os.path.join(place, inner))}
+    return inside == {"v1"}
+
+
+def load(asked):
+    """Raises Mistake."""
+    module, attribute = look(asked)
+    import verifiers as vf
+
+    try:
+        make = getattr(importlib.import_module(module), attribute) if attribute else None
+        load_it = vf.load_environment  # pyright: ignore[reportAttributeAccessIssue]
+        environment = make(**asked["args"]) if make else load_it(asked["environment"], **asked["args"])
+    except Exception as error:  # whatever the environment raises
+        raise Mistake(f"it cannot be loaded: {shown(error)}") from error
+    if not isinstance(environment, vf.Environment):  # pyright: ignore[reportAttributeAccessIssue]
+        raise Mistake(f"it is no environment of verifiers, but {type(environment).__name__}")
+    if getattr(environment, "message_type", "chat") != "chat":
+        raise Mistake("its prompts are texts to complete (message_type); only conversations are played")
+    logging.getLogger("verifiers").addHandler(_Watched())
+    return environment
+
+
+def write_rows(environment, files):
+    """Writes the rows of each split as JSON, one a line; returns a line about each file. Raises Mistake."""
+    told = []
+    own = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
+    for split, file in files.items():
+        try:
+            rows = own[split]()
+            lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows]
+        except Exception as error:
+            raise Mistake(f"its {split} rows cannot be had: {shown(error)}") from error
+        with open(file, "w") as out:
+            out.writelines(f"{line}\n" for line in lines)
+        told.append(f"{file}: {len(lines)} rows\n")
+    return told
+
+
+async def play(environment, asked):
+    """What each of the episodes has come to, within `deadline_s` for all of it."""
+    end, alone = time.monotonic() + asked["deadline_s"], not _compares(environment)
+    ran = await asyncio.gather(*(_episode(environment, asked, episode, end) for episode in asked["episodes"]))
+    states = [state for state, wrong in ran if wrong is None]
+    scoring = [_scored(environment.rubric.score_rollout, state) for state in states] if alone else []
+    scoring += [_scored(environment.rubric.score_group, states)] if states and not alone else []
+    found = await asyncio.gather(*(within(end, asked, each) for each in scoring))
+    failures = iter(found if alone else found * len(states))
+    told = [wrong or next(failures) or _result(state) for state, wrong in ran]
+    cleaned = time.monotonic() + _CLEANING_S
+    await asyncio.gather(*(within(cleaned, asked, environment.rubric.cleanup(state)) for state in states))
+    return told
+
+
+def _compares(environment):
+    """Whether the rubric scores the rollouts of a row together."""
+    known = getattr(environment, "requires_group_rollouts", None)
+    if known is not None:
+        return known
+    rubrics = getattr(environment.rubric, "rubrics", [environment.rubric])
+    return any(rubric._is_group_func(function) for rubric in rubrics for function in rubric.funcs)
+
+
+async def _episode(environment, asked, episode, end):
+    """Its state, and what went wrong or None."""
+    state = None
+
+    async def run():
+        nonlocal state
+        async with policy_of(episode) as native:
+            state = await environment.rollout(copy.deepcopy(asked["row"]), _client(native), asked["model"], {})
+        return {"kind": "environment", "error": shown(state["error"])} if state.get("error") is not None else None
+
+    wrong = await within(end, asked, run())
+    return state, wrong
+
+
+def _client(native):
+    """What an environment calls the policy by; versions before 0.1.10 take the client of the package openai itself."""
+    if importlib.util.find_spec("verifiers.clients") is None:
+        return native
+    from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
+
+    return OpenAIChatCompletionsClient(native)
+
+
+async def _scored(score, scored):
+    """A reward function that raises counts as 0 for verifiers, which only logs it; that is what went wrong here."""
+    failed = []
+    _failed_functions.set(failed)
+    try:
+        await score(scored)
+    except Exception as error:
+        failed.append(shown(error))
+    return {"kind": "reward", "error": "; ".join(failed)[:SAID]} if failed else None
+
+
+class _Watched(logging.Handler):
+    def emit(self, record):
+        failed = _failed_functions.get(None)
+        message = record.getMessage()
+        if failed is not None and message.startswith("Error calling"):
+            failed.append(message)
+
+
+def _result(state):
+    return {"reward": state.get("reward"), "metrics": metrics_of(state.get("metrics") or {})}
+
+
+if __name__ == "__main__":
+    if _is_v1():
+        main(v1.look, v1.load, v1.write_rows, v1.play)
+    else:
+        main(look, load, write_rows, play)

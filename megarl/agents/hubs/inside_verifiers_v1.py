@@ -1,0 +1,206 @@
+"""What inside_verifiers.py does, from verifiers 0.4 on (`verifiers.v1`): a taskset, agents with harnesses, and an Env that plays tasks.
+
+What was asked has `environment`, the taskset's id; `args`, the other fields of its EnvConfig; `rows`, which tasks are those of a split.
+Episodes are played as the package's own server of environments plays them: a row has the task's data, from which the task is made again.
+The policy is called by the client that evaluations use, which hands requests on as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import time
+import uuid
+from typing import Any
+
+from inside_serving import Mistake, check_module, metrics_of, shown, within
+
+_CLEANING_S = 10.0
+_SPLIT_FIELDS = "include, exclude, shuffle, seed, skip, limit and taskset"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    taskset: str  # its id
+    config: Any  # EnvConfig
+    raw: dict[str, Any]  # of which it was made
+    agent: str  # the name of the one that the policy plays
+    rows: dict[str, dict[str, Any]]  # by split
+
+
+def look(asked):
+    """Raises Mistake if there is no module of the taskset."""
+    module = asked["environment"].split("/")[-1].split("@")[0].replace("-", "_").lower()
+    there = importlib.util.find_spec("verifiers")
+    folders = there.submodule_search_locations or () if there else ()
+    if not any(os.path.isdir(os.path.join(folder, "v1", "tasksets", module)) for folder in folders):
+        check_module(module)
+
+
+def load(asked):
+    """Raises Mistake."""
+    look(asked)
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+    raw = _with_taskset(asked["args"], asked["environment"], {})
+    try:
+        config = vf.resolve_env_config(raw)
+        data = type(vf.load_environment(config).taskset).task_type().data_type()
+    except Exception as error:  # whatever the taskset, its harness or the configuration raises
+        raise Mistake(f"it cannot be loaded: {_line(error)}") from error
+    if lost := [name for name, field in data.model_fields.items() if field.exclude]:
+        raise Mistake(f"its tasks cannot be written as rows: {data.__name__} does not serialize {', '.join(lost)}")
+    return Loaded(asked["environment"], config, raw, _agent(vf, config), asked.get("rows") or {})
+
+
+def _with_taskset(args, environment, own):
+    """The fields of an EnvConfig, with the taskset's id and its `own` fields. Raises Mistake."""
+    taskset = {**(args.get("taskset") or {}), **own}
+    if taskset.get("id", environment) != environment:
+        raise Mistake(f"args.taskset.id={taskset['id']} is another one than environment={environment}")
+    return {**args, "taskset": {**taskset, "id": environment}}
+
+
+def _agent(vf, config):
+    """Whom the policy plays: the only agent that has no client of its own. Raises Mistake."""
+    agents = [name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None]
+    if len(agents) != 1:
+        raise Mistake(
+            f"the policy would play {' and '.join(agents) or 'none'} of its agents: an episode has one reward, so all agents but one"
+            " must have a `client` (and a `model`) of their own in args"
+        )
+    return agents[0]
+
+
+def write_rows(loaded, files):
+    """Writes the tasks of each split as JSON, one a line; returns a line about each file. Raises Mistake."""
+    told = []
+    for split, file in files.items():
+        try:
+            lines = [json.dumps(_row(loaded, task)) for task in _tasks(loaded, split)]
+        except Mistake:
+            raise
+        except Exception as error:
+            raise Mistake(f"its {split} rows cannot be had: {_line(error)}") from error
+        with open(file, "w") as out:
+            out.writelines(f"{line}\n" for line in lines)
+        told.append(f"{file}: {len(lines)} rows\n")
+    return told
+
+
+def _tasks(loaded, split):
+    """Raises Mistake."""
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+    if split not in loaded.rows:
+        raise Mistake(f"which of its tasks are those of {split}? A taskset has no splits: set rollout.args.rows.{split} ({_SPLIT_FIELDS})")
+    asked = dict(loaded.rows[split])
+    own = asked.pop("taskset", {})
+    if "task" in own:
+        raise Mistake(f"rollout.args.rows.{split}.taskset.task: what tasks read when they are played belongs into args.taskset.task")
+    config = vf.resolve_env_config(_with_taskset(loaded.raw, loaded.taskset, own))
+    tasks = vf.load_taskset(config.taskset).select(vf.SelectConfig.model_validate(asked))
+    if not tasks.bounded:
+        raise Mistake(f"its tasks never end: set rollout.args.rows.{split}.limit")
+    return tasks
+
+
+def _row(loaded, task):
+    """A task as JSON, with the conversation that it begins with. Raises Mistake if the task cannot be made of it again."""
+    data = task.data.model_dump(mode="json", exclude_none=True)
+    prompt = data.get("prompt") or data.get("description") or data.get("name") or f"task {task.data.idx}"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
+    row = {"prompt": [*system, *messages], "taskset": loaded.taskset, "hash": task.hash, "task": data}
+    _task_of(loaded, row)
+    return row
+
+
+def _task_of(loaded, row):
+    """The task that a row was written of. Raises Mistake if it is another one by now."""
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+    if row.get("taskset") != loaded.taskset:
+        raise Mistake(f"the row is of the taskset {row.get('taskset')}, not of {loaded.taskset}: write the rows again with megarl rows")
+    make = vf.task_type(loaded.taskset)
+    task = make(make.data_type().model_validate(row["task"]), loaded.config.taskset.task)
+    if task.hash != row["hash"]:
+        raise Mistake("the task that its row makes is not the one that was written: write the rows again with megarl rows")
+    return task
+
+
+async def play(loaded, asked):
+    """What each of the episodes has come to, within `deadline_s` for all of it.
+
+    An Env and what it serves last for one request: its server keeps a client for each endpoint, and each episode has its own.
+    """
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+    end, told = time.monotonic() + asked["deadline_s"], {}
+
+    async def one(environment, number):
+        told[number] = await within(end, asked, _episode(loaded, environment, asked, asked["episodes"][number]))
+
+    async def serve():
+        environment = vf.load_environment(loaded.config)
+        async with environment.serving():
+            await asyncio.gather(*(one(environment, number) for number in range(len(asked["episodes"]))))
+
+    wrong = await within(end + _CLEANING_S, asked, serve())
+    return [told.get(number, wrong) for number in range(len(asked["episodes"]))]
+
+
+async def _episode(loaded, environment, asked, episode):
+    from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+
+    with _key(episode["key"]) as variable:
+        client = EvalClientConfig(base_url=episode["url"], api_key_var=variable)
+        [slot] = environment.slots(_task_of(loaded, asked["row"]))
+        played = await environment.run_slot(slot, ModelContext(model=asked["model"], client=client))
+    return _wrong(played) or _result(loaded, played)
+
+
+@contextlib.contextmanager
+def _key(key):
+    """The name of a variable that holds it: clients read keys from nowhere else. Its name keeps it from what harnesses start."""
+    name = f"MEGARL_API_KEY_{uuid.uuid4().hex}"
+    os.environ[name] = key
+    try:
+        yield name
+    finally:
+        del os.environ[name]
+
+
+def _wrong(episode):
+    """What went wrong, or None. An agent that has run out of its own time is scored, as in the package's own evaluations."""
+    failed = [trace for trace in episode.traces if not trace.ok]
+    error = episode.last_error or next((trace.last_error for trace in failed), None)
+    told = f"{error.type}: {error.message}" if error else "it did not end well"
+    if episode.is_timeout:
+        return {"kind": "deadline", "error": told}
+    if episode.ok:
+        return None
+    scoring = not episode.errors and any(trace.timing.scoring.start for trace in failed)
+    return {"kind": "reward" if scoring else "environment", "error": told}
+
+
+def _result(loaded, episode):
+    traces = [trace for trace in episode.traces if trace.agent.name == loaded.agent]
+    if len(traces) != 1:
+        return {"kind": "environment", "error": f"{loaded.agent} has run {len(traces)} times: an episode has one reward"}
+    [trace] = traces
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
+    if unscored or not trace.rewards:
+        why = f"rewards were not given: {', '.join(unscored) or 'it has none'} (stopped by {trace.stop_condition})"
+        return {"kind": "deadline" if trace.is_timeout else "reward", "error": why}
+    scores = {name: reward.score for name, reward in trace.rewards.items()}
+    metrics = {**scores, **{name: value for name, value in trace.metrics.items() if value is not None}}
+    return {"reward": trace.reward, "metrics": metrics_of(metrics)}
+
+
+def _line(error):
+    return " ".join(shown(error).split())

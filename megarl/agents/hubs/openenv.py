@@ -1,0 +1,92 @@
+"""Environments of OpenEnv: servers, which the package `openenv` calls in an interpreter of its own (docs/agents.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.agents.hubs.player import LOOK_S, Count, HubRollout, Interpreter, Player, Positive, Seconds, Share, Worker, check_on_crash
+from megarl.config.errors import ConfigError, problems_of
+from megarl.data.chat import load_chat_template
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.tool_parsers import find_parser
+
+_Rows = dict[Literal["train", "eval"], Positive | str]  # a number of seeds, or the name of a split of the environment's tasks
+_ROWS: _Rows = {"train": 1000, "eval": 100}
+
+
+class OpenEnv(HubRollout):
+    """An episode is a session with a server. What the policy says becomes steps, whose rewards are summed."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        server: str | list[str],
+        text_field: str | None = None,
+        shown: list[str] | None = None,
+        reward: Literal["sum", "last"] = "sum",
+        max_turns: Positive = 16,
+        rows: _Rows = _ROWS,  # of `megarl rows`, as the next two
+        system_prompt: str = "",
+        instructions: str = "",
+        python: str = "python",
+        folder: str | None = None,
+        variables: dict[str, str] = {},  # noqa: B006  it is never changed
+        on_crash: float = 0.0,
+        deadline_s: Seconds = 600.0,
+        start_s: Seconds = 300.0,
+        memory_mib: Positive = 8192,
+        tool_parser: str = "json",
+        max_calls: Positive = 256,
+        at_once: Positive = 256,
+        retries: Count = 2,
+        max_unanswered: Share = 0.1,
+    ):
+        """Raises: ConfigError with all problems of the arguments, also where the interpreter lacks the package or an app."""
+        asked = {"text_field": text_field, "shown": shown, "reward": reward, "max_turns": max_turns, "start_s": start_s, "rows": rows}
+        interpreter = _interpreter(server, asked, python, folder, variables)
+        if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
+            raise ConfigError(problems)
+        self.player = Player(
+            rollout="openenv",
+            name=f"the environment {', '.join(_listed(server))}",
+            tokenizer=tokenizer,
+            template=load_chat_template(tokenizer.source, "rollout.name=openenv", "conversations cannot be rendered without one"),
+            parser=find_parser(tool_parser, "rollout.args.tool_parser"),
+            worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
+            deadline_s=deadline_s,
+            on_crash=on_crash,
+            max_calls=max_calls,
+            retries=retries,
+            at_once=at_once,
+            max_unanswered=max_unanswered,
+        )
+
+
+def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
+    """Writes a row for each seed or task, split ("train", "eval") → file, and says how many. Raises ConfigError.
+
+    Args: arguments: rollout.args.
+    """
+    limit_s = arguments.get("start_s", 300.0)
+    asked = {name: arguments.get(name, default) for name, default in (("rows", _ROWS), ("system_prompt", ""), ("instructions", ""))}
+    own = {name: arguments[name] for name in ("python", "folder", "variables") if name in arguments}
+    interpreter = _interpreter(
+        arguments["server"], {**asked, "start_s": limit_s}, **{"python": "python", "folder": None, "variables": {}, **own}
+    )
+    return interpreter.run("rows", limit_s, files={split: str(path.absolute()) for split, path in files.items()})
+
+
+def _listed(server: str | list[str]) -> list[str]:
+    return [server] if isinstance(server, str) else server
+
+
+def _interpreter(server: str | list[str], asked: dict[str, Any], python: str, folder: str | None, variables: dict[str, str]) -> Interpreter:
+    """Raises ConfigError."""
+    servers = _listed(server)
+    if not servers:
+        raise ConfigError("rollout.args.server=[]: must name a server, or a list of them that serve the same environment")
+    return Interpreter(
+        "inside_openenv.py", python, f"rollout.args.server={', '.join(servers)}", {**asked, "servers": servers}, folder, variables
+    )

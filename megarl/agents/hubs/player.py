@@ -1,0 +1,421 @@
+"""Episodes that an environment of a hub plays, in a worker process of its own interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import psutil
+from msgspec import Meta
+
+from megarl.agents.endpoint import MODEL, Endpoint
+from megarl.agents.episode import Episode, Played, group_of
+from megarl.agents.program import MOST_METRICS, NoReward, Unanswered, numbers
+from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Group, Prompt
+from megarl.config.errors import ConfigError
+from megarl.config.schema import MAX_REWARD
+from megarl.data.chat import ChatTemplate
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Sampling
+from megarl.generator.tool_parsers import Parser
+from megarl.rewards.score import Score, short
+from megarl.rollouts.environments.base import RolloutContext
+
+# A process of another interpreter that plays episodes: a JSON object a line goes in, and one comes out for each, in any order.
+
+
+_MOST_LINE_BYTES = 1 << 26  # what the worker says of each episode has at most 1 << 15
+_TAIL_BYTES = 4096
+_NO_LIMIT_BYTES = 1 << 62  # more than a machine has, and what setrlimit takes
+_EXIT_S = 5.0  # from its last line to its exit
+
+
+class WorkerFailed(Exception):
+    """The process has ended or was ended; what it was asked is not answered. The message has the end of its standard error."""
+
+
+class NotStarted(WorkerFailed):
+    """The process has ended before it was ready."""
+
+
+@dataclass
+class _Process:
+    running: asyncio.subprocess.Process
+    waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+    errors: bytearray = field(default_factory=bytearray)  # the end of its standard error
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: str = ""  # why, once it has
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    ending: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Worker:
+    """Starts its process when it is first asked, and again when asked after it has ended."""
+
+    command: Sequence[str]
+    variables: dict[str, str]  # its whole environment
+    memory_mib: int  # of its data
+    start_s: float  # until it says that it is ready
+    _process: _Process | None = None
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Ends the process if it has not answered in time: nothing else stops code that never awaits. Raises WorkerFailed."""
+        process, number = await self._started(), next(self._numbers)
+        answer = process.waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            assert process.running.stdin is not None
+            process.running.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            await self._end(process, f"it did not answer within {deadline_s:g} s")
+            raise WorkerFailed(process.gone) from None
+        finally:
+            process.waiting.pop(number, None)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            await self._end(self._process, "it is no longer needed")
+
+    async def _started(self) -> _Process:
+        async with self._starting:
+            if self._process is None or self._process.ending:
+                self._process = await self._start()
+            return self._process
+
+    async def _start(self) -> _Process:
+        running = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd="/",
+            env=self.variables,
+            start_new_session=True,
+            limit=_MOST_LINE_BYTES,
+        )
+        self._limit(running.pid)
+        process = _Process(running)
+        process.tasks = [
+            asyncio.create_task(self._keep_errors(process), name="what a worker prints"),
+            asyncio.create_task(self._read(process), name="answers of a worker"),
+        ]
+        try:
+            async with asyncio.timeout(self.start_s):
+                await process.ready.wait()
+        except TimeoutError:
+            await self._end(process, f"it was not ready within {self.start_s:g} s")
+        except asyncio.CancelledError:
+            await self._end(process, "it is no longer needed")
+            raise
+        if process.gone:
+            raise NotStarted(process.gone)
+        return process
+
+    def _limit(self, pid: int) -> None:
+        """From outside, since code between fork and exec would fork a process in which threads encode texts."""
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+        limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+    async def _read(self, process: _Process) -> None:
+        """Until it ends, or writes what it must not."""
+        assert process.running.stdout is not None
+        why = ""
+        try:
+            while line := await process.running.stdout.readline():
+                told = json.loads(line)
+                if "ready" in told:
+                    process.ready.set()
+                elif (waiting := process.waiting.get(told["id"])) is not None and not waiting.done():
+                    waiting.set_result(told)
+        except (ValueError, LookupError, TypeError) as error:
+            why = f"it wrote what cannot be read: {error!r}"[:500]
+        self._begin_end(process, why)
+
+    async def _keep_errors(self, process: _Process) -> None:
+        assert process.running.stderr is not None
+        while data := await process.running.stderr.read(1 << 16):
+            process.errors += data
+            del process.errors[:-_TAIL_BYTES]
+
+    def _begin_end(self, process: _Process, why: str) -> asyncio.Task[None]:
+        process.ending = process.ending or asyncio.create_task(self._kill(process, why), name="end of a worker")
+        return process.ending
+
+    async def _end(self, process: _Process, why: str) -> None:
+        await asyncio.shield(self._begin_end(process, why))
+
+    async def _kill(self, process: _Process, why: str) -> None:
+        """Its whole session, and what it has started in others; whoever waits for it hears why. Without a reason it has ended by itself,
+        and its status says how."""
+        if not why:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.running.wait(), _EXIT_S)
+        started = _started_by(process.running.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.running.pid, signal.SIGKILL)
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        status = await process.running.wait()
+        printed, reads = process.tasks
+        await asyncio.wait({printed}, timeout=1.0)  # a process that has left the session may hold the pipe open
+        for task in (printed, reads):
+            task.cancel()
+        errors = process.errors.decode(errors="replace").strip()
+        process.gone = why or f"it ended with status {status}"
+        process.gone += f"; the end of its errors:\n{errors}" if errors else ""
+        process.ready.set()
+        for answer in process.waiting.values():
+            if not answer.done():
+                answer.set_exception(WorkerFailed(process.gone))
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    """Its descendants; none are known if it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
+    """The environment of a worker. Of the run's own it has where programs and caches of data are, and no keys."""
+    path = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
+    return {"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), **own}
+
+
+# A hub's program in the interpreter that has the hub's packages.
+
+
+class Interpreter:
+    """Runs `program`, a file of this folder.
+
+    Args: asked: what the program needs, as JSON. key: the setting that messages begin with. folder: of modules that can be imported there.
+    variables: its environment, beside PATH and HOME.
+    """
+
+    def __init__(
+        self, program: str, python: str, key: str, asked: dict[str, Any], folder: str | None, variables: dict[str, str] | None = None
+    ):
+        """Raises: ConfigError if there is no such interpreter or folder."""
+        found = shutil.which(os.path.expanduser(python))
+        problems = [] if folder is None or Path(folder).is_dir() else [f"rollout.args.folder={folder}: there is no such folder"]
+        problems += [] if found else [f"rollout.args.python={python}: there is no such program"]
+        if problems or found is None:
+            raise ConfigError(problems)
+        self._key, self._python, self._program = key, os.path.abspath(found), str(Path(__file__).with_name(program))
+        self._asked, self._folder, self._own = asked, folder, variables or {}
+
+    def command(self, do: str, **more: Any) -> list[str]:
+        return [self._python, "-u", self._program, json.dumps({"do": do, **self._asked, **more})]
+
+    def variables(self) -> dict[str, str]:
+        paths = [os.path.abspath(self._folder)] if self._folder else []
+        paths += [self._own["PYTHONPATH"]] if "PYTHONPATH" in self._own else []
+        found = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+        return variables_for(self._python, {**self._own, **found})
+
+    def run(self, do: str, limit_s: float, **more: Any) -> str:
+        """What it prints. Raises ConfigError with the last line of its errors if it fails. What it has started ends with it, and does not
+        hold up its end, as it would by holding a pipe open."""
+        with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+            status = self._status(self.command(do, **more), limit_s, printed, errors)
+            told, wrong = _written(printed), _written(errors)
+        if status:
+            last = (wrong.strip().splitlines() or [f"it ended with status {status}"])[-1]
+            raise ConfigError(f"{self._key}, with {self._python}: {last}")
+        return told
+
+    def _status(self, command: list[str], limit_s: float, printed: IO[bytes], errors: IO[bytes]) -> int:
+        files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
+        try:
+            running = subprocess.Popen(command, env=self.variables(), cwd="/", start_new_session=True, **files)
+        except (OSError, ValueError) as error:  # of too long arguments, or variables that cannot be
+            raise ConfigError(f"{self._key}: {self._python} cannot be started: {error}") from None
+        try:
+            return running.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{self._key}: {self._python} did not answer within {limit_s:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+
+def _written(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+# Episodes that an environment in a worker process plays. The policy answers each at an endpoint of its own, as it does programs.
+
+
+_FAILURES = ("environment", "deadline", "reward", "worker", UNANSWERED)
+_MOST_TOLD = 20  # failures that are written to the log
+
+
+@dataclass
+class Player:
+    """Plays the n episodes of a prompt at once. One that fails has the reward `on_crash`, and is trained on.
+
+    If the worker fails, or an episode has sampled nothing, all n are played again, `retries` times; after that the prompt is dropped if an
+    episode has sampled nothing. The run fails if that happens to more than `max_unanswered` of the last 100 prompts, or if the worker
+    cannot be started.
+    """
+
+    rollout: str  # its name in rollout.name
+    name: str  # of the environment, for messages
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: Parser
+    worker: Worker
+    deadline_s: float
+    on_crash: float
+    max_calls: int
+    retries: int
+    at_once: int  # episodes, of all prompts together
+    max_unanswered: float
+    grace_s: float = 15.0  # in which the worker tells of episodes that it has cut at their deadline
+    _endpoint: Endpoint = field(default_factory=Endpoint)
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _opened: bool = False
+    _told: int = 0
+
+    def __post_init__(self) -> None:
+        self._places, self._entering = asyncio.Semaphore(self.at_once), asyncio.Lock()
+        self._unanswered = Unanswered(self.name, self.max_unanswered)
+
+    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        """Raises RuntimeError if too many prompts are unanswered or there is no worker, and whatever failed a call of the policy."""
+        await self._open()
+        episodes, told = await self._attempt(context, prompt, sampling, n)
+        played = [self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)]
+        self._unanswered.count(played)
+        return group_of(prompt, played, self.tokenizer.decode_all)
+
+    async def _attempt(
+        self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
+    ) -> tuple[list[Episode], list[dict[str, Any]]]:
+        """The episodes and what is said of each, of the first attempt that does well, or of the last. A row whose first call has no room is
+        not tried again."""
+        left = self.retries
+        while True:
+            episodes = [Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls) for _ in range(n)]
+            try:
+                told, failed = await self._ask(episodes, prompt), False
+            except WorkerFailed as failure:
+                if isinstance(failure, NotStarted) and not left:
+                    raise RuntimeError(f"{self.name} could not be started in {self.retries + 1} attempts: {failure}") from failure
+                told, failed = [{"kind": "worker", "error": str(failure)}] * n, True
+            silent = [episode for episode in episodes if not episode.tree.turns]
+            hopeless = any(episode.counts["out_of_room"] for episode in silent)
+            if not left or (not failed and (not silent or hopeless)):
+                return episodes, told
+            left -= 1
+
+    async def close(self) -> None:
+        await self.worker.close()
+        await self._endpoint.close()
+        await self.parser.close()
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if not self._opened:
+                await self._endpoint.open()
+                self._opened = True
+
+    async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
+        """What the worker says of each. Raises WorkerFailed, and whatever failed a call."""
+        async with contextlib.AsyncExitStack() as context:
+            async with self._entering:  # in turn, so that no two wait for places that the other has
+                for _ in range(min(len(episodes), self.at_once)):
+                    await context.enter_async_context(self._places)
+            served = [await context.enter_async_context(self._endpoint.serving(episode, None)) for episode in episodes]
+            request = {
+                "row": prompt.row,
+                "model": MODEL,
+                "deadline_s": self.deadline_s,
+                "episodes": [{"url": f"http://127.0.0.1:{port}/v1", "key": key} for key, port, *_ in served],
+            }
+            asking = asyncio.ensure_future(self.worker.ask(request, self.deadline_s + self.grace_s))
+            failures = [each.failed for each in served]
+            try:
+                await asyncio.wait({asking, *failures}, return_when=asyncio.FIRST_COMPLETED)
+                for failed in failures:
+                    if failed.done():
+                        failed.result()
+                return (await asking)["episodes"]
+            finally:
+                asking.cancel()
+                await asyncio.wait({asking})
+
+    def _score(self, prompt: Prompt, episode: Episode, told: dict[str, Any]) -> Played:
+        kind, why = told.get("kind", ""), told.get("error", "")
+        if not episode.tree.turns:
+            kind, why = UNANSWERED, episode.why_unanswered(why)
+            self._unanswered.why = f"prompt {prompt.ordinal}: {why}"
+        score, own = Score(self.on_crash), dict[str, float]()
+        if not kind:
+            try:
+                reward = {"reward": told["reward"], **told["metrics"]}
+                form = f"finite numbers, with at most {MOST_METRICS} names"
+                score, own = numbers(reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}")
+            except NoReward as error:
+                kind, why = "reward", str(error)
+        if kind:
+            self._tell(prompt, why)
+            score = Score(self.on_crash, failures=[Failure(kind, short(why), part=f"{EPISODE}{self.rollout}")])
+        failures = {f"failed_{each}": float(kind == each) for each in _FAILURES}
+        return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
+
+    def _tell(self, prompt: Prompt, why: str) -> None:
+        self._told += 1
+        if self._told <= _MOST_TOLD:
+            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
+            print(f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}", flush=True)
+
+
+# What the rollouts of all hubs have in common.
+
+
+LOOK_S = 120.0
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class HubRollout:
+    """Rows, turns and reward are an environment's own, which a process of another interpreter plays."""
+
+    player: Player
+
+    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        return await self.player.play(context, prompt, sampling, n)
+
+    async def close(self) -> None:
+        await self.player.close()
+
+
+def check_on_crash(on_crash: float) -> None:
+    """Raises ConfigError."""
+    if not abs(on_crash) <= MAX_REWARD:
+        raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")

@@ -1,0 +1,74 @@
+"""Environments of PrimeIntellect's package `verifiers`, in an interpreter that has their packages (docs/agents.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.agents.hubs.player import LOOK_S, Count, HubRollout, Interpreter, Player, Positive, Seconds, Share, Worker, check_on_crash
+from megarl.config.errors import ConfigError, problems_of
+from megarl.data.chat import load_chat_template
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.tool_parsers import find_parser
+
+_Rows = dict[Literal["train", "eval"], dict[str, Any]]  # which tasks of a taskset (verifiers from 0.4 on) are those of a split
+
+
+class Verifiers(HubRollout):
+    """Tools, state and rubric are the environment's too. It is loaded once, by one process, which plays all episodes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        environment: str,
+        args: dict[str, Any] = {},  # noqa: B006  it is never changed
+        rows: _Rows = {},  # noqa: B006
+        python: str = "python",
+        folder: str | None = None,
+        variables: dict[str, str] = {},  # noqa: B006
+        on_crash: float = 0.0,
+        deadline_s: Seconds = 600.0,
+        start_s: Seconds = 300.0,
+        memory_mib: Positive = 8192,
+        tool_parser: str = "json",
+        max_calls: Positive = 256,
+        at_once: Positive = 256,
+        retries: Count = 2,
+        max_unanswered: Share = 0.1,
+    ):
+        """Raises: ConfigError with all problems of the arguments, also where the interpreter lacks the environment."""
+        interpreter = _interpreter(python, environment, args, rows, folder, variables)
+        if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
+            raise ConfigError(problems)
+        self.player = Player(
+            rollout="verifiers",
+            name=f"the environment {environment}",
+            tokenizer=tokenizer,
+            template=load_chat_template(tokenizer.source, "rollout.name=verifiers", "conversations cannot be rendered without one"),
+            parser=find_parser(tool_parser, "rollout.args.tool_parser"),
+            worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
+            deadline_s=deadline_s,
+            on_crash=on_crash,
+            max_calls=max_calls,
+            retries=retries,
+            at_once=at_once,
+            max_unanswered=max_unanswered,
+        )
+
+
+def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
+    """Writes the environment's rows, split ("train", "eval") → file, and says how many. Raises ConfigError.
+
+    Args: arguments: rollout.args.
+    """
+    own = {name: arguments[name] for name in ("python", "environment", "args", "rows", "folder", "variables") if name in arguments}
+    interpreter = _interpreter(**{"python": "python", "args": {}, "rows": {}, "folder": None, "variables": {}, **own})
+    return interpreter.run("rows", arguments.get("start_s", 300.0), files={split: str(path.absolute()) for split, path in files.items()})
+
+
+def _interpreter(
+    python: str, environment: str, args: dict[str, Any], rows: _Rows, folder: str | None, variables: dict[str, str]
+) -> Interpreter:
+    asked, key = {"environment": environment, "args": args, "rows": rows}, f"rollout.args.environment={environment}"
+    return Interpreter("inside_verifiers.py", python, key, asked, folder, {"VF_LOG_LEVEL": "ERROR", **variables})

@@ -1,0 +1,227 @@
+"""OpenAI's responses: requests to messages, answers to JSON. (platform.openai.com/docs/api-reference/responses)
+
+A turn of the policy is several items here: what it says, and each of its calls. They become one message again, since a conversation goes on
+from the ids that were sampled only where the message of a turn comes back as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megarl.agents.episode import Answer, Episode, Kept, Refused, openai_call
+from megarl.agents.openai_chat import (
+    FORCED,
+    NEUTRAL,
+    ROLES,
+    error,
+    refuse_unless_neutral,
+    stop_strings,
+    text_of,
+    token_logprobs,
+    tool_choice,
+    whole_number,
+)
+from megarl.data.chat import Message
+from megarl.generator.tool_parsers import ToolCall
+
+__all__ = ["error"]  # errors have the form of chat completions
+_LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values are of what is never there
+_MOST_KEPT_LETTERS = 16 << 20  # of an episode; without a bound it would be that of a request for each call
+_TRAINED = "the policy is trained on the conversation as it was sent"
+_NEUTRAL = {
+    **NEUTRAL,
+    "response_format": (({"type": "text"},), FORCED),
+    "background": ((False,), "an answer is sampled while its call waits"),
+    "conversation": ((), "previous_response_id goes on from an answer"),
+    "prompt": ((), "there are no templates of prompts here"),
+    "truncation": (("disabled",), _TRAINED),
+    "context_management": (([],), _TRAINED),
+}
+
+
+class Asked(NamedTuple):
+    """What an agent asks for."""
+
+    messages: list[Message]  # one for each item of the input
+    instructions: str  # of this call alone: who goes on from its answer sends them again
+    previous: str | None  # the response to go on from
+    tools: list[dict[str, Any]]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    store: bool  # whether later calls may go on from the answer
+    logprobs: bool
+    model: str
+
+
+def read_request(body: dict[str, Any]) -> Asked:
+    """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
+    refuse_unless_neutral(body, _NEUTRAL)
+    asked_format = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+    if asked_format != "text":
+        raise Refused(f"text.format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")
+    choice = tool_choice("tool_choice", body.get("tool_choice") or "auto")
+    given = body["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return Asked(
+        messages=[message for item in items for message in _messages(item)],
+        instructions=_string(body, "instructions") if body.get("instructions") else "",
+        previous=_string(body, "previous_response_id") if body.get("previous_response_id") else None,
+        tools=[] if choice == "none" else [*map(_tool, body.get("tools") or [])],
+        max_tokens=whole_number(body, "max_output_tokens"),
+        stop=stop_strings(body, "stop"),  # OpenAI has none here, but other servers have
+        stream=bool(body.get("stream")),
+        store=body.get("store") is not False,
+        logprobs=_LOGPROBS in (body.get("include") or []),
+        model=str(body.get("model", "")),
+    )
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool["type"] != "function":
+        raise Refused(f"tools: of type {str(tool['type'])[:50]}: only functions are supported: the endpoint calls no tools")
+    function = {"name": _string(tool, "name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
+    return {"type": "function", "function": function}
+
+
+def _messages(item: dict[str, Any]) -> list[Message]:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = ROLES.get(item["role"])
+        if role in (None, "tool"):
+            raise Refused(f"role={str(item['role'])[:50]}: must be developer, system, user, assistant")
+        return [{"role": role, "content": text_of(item["content"], "input_text", "output_text")}]
+    if kind == "function_call":
+        call = ToolCall(_string(item, "name"), _string(item, "arguments"))
+        return [{"role": "assistant", "content": "", "tool_calls": [openai_call(_string(item, "call_id"), call)]}]
+    if kind == "function_call_output":
+        return [{"role": "tool", "tool_call_id": _string(item, "call_id"), "content": text_of(item["output"], "input_text", "output_text")}]
+    if kind != "reasoning":
+        raise Refused(f"input: an item of type {str(kind)[:50]}: only message, function_call and function_call_output are supported")
+    if item.get("summary") or item.get("content"):
+        raise Refused("input: reasoning with a text: what the policy has thought is part of its messages")
+    return []
+
+
+def _string(item: dict[str, Any], name: str) -> str:
+    if not isinstance(item[name], str):
+        raise TypeError(f"{name} must be a string")
+    return item[name]
+
+
+def conversation(episode: Episode, asked: Asked) -> list[Message]:
+    """All that was said before, without the instructions. Raises Refused."""
+    if asked.previous is None:
+        return _joined(asked.messages, episode.called)
+    if asked.previous not in episode.kept:
+        raise Refused(f"Previous response with id '{asked.previous[:100]}' not found.", "previous_response_not_found", 404)
+    return [*episode.kept[asked.previous].messages, *_joined(asked.messages, episode.called)]
+
+
+def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
+    """One message for each turn of the assistant: for a text and the calls beside it, and for calls that were sampled in one turn where an
+    agent has put the result of each behind it."""
+    found: list[Message] = []
+    turn: Message | None = None  # the assistant's latest
+    for message in messages:
+        if message["role"] != "assistant":
+            found.append(message)
+        elif turn and (_side_by_side(found[-1], turn, message) or _of_one_turn(turn, message, called)):
+            turn["content"] = turn["content"] or message["content"]
+            turn["tool_calls"].extend(message.get("tool_calls", ()))
+        else:
+            turn = {**message, "tool_calls": [*message.get("tool_calls", ())]}
+            found.append(turn)
+    return found
+
+
+def _side_by_side(latest: Message, turn: Message, message: Message) -> bool:
+    """Two texts are two turns: the policy says one."""
+    return latest is turn and not (turn["content"] and message["content"])
+
+
+def _of_one_turn(turn: Message, message: Message, called: Mapping[str, str]) -> bool:
+    first, more = ([called.get(call["id"]) for call in each.get("tool_calls", ())][:1] for each in (turn, message))
+    return first == more and first not in ([], [None])
+
+
+def keep(episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer) -> None:
+    """Lets later calls go on from an answer. The oldest are forgotten when they are too much."""
+    turn = {"role": "assistant", "content": answer.content, "tool_calls": [openai_call(*call) for call in answer.calls]}
+    episode.kept[f"resp_{name}"] = Kept([*said, turn], len(str(asked.messages)))
+    while sum(kept.letters for kept in episode.kept.values()) > _MOST_KEPT_LETTERS:
+        del episode.kept[next(iter(episode.kept))]
+
+
+def written(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked) -> dict[str, Any]:
+    cut = answer.finish_reason == "length"
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": asked.model,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "output": _items(answer, logprobs, name, cut),
+        "usage": _usage(answer),
+        "previous_response_id": asked.previous,
+        "max_output_tokens": asked.max_tokens,
+        "parallel_tool_calls": True,
+        # The package's types want these; the agent knows what it has sent, and it may be long.
+        "instructions": None,
+        "metadata": {},
+        "tools": [],
+        "tool_choice": "auto",
+    }
+
+
+def _items(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, cut: bool) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.content or not answer.calls:
+        tokens = [{**token, "bytes": token["bytes"] or []} for token in token_logprobs(logprobs)]
+        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": tokens}
+        status = "incomplete" if cut else "completed"
+        items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [text]})
+    for number, (call_id, call) in enumerate(answer.calls):
+        about = {"type": "function_call", "id": f"fc_{name}_{number}", "call_id": call_id, "status": "completed"}
+        items.append({**about, "name": call.name, "arguments": call.arguments})
+    return items
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    prompt, sampled = answer.prompt_tokens, len(answer.completion.token_ids)
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    return {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled, **details}
+
+
+def streamed(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The finished answer as events (name, data), each text and each call in one piece."""
+    whole = written(answer, logprobs, name, asked)
+    begun = {"response": {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
+    events: list[tuple[str, dict[str, Any]]] = [("response.created", begun), ("response.in_progress", begun)]
+    for index, item in enumerate(whole["output"]):
+        told = _of_text(item) if item["type"] == "message" else _of_call(item)
+        events += [(kind, {"output_index": index, **data}) for kind, data in told]
+    events.append((f"response.{whole['status']}", {"response": whole}))
+    yield from ((kind, {"sequence_number": number, **data}) for number, (kind, data) in enumerate(events))
+
+
+def _of_text(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    [part], place = item["content"], {"item_id": item["id"], "content_index": 0}
+    yield "response.output_item.added", {"item": {**item, "status": "in_progress", "content": []}}
+    yield "response.content_part.added", {**place, "part": {**part, "text": "", "logprobs": []}}
+    yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": part["logprobs"]}
+    yield "response.output_text.done", {**place, "text": part["text"], "logprobs": part["logprobs"]}
+    yield "response.content_part.done", {**place, "part": part}
+    yield "response.output_item.done", {"item": item}
+
+
+def _of_call(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    place, arguments = {"item_id": item["id"]}, item["arguments"]
+    yield "response.output_item.added", {"item": {**item, "status": "in_progress", "arguments": ""}}
+    yield "response.function_call_arguments.delta", {**place, "delta": arguments}
+    yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": arguments}
+    yield "response.output_item.done", {"item": item}

@@ -1,0 +1,217 @@
+"""From the scored groups of a step to its training sequences, its mini-batches and its metrics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import Algorithm
+from megarl.base.rollout_types import (
+    Batch,
+    Elsewhere,
+    SampleNumbers,
+    SampleSummary,
+    TrainSequence,
+    Version,
+    any_unanswered,
+    episodes,
+    kept_metrics,
+)
+from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.data.order import Mixture
+from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, teacher_failures, trained_reward
+
+# Cuts a batch of rollouts into the mini-batches of its optimizer steps.
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What one optimizer step is made of."""
+
+    places: list[int]  # in the batch, of its samples that are trained on; possibly none
+    tokens: int  # of the policy in these
+    denominator: float  # the divisor of its summed loss, as if it were a batch: counts also samples that are left out of training
+
+
+def minibatches(
+    batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int, masked: Collection[int] = ()
+) -> list[MiniBatch]:
+    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on;
+    `masked`: of those that count in no mean either.
+
+    A prompt's samples stay together.
+    """
+    samples, found = batch.samples, []
+    starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
+    for groups in cut(len(batch.groups), trainer.minibatches, trainer.epochs, seed, batch.step):
+        places = [place for group in groups for place in range(starts[group], starts[group + 1]) if place not in masked]
+        chosen = [place for place in places if place in trained]
+        tokens, used = (sum(samples[place].policy_tokens for place in some) for some in (places, chosen))
+        whole = sum(not samples[place].branch for place in places)
+        found.append(MiniBatch(chosen, used, algorithm.denominator(tokens, whole) or 1.0))
+    return found
+
+
+def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list[int]]:
+    """[epochs * count][groups / count] which groups each mini-batch has; an epoch has every group once.
+
+    An epoch's order depends on its number, `seed` and `step` alone, so it is the same on all ranks, and after a resume.
+    """
+    assert groups % count == 0, f"{groups} groups, {count} mini-batches"
+    found = []
+    for epoch in range(epochs):
+        order = random.Random(f"{seed}/{step}/{epoch}").sample(range(groups), groups)
+        found += [sorted(order[first::count]) for first in range(count)]
+    return found
+
+
+# Turns a batch of scored groups into training sequences and the batch's metrics.
+
+
+def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
+    """Rewards [G, n] of episodes, float64; with `config`, what training uses in their place (rewards/score.py). Raises ValueError if
+    groups have different numbers of episodes."""
+    groups = [episodes(group.samples) for group in batch.groups]
+    if len(set(map(len, groups))) != 1:
+        raise ValueError(f"groups of step {batch.step} have different numbers of samples")
+
+    def reward(branches: list[SampleSummary]) -> float:
+        return trained_reward(branches, config) if config else branches[0].reward
+
+    return torch.tensor([[reward(branches) for branches in group] for group in groups], dtype=torch.float64)
+
+
+def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
+    """The places in the batch of the samples that algorithm.mask_truncated leaves out of the loss."""
+    return {place for place, sample in enumerate(batch.samples) if mask_truncated and sample.finish_reason == "length"}
+
+
+def to_train_sequences(
+    batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
+) -> dict[int, TrainSequence | Elsewhere]:
+    """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
+
+    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
+    `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
+    denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
+    advantage. `masked`: the places of samples that are left out in any case.
+    """
+    lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
+    of_episodes = zip(
+        (branches for group in batch.groups for branches in episodes(group.samples)), advantages.flatten().tolist(), strict=True
+    )
+    of_samples = [advantage for branches, advantage in of_episodes for _ in branches]
+    return {
+        place: _train_sequence(batch.numbers[place], advantage) if place in batch.numbers else Elsewhere(lengths[place])
+        for place, advantage in enumerate(of_samples)
+        if place not in masked and (advantage != 0.0 or not skip_zero)
+    }
+
+
+def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
+    """Masks the environment's tokens like the prompt's: both are context that the policy did not choose."""
+    prompt, length = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.token_ids)
+    token_ids, loss_mask = np.empty(length, np.int32), np.empty(length, np.bool_)
+    mu_logprobs, advantages = np.empty(length, np.float32), np.empty(length, np.float32)
+    token_ids[:prompt], token_ids[prompt:] = sample.prompt_ids, sample.token_ids
+    loss_mask[:prompt], mu_logprobs[:prompt], advantages[:prompt] = False, 0.0, 0.0
+    loss_mask[prompt:], mu_logprobs[prompt:], advantages[prompt:] = True, sample.logprobs, advantage
+    if sample.policy_mask is not None:
+        loss_mask[prompt:] = sample.policy_mask
+        mu_logprobs[prompt:][~sample.policy_mask] = 0.0
+        advantages[prompt:][~sample.policy_mask] = 0.0
+    return TrainSequence(token_ids, loss_mask, mu_logprobs, advantages, sample.routing, sample.kept, sample.teachers)
+
+
+def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None) -> dict[str, float]:
+    """Metrics of a batch, used by a trainer at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are any.
+
+    They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
+    zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
+    environment's tokens have none. Rewards are of episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are
+    means of Sample.metrics and reward_parts over the samples that have them.
+    """
+    trained_on = batch_rewards(batch) if trained is None else trained
+    samples = batch.generated
+    rewards = torch.tensor([sample.reward for sample in samples if not sample.branch], dtype=torch.float64)
+    runs = [run for sample in batch.samples for run in sample.policy_versions]
+    tokens, own_tokens = sum(sample.tokens for sample in samples), sum(sample.policy_tokens for sample in samples)
+    counted = {f"rollout/{name}": value for name, value in _means([sample.metrics for sample in samples]).items()}
+    parts = {f"reward/{name}/mean": value for name, value in _means([sample.reward_parts for sample in samples]).items()}
+    return {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        "staleness/mean": sum((version - sampled_by) * count for sampled_by, count in runs) / sum(count for _, count in runs),
+        "staleness/max": float(version - min(sampled_by for sampled_by, _ in runs)),
+        "response_tokens/mean": tokens / len(samples),
+        "environment_tokens/fraction": 1 - own_tokens / tokens,
+        "turns/mean": sum(sample.turns for sample in samples) / len(samples),
+        "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "zero_advantage_fraction": (trained_on == trained_on[:, :1]).all(dim=1).double().mean().item(),
+        **({} if trained is None else {"reward/penalty/mean": (batch_rewards(batch) - trained).mean().item()}),
+        **kept_metrics((sample.kept for sample in samples), own_tokens),
+        **episode_metrics(samples),
+        **failure_metrics(samples),
+        **teacher_failures(samples),
+        **parts,
+        **counted,
+    }
+
+
+def dropped_metrics(batch: Batch) -> dict[str, float]:
+    """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong.
+    prompts/unanswered are those of which an episode has sampled nothing."""
+    answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
+    dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in answered]
+    unanswered = len(batch.dropped) - len(answered)
+    return {
+        **({"prompts/unanswered": unanswered} if unanswered else {}),
+        "prompts/dropped": len(dropped),
+        "prompts/dropped_right": sum(min(rewards) >= CORRECT for rewards in dropped),
+        "prompts/dropped_wrong": sum(max(rewards) < CORRECT for rewards in dropped),
+        **({"reward/dropped_mean": fmean(chain(*dropped))} if dropped else {}),
+        **({"reward/trained_mean": fmean(sample.reward for sample in batch.samples if not sample.branch)} if batch.groups else {}),
+    }
+
+
+def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
+    """Of each of several sources: how many of its prompts are trained on and dropped in this step, and its mean reward over both.
+    `prompts/rested` are those that the curriculum has left out."""
+    found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
+    for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
+        groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
+        rewards = [sample.reward for group in [*groups, *dropped] for sample in group.samples if not sample.branch]
+        found |= {f"source/{name}/prompts": len(groups), **({f"source/{name}/dropped": len(dropped)} if dropped else {})}
+        found |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+    return found
+
+
+def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
+    """Why the run must stop, if so many prompts were dropped that there is no batch to train on."""
+    if batch.groups:
+        return None
+    found, rollout = dropped_metrics(batch), config.rollout
+    generated = (
+        f"at least {rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
+    )
+    if "reward/dropped_mean" not in found:
+        return f"{generated}, and too few are left for a batch: of the others an episode has sampled nothing (prompts/unanswered)"
+    same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "
+    same += f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
+    return (
+        f"{generated}, and too few are left for a batch: {same}. Nothing is learned from those. Look whether the task is too hard or too "
+        "easy for the model, or the reward wrong; or raise rollout.n or rollout.max_num_gen_batches"
+    )
+
+
+def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the mappings that have it."""
+    names = sorted({name for each in counts for name in each})
+    return {name: fmean(each[name] for each in counts if name in each) for name in names}

@@ -1,0 +1,155 @@
+"""Files that other processes write, or will read: the end of a log, what is there whole or not at all, and what is nobody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_TRIED_BYTES = 4 << 10
+_MOST_BYTES = 64 << 10  # logs of days may be larger than memory
+
+
+def make_private_folder(path: Path) -> None:
+    """One that this user alone can look into. Where it is there already it stays as it is: whoever made it has decided."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes by rename: if the process dies, the host loses power, or the disk is full, the previous content stays."""
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(half, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+        sync_folder(path.parent)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def write_problem(folder: Path) -> str:
+    """Why nothing can be written to `folder`, which may have become full or read-only; empty if something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def sync_folder(folder: Path) -> None:
+    """So that names in it are as they are now also after its host has lost its power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def log_tail(path: Path, lines: int = 25) -> str:
+    """Its last lines."""
+    if not path.exists():
+        return "(no log)"
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _MOST_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+# The Hugging Face hub: files by their repository's name, out of its cache or over the network.
+#
+# Its own client tries five times, for half a minute, for every file; and so does each process. Here it is asked once whether the hub can be
+# reached; where it cannot, this process and all that it starts look in the cache alone.
+
+
+OFFLINE = "HF_HUB_OFFLINE"  # environment: the hub's own switch
+ANSWER_S = 5.0
+
+
+class HubError(Exception):
+    """Why there is no such file. Completes the sentence "model.path=owner/name: …"."""
+
+
+def hub_file(repository: str, name: str, kind: str = "model") -> Path:
+    """A file of owner/name, a "model" or a "dataset", as it lies in the cache. Raises HubError."""
+    use_cache = unreachable()
+    from huggingface_hub import hf_hub_download  # only now: it looks at OFFLINE when it is imported
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, name, repo_type=kind, local_files_only=bool(use_cache)))
+    except LocalEntryNotFoundError as error:
+        raise HubError(f"{name} is not in the hub's cache, and {use_cache or _first_line(error)}") from error
+    except EntryNotFoundError as error:
+        raise HubError(f"has no {name} on the hub") from error
+    except GatedRepoError as error:
+        raise HubError("is gated on the hub: accept its terms there, and log in by `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise HubError("is no local folder, and no repository on the hub; a private one needs `hf auth login`") from error
+    except (OSError, ValueError) as error:  # all of the hub's errors derive from these
+        raise HubError(f"cannot be read from the hub: {_first_line(error)}") from error
+
+
+@functools.cache
+def unreachable() -> str:
+    """Why the hub is not to be asked; empty where it can be. Settles it for whatever this process starts, too."""
+    if os.environ.get(OFFLINE, "").lower() in ("1", "true", "yes", "on"):
+        return f"{OFFLINE} is set"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return ""  # it has answered
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        os.environ[OFFLINE] = "1"
+        return f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# Checks that a command can write its output, before it computes for minutes.
+
+
+PICTURES = (".svg", ".png")
+
+
+def file_problems(option: str, path: str, endings: Sequence[str] = ()) -> Iterator[str]:
+    """Problems with writing a file at `path`, which may exist. `option` is the user's name for it, for the message."""
+    if endings and not path.endswith(tuple(endings)):
+        yield f"{option} {path}: must end in {' or '.join(endings)}"
+    elif Path(path).is_dir():
+        yield f"{option} {path}: is a folder, must be a file"
+    elif not Path(path).parent.is_dir():
+        yield f"{option} {path}: there is no folder {Path(path).parent}"
+    elif not os.access(path if Path(path).exists() else Path(path).parent, os.W_OK):
+        yield f"{option} {path}: may not be written"
+
+
+def folder_problems(option: str, path: str) -> Iterator[str]:
+    """Problems with writing a folder at `path`, and any missing folders above it."""
+    there = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+    if not there.is_dir():
+        yield f"{option}{path}: {'is' if there == Path(path) else f'{there} is'} a file, must be a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{option}{path}: {there} may not be written to"
+
+
+def new_folder_problems(option: str, path: str) -> Iterator[str]:
+    """Like `folder_problems`, but nothing may exist at `path`, since an export replaces everything there."""
+    if Path(path).is_dir() and any(Path(path).iterdir()):
+        yield f"{option}{path}: is there already, and is not empty; remove it, or name another"
+    else:
+        yield from folder_problems(option, path)

@@ -1,0 +1,169 @@
+"""Boxes of elements in N dimensions, and ranks as coordinates on their parallel axes. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+# Axis-aligned boxes of elements in N dimensions.
+
+
+class Box(msgspec.Struct, frozen=True, gc=False):
+    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is built in a tenth of a dataclass's time.)"""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple([s + n for s, n in zip(self.start, self.shape)])
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box: `tensor[box.slices()]` is a view."""
+        return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None."""
+        start, shape = [], []
+        for a, m, b, n in zip(self.start, self.shape, other.start, other.shape):
+            low = a if a > b else b
+            extent = (a + m if a + m < b + n else b + n) - low
+            if extent <= 0:
+                return None
+            start.append(low)
+            shape.append(extent)
+        return Box(tuple(start), tuple(shape))
+
+    def contains(self, other: Box) -> bool:
+        return all(a <= b and b + n <= a + m for a, m, b, n in zip(self.start, self.shape, other.start, other.shape))
+
+    def move(self, origin: Box, target: Box) -> Box:
+        """This box, which lies in `origin`, as seen when origin's first element is moved to target's."""
+        return Box(tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]), self.shape)
+
+    def drop(self) -> Box:
+        """The same box without its first dim."""
+        return Box(self.start[1:], self.shape[1:])
+
+    def subtract(self, other: Box) -> Iterator[Box]:
+        """Disjoint boxes that together are this box without `other`: at most two per dimension."""
+        common = self.intersect(other)
+        if common is None:
+            yield self
+            return
+        start, shape = list(self.start), list(self.shape)
+        for d in range(len(start)):
+            before = common.start[d] - start[d]
+            after = start[d] + shape[d] - common.start[d] - common.shape[d]
+            if before:
+                yield Box(tuple(start), tuple(shape[:d] + [before] + shape[d + 1 :]))
+            if after:
+                yield Box(tuple(start[:d] + [common.end[d]] + start[d + 1 :]), tuple(shape[:d] + [after] + shape[d + 1 :]))
+            start[d], shape[d] = common.start[d], common.shape[d]
+
+    def join(self, other: Box) -> tuple[int, Box] | None:
+        """(dim, union) when `other` continues this box along exactly one dim, else None."""
+        differing = [d for d in range(len(self.start)) if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])]
+        if len(differing) != 1:
+            return None
+        d = differing[0]
+        if self.start[d] + self.shape[d] != other.start[d]:
+            return None
+        return d, Box(self.start, self.shape[:d] + (self.shape[d] + other.shape[d],) + self.shape[d + 1 :])
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+# Who stands where: ranks of trainer and generator as coordinates on their parallel axes. Pure arithmetic.
+
+
+DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # whose SGLang models can run attention data-parallel
+
+
+@dataclass(frozen=True)
+class TrainerCoordinate:
+    """Place of one trainer rank on the mesh axes."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class TrainerTopology:
+    """Sizes of the trainer's mesh axes. Ranks run in Megatron's default order: tp fastest, then cp, dp, pp.
+
+    Experts live on a mesh of their own over the same ranks (megatron/core/parallel_state.py): etp fastest, then ep, then the
+    replicas of an expert, then pp. Within a stage etp * ep * expert_dp = tp * cp * dp.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    zero: int = 1
+    first_stage_layers: int | None = None  # None: stages that are not told share the rest evenly
+    last_stage_layers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert. Not a whole number of them means that ep * etp does not divide the ranks of a stage."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def coordinate(self, rank: int) -> TrainerCoordinate:
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return TrainerCoordinate(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """[dp][…] the ranks at each place of the data-parallel axis: those that train on the same sequences."""
+        ranks: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in range(self.world_size):
+            ranks[self.coordinate(rank).dp].append(rank)
+        return ranks
+
+    def rank(self, coordinate: TrainerCoordinate) -> int:
+        c = coordinate
+        return c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
+
+
+@dataclass(frozen=True)
+class GeneratorTopology:
+    """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
+
+    Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run. With data-parallel attention (SGLang's
+    attn_dp_size = dp_attention) each run of tp / dp_attention holds attention and embedding, cut over that run.
+    """
+
+    engines: int = 1
+    tp: int = 1
+    ep: int = 1
+    dp_attention: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.engines * self.tp
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks over which attention is cut."""
+        return self.tp // self.dp_attention

@@ -1,0 +1,99 @@
+"""Processes of a host: why one ended, how one ends with its parent, and signs of life of one that is busy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+# Why a process ended, as far as its host can tell.
+
+
+SHARED_MEMORY = Path("/dev/shm")
+KERNEL_COUNTS = Path("/proc/vmstat")
+LITTLE_BYTES = 16 << 20  # as good as full
+MIB = 1 << 20
+
+
+def how(code: int) -> str:
+    """`code` as subprocess and multiprocessing give it; above 128, as a shell would: a signal has ended one of its own processes."""
+    if code < 0:
+        return f"was killed by {_name(-code)}"
+    if code > 128 and _name(code - 128):
+        return f"exited with status {code}: one of its processes was killed by {_name(code - 128)}"
+    return f"exited with status {code}"
+
+
+def ended_for_memory() -> int:
+    """How many processes the kernel has ended for lack of memory, of the host or of a control group, since the host started; 0 where
+    it does not count."""
+    for line in KERNEL_COUNTS.read_text().splitlines() if KERNEL_COUNTS.exists() else ():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def cause(code: int, ended_before: int) -> str:
+    """Why a process ended with `code` at whose start `ended_for_memory` gave `ended_before`; empty where nothing is known."""
+    number = -code if code < 0 else code - 128
+    found = []
+    if number == signal.SIGKILL and (ended := ended_for_memory() - ended_before) > 0:
+        memory = psutil.virtual_memory()
+        room = f"{memory.available // MIB} of {memory.total // MIB} MiB are free now"
+        found.append(f"the kernel has ended {ended} of this host's processes for lack of memory meanwhile; {room}")
+    if SHARED_MEMORY.is_dir():
+        disk = shutil.disk_usage(SHARED_MEMORY)
+        if disk.free < LITTLE_BYTES or number == signal.SIGBUS:
+            what = "full" if disk.free < LITTLE_BYTES else "the likely place, if memory that is mapped there had no room"
+            found.append(f"{SHARED_MEMORY} is {what}: {disk.free // MIB} of {disk.total // MIB} MiB are free")
+    return "; ".join(found)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else ""
+
+
+# Processes that end with the one that has started them, also when that is killed outright and cannot end its children.
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent ends. Raises SystemExit where the process `parent` is gone already: another one has
+    taken over its children, and that may itself be process 1, of a container."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(f"process {parent}, which has started this one, is gone")
+
+
+# Signs of life from a worker that is busy with a command of a weight update and so cannot answer (generator.health_s).
+
+
+BEATS = "MEGARL_ENGINE_BEATS"  # environment variable: path of the file that the beats touch
+BEAT_S = 1.0
+
+
+@contextlib.contextmanager
+def beating() -> Iterator[None]:
+    """Touches the file every BEAT_S until the block ends, so a shorter command never touches it. A stopped process does not beat."""
+    file, done = os.environ.get(BEATS), threading.Event()
+
+    def beat(path: Path) -> None:
+        while not done.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a full disk: then only the engine's answers count
+                path.touch()
+
+    if file:
+        threading.Thread(target=beat, args=[Path(file)], name="beats", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,194 @@
+"""The critic of PPO: its model, its loss, and the optimizer steps that it and the policy make of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.algorithms.batches import MiniBatch
+from megarl.base.rollout_types import Batch, Elsewhere, TrainSequence
+from megarl.critic.losses import Moments
+from megarl.critic.plan import critic_path
+from megarl.executors.batch_steps import BatchSteps, Frozen, Scores, at
+from megarl.plan.resolve import RunPlan
+from megarl.teachers.trainer import Sequences
+from megarl.trainer.step import MegatronTrainer
+
+if TYPE_CHECKING:
+    from megarl.trainer.step import StepResult
+
+# A critic's loss.
+
+
+def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
+    """Half the sum over the policy's tokens of (V - R)^2 or, if that is more, of the same with V no further than `clip` from the value that
+    the batch began with (Schulman et al. 2017, arXiv:1707.06347, in its implementation)."""
+    mask, old, returns = microbatch.loss_mask, microbatch.old_values, microbatch.returns
+    assert old is not None and returns is not None
+    error, clipped = (values - returns).square(), torch.zeros_like(mask)
+    if clip is not None:
+        bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+        clipped = bounded > error
+        error = torch.maximum(error, bounded)
+    sums = {"tokens": mask.sum(), "values": torch.where(mask, values.detach(), 0.0).sum(), "values_clipped": (clipped & mask).sum()}
+    return LossOutput(torch.where(mask, error, 0.0).sum() / 2, sums)
+
+
+# A policy's critic: a model with a scalar head, on the ranks of the trainer and with its sizes.
+
+
+def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
+    config = plan.config
+    assert plan.critic is not None
+    critic = MegatronTrainer(
+        plan.critic.with_scalar_head(),
+        plan.trainer_topology,
+        replace(config.trainer, routing_replay=False),  # what was recorded is the choice of the policy's routers
+        config.model.dtype,
+        config.seed,
+        total_steps=config.max_steps * config.trainer.optimizer_steps,
+        timeout_s=config.timeouts.collective_s,
+        optimizer=config.critic.optimizer,
+    )
+    # A rank has the tokens of the policy's share of a batch, so both must share it out alike, whatever the cost of attention in each.
+    critic.squares = policy.squares
+    return critic
+
+
+def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
+    """Loads the first weights."""
+    new_head = "zeros" if plan.config.critic.head == "zeros" else "random"
+    assert plan.critic is not None
+    critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else new_head)
+
+
+# The optimizer steps of a batch for a policy and its critic (PPO).
+
+
+@dataclass(frozen=True)
+class ActorCriticSteps(BatchSteps):
+    """Each mini-batch makes an optimizer step of the policy, and one of the critic.
+
+    Advantages and returns come from the values of the weights that the batch began with. A rank knows the values of all sequences, but
+    forms advantages of those alone whose tokens it has.
+    """
+
+    critic: MegatronTrainer = field(kw_only=True)
+    _told: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    def train(self, batch: Batch) -> list[StepResult]:
+        """Returns the policy's results; none during `critic.warmup_steps`, when its weights stay."""
+        sequences, cut = self._cut(batch)
+        frozen = self._frozen(sequences, cut)
+        values = self._by_places(self.critic.token_values, sequences, cut)
+        rewards = self.rewards(batch)
+        advantages, returns = self._estimates(sequences, values, rewards.flatten().tolist(), frozen)
+        advantages, told = self._whitened(cut, sequences, advantages, returns, values)
+        weighted = {place: _with_advantages(sequence, advantages.get(place)) for place, sequence in sequences.items()}
+        results, of_critic = [], []
+        for each in cut:
+            if batch.step >= self.config.critic.warmup_steps:
+                ages = None if results else self._ages(batch, each.places, sequences)
+                results.append(self._step(each, weighted, rewards, frozen, self._kept(batch), ages))
+            of_critic.append(self._critic_step(each, sequences, values, returns))
+        self._told.clear()
+        self._told.update(told | _of_results(of_critic))
+        return results
+
+    def value_metrics(self) -> dict[str, float]:
+        return self._told
+
+    def _critic_step(self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores) -> StepResult:
+        elsewhere = np.empty(0, np.float32)  # in the place of what other data-parallel ranks have
+        result = self.critic.train_step(
+            [sequences[place] for place in minibatch.places],
+            partial(value_loss, clip=self.config.critic.value_clip),
+            float(minibatch.tokens or 1),
+            old_values=at(minibatch.places, values),
+            returns=[returns.get(place, elsewhere) for place in minibatch.places],
+        )
+        result.check_tokens(minibatch.tokens)
+        return result
+
+    def _estimates(
+        self, sequences: Sequences, values: Scores, rewards: list[float], frozen: Frozen
+    ) -> tuple[Mapping[int, np.ndarray], Scores]:
+        """Advantages and returns of the sequences whose tokens this rank has, by their places; each as long as the sequence, 0 on what the
+        policy did not write. A response's reward is that of its last token; a KL penalty in the reward is each token's own."""
+        assert self.algorithm.gae is not None
+        own = {place: np.flatnonzero(each.loss_mask) for place, each in sequences.items() if isinstance(each, TrainSequence)}
+        own = {place: tokens for place, tokens in own.items() if len(tokens)}
+        of_tokens = []
+        for place, tokens in own.items():
+            row = np.zeros(len(tokens))
+            row[-1] = rewards[place]
+            if self.algorithm.penalizes_rewards:
+                assert frozen.reference is not None and frozen.proximal is not None
+                both = (torch.from_numpy(scores[place][tokens]) for scores in (frozen.proximal, frozen.reference))
+                row -= self.algorithm.penalties(*both).numpy()
+            of_tokens.append(row)
+        found = self.algorithm.gae.advantages(of_tokens, [values[place][tokens].astype(np.float64) for place, tokens in own.items()])
+        advantages, returns = {}, {}
+        for (place, tokens), row in zip(own.items(), found, strict=True):
+            advantages[place] = np.zeros(len(sequences[place]))
+            advantages[place][tokens] = row
+            returns[place] = (advantages[place] + values[place]).astype(np.float32)
+        return advantages, returns
+
+    def _whitened(
+        self, cut: list[MiniBatch], sequences: Sequences, advantages: Mapping[int, np.ndarray], returns: Scores, values: Scores
+    ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
+        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants that; metrics of the values before it."""
+        mine: list[int] = []  # over the data-parallel ranks every place once
+        for each in cut[: self.config.trainer.minibatches]:
+            share = self.trainer.shares([sequences[place] for place in each.places])[self.trainer.coordinate.dp]
+            mine += [each.places[index] for index in share if each.places[index] in advantages]
+        masks = [each.loss_mask for each in map(sequences.__getitem__, mine) if isinstance(each, TrainSequence)]
+
+        def moments(rows: list[np.ndarray]) -> list[float]:
+            return Moments.of([row[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)])
+
+        kinds = [
+            [advantages[place] for place in mine],
+            [returns[place] for place in mine],
+            [returns[place] - values[place] for place in mine],
+        ]
+        sums = self.trainer.summed([value for rows in kinds for value in moments(rows)])
+        advantage, wanted, missed = (Moments(sums[first : first + 3]) for first in (0, 3, 6))
+        told = {
+            "returns": wanted.mean,
+            "value/mean": wanted.mean - missed.mean,
+            **({"value/explained_variance": 1 - missed.variance / wanted.variance} if wanted.variance > 0 else {}),
+            "advantage/mean": advantage.mean,
+            **({"advantage/std": math.sqrt(advantage.variance)} if advantage.count else {}),
+        }
+        assert self.algorithm.gae is not None
+        if self.algorithm.gae.whiten:
+            advantages = {place: advantage.whitened(row) for place, row in advantages.items()}
+        return advantages, told
+
+
+def _with_advantages(sequence: TrainSequence | Elsewhere, advantages: np.ndarray | None) -> TrainSequence | Elsewhere:
+    if advantages is None or isinstance(sequence, Elsewhere):
+        return sequence
+    return msgspec.structs.replace(sequence, advantages=np.where(sequence.loss_mask, advantages, 0.0).astype(np.float32))
+
+
+def _of_results(results: list[StepResult]) -> dict[str, float]:
+    tokens = sum(result.tokens for result in results) or math.nan
+    return {
+        "value/loss": fmean(result.loss for result in results),
+        "value/clipped_fraction": sum(result.sums["values_clipped"] for result in results) / tokens,
+        "value/grad_norm": fmean(result.grad_norm for result in results),
+        "value/learning_rate": results[-1].learning_rate,
+    }

@@ -1,0 +1,67 @@
+"""Advantages of tokens from a critic's values (PPO)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Advantages of tokens from a critic's values (PPO).
+#
+# Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the T tokens of the policy in a response;
+# what
+# the environment wrote in between is skipped, as if the next token of the policy followed at once:
+#
+#     d_t = r_t + gamma V_(t+1) - V_t         V_t the value of what precedes token t; V_T = 0: a response ends, also where it was cut
+#     A_t = sum over l >= t of (gamma lambda)^(l - t) d_l
+#     R_t = A_t + V_t                         what V_t is to become
+
+
+_SMALLEST_VARIANCE = 1e-8
+
+
+@dataclass(frozen=True)
+class Gae:
+    gamma: float
+    gae_lambda: float
+    whiten: bool
+
+    def advantages(self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
+        lengths = [len(row) for row in rewards]
+        # Responses stand below each other, with zeros behind the shorter ones, whose values end so.
+        padded = np.zeros((2, len(lengths), max(lengths, default=0) + 1))
+        for row, (length, *both) in enumerate(zip(lengths, rewards, values, strict=True)):
+            padded[:, row, :length] = both
+        reward, value = padded
+        found, following = np.zeros_like(reward), np.zeros(len(lengths))
+        for t in reversed(range(reward.shape[1] - 1)):
+            following = reward[:, t] + self.gamma * value[:, t + 1] - value[:, t] + self.gamma * self.gae_lambda * following
+            found[:, t] = following
+        return [row[:length] for row, length in zip(found, lengths)]
+
+
+class Moments:
+    """Counts, sums and sums of squares, which add up over ranks."""
+
+    def __init__(self, sums: Sequence[float]):
+        self.count, self._sum, self._squares = sums
+
+    @staticmethod
+    def of(values: Sequence[np.ndarray]) -> list[float]:
+        """The sums of one rank's values."""
+        whole = np.concatenate([*values, np.empty(0)])
+        return [float(len(whole)), float(whole.sum()), float(np.square(whole).sum())]
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.count if self.count else math.nan
+
+    @property
+    def variance(self) -> float:
+        return max(0.0, self._squares / self.count - self.mean**2) if self.count else math.nan
+
+    def whitened(self, values: np.ndarray) -> np.ndarray:
+        return (values - self.mean) / math.sqrt(self.variance + _SMALLEST_VARIANCE)

@@ -1,0 +1,146 @@
+"""Batches of supervised learning: demonstrations, and pairs of responses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from megarl.base.rollout_types import TrainSequence
+from megarl.config.errors import ConfigError
+from megarl.config.schema import MixtureConfig, PreferenceConfig, RunConfig
+from megarl.data.datasets import load_rows, read_pairs
+from megarl.data.order import Mixture, mixture_of, train_mixture
+from megarl.data.prompts import count_tokens, dropping, load_sources, row_index
+from megarl.data.rows import Pair, Row, RowProblem
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.models.spec import ModelSpec
+
+# Batches of demonstrations for supervised learning.
+
+
+def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[list[TrainSequence]]:
+    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`; batch t depends on t and `seed` alone.
+
+    Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
+    """
+    tokenizer, size = load_tokenizer(config.model), config.sft.batch_size
+    sources = load_sources(config, *sft_data(config), sft_mixture(config), "none", "sft", demonstration_tokens(tokenizer, spec))
+    for step in range(done, config.sft.steps):
+        ordinals = range(step * size, (step + 1) * size)
+        yield [sft_sequence(sources[ordinal], tokenizer, spec.max_position_embeddings) for ordinal in ordinals]
+
+
+def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
+    """All of `sft.eval`; empty without one. Raises ConfigError as `sft_batches` does."""
+    if config.sft.eval is None:
+        return []
+    tokenizer = load_tokenizer(config.model)
+    reading = dropping(config, demonstration_tokens(tokenizer, spec))
+    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", tokenizer.source, reading)
+    return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
+
+
+def sft_data(config: RunConfig) -> tuple[MixtureConfig, str]:
+    """What is learned, and its section."""
+    return (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
+
+
+def sft_mixture(config: RunConfig) -> Mixture:
+    """Quotas of sft.data are parts of a batch; those of data.train keep their proportions."""
+    return mixture_of(*sft_data(config), config.sft.batch_size, "sft.batch_size") if config.sft.data else train_mixture(config)
+
+
+def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
+    """Counts the tokens of a row's prompt. It raises RowProblem for a row that does not fit the model's context with its demonstration, or
+    whose prompt has unknown characters."""
+    context = spec.max_position_embeddings
+
+    def count(row: Row) -> int:
+        tokens = count_tokens(row, tokenizer, context - 1, f"{context} tokens of context less 1 for the response")
+        try:
+            sft_sequence(row, tokenizer, context)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{row.where}: ")
+            raise RowProblem(problem, f"prompt and demonstration of more than {context} tokens, the model's context") from error
+        return tokens
+
+    return count
+
+
+def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
+    """Prompt and demonstration; only the policy's parts of the demonstration and end-of-text are learned.
+
+    Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too long.
+    """
+    texts = [row.demonstration] if isinstance(row.demonstration, str) else row.demonstration
+    token_ids = tokenizer.encode_prompt(row.prompt)
+    loss_mask = [False] * len(token_ids)
+    for number, text in enumerate(texts):
+        closed = number < len(texts) - 1 or row.ended
+        ids = tokenizer.encode_text(text, special_tokens=True) if closed else tokenizer.encode_response(text)
+        token_ids = token_ids + ids
+        loss_mask += [number % 2 == 0] * len(ids)
+    length = len(token_ids)
+    if length > context_tokens:
+        raise ConfigError(f"{row.where}: prompt and demonstration have {length} tokens, more than the model's context of {context_tokens}")
+    zeros = np.zeros(length, np.float32)
+    return TrainSequence(np.array(token_ids, np.int32), np.array(loss_mask), mu_logprobs=zeros, advantages=zeros)
+
+
+# Pairs of responses for megarl reward-model: read, ordered, and as tokens.
+
+
+def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
+    """(config key, dataset) of the pairs that are learned, and of the held-out ones."""
+    settings = config.reward_model
+    given = {"reward_model.data": settings.data, "reward_model.eval": settings.eval}
+    return [(key, dataset) for key, dataset in given.items() if dataset is not None]
+
+
+def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, spec: ModelSpec) -> Sequence[Pair]:
+    """All pairs; none without a dataset. Raises ConfigError for mistakes in the data."""
+    if dataset is None:
+        return []
+    reading = dropping(config, responses_tokens(load_tokenizer(config.model), spec))
+    return read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path, reading)[0]
+
+
+def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], int]:
+    """Counts the tokens of a pair's prompt. It raises RowProblem for a pair that does not fit the model's context."""
+    context = spec.max_position_embeddings
+
+    def count(pair: Pair) -> int:
+        try:
+            pair_tokens(pair, tokenizer, context)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{pair.where}: ")
+            raise RowProblem(problem, f"prompt and response of more than {context} tokens, the model's context") from error
+        return len(tokenizer.encode_prompt(pair.prompt))
+
+    return count
+
+
+def training_steps(config: RunConfig, pairs: int) -> int:
+    settings = config.reward_model
+    return settings.steps or math.ceil(settings.epochs * pairs / settings.batch_size)
+
+
+def batch_of(config: RunConfig, pairs: Sequence[Pair], step: int) -> list[Pair]:
+    """The pairs of a step, which depend on its number and `seed` alone. Every epoch has each pair once."""
+    size = config.reward_model.batch_size
+    ordinals = range(step * size, (step + 1) * size)
+    return [pairs[row_index(ordinal, len(pairs), f"reward_model/{config.seed}", config.data.shuffle)] for ordinal in ordinals]
+
+
+def pair_tokens(pair: Pair, tokenizer: Tokenizer, context_tokens: int) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt with each response and end-of-text, as a rollout has them: chosen, rejected.
+
+    Raises ConfigError if one is longer than the model's context.
+    """
+    prompt = tokenizer.encode_prompt(pair.prompt)
+    both = prompt + tokenizer.encode_response(pair.chosen), prompt + tokenizer.encode_response(pair.rejected)
+    if (length := max(map(len, both))) > context_tokens:
+        raise ConfigError(f"{pair.where}: prompt and response have {length} tokens, more than the model's context of {context_tokens}")
+    return both

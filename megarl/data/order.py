@@ -1,0 +1,223 @@
+"""Which prompt comes when: a shuffled order, the mixture of several sources, and the curriculum."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from fractions import Fraction
+from typing import NamedTuple
+
+from megarl.base.rollout_types import Ordinal
+from megarl.config.errors import ConfigError, problems_of
+from megarl.config.schema import MIXED, CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig, RunConfig
+
+# A shuffled order that is computed, not stored: position -> index, in constant time and memory.
+
+
+_ROUNDS = 6
+
+
+def permute(position: int, size: int, key: str) -> int:
+    """Index at `position` of a pseudo-random permutation of range(size) that depends on `key` alone.
+
+    A Feistel network on the smallest even number of bits that hold `size`, walked until it lands inside the range
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle walking).
+    Raises IndexError outside 0 <= position < size.
+    """
+    if not 0 <= position < size:
+        raise IndexError(f"position {position} is outside 0..{size - 1}")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    index = _feistel(position, half_bits, key)
+    while index >= size:
+        index = _feistel(index, half_bits, key)
+    return index
+
+
+def _feistel(value: int, half_bits: int, key: str) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for round_ in range(_ROUNDS):
+        digest = hashlib.blake2b(f"{key}/{round_}/{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+    return left << half_bits | right
+
+
+# Which of several sources each prompt of a run is from.
+
+
+LONGEST_PERIOD = 100_000
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+
+
+class Mixture:
+    """Ordinals to sources and back, by shares alone: of the first k ordinals, each source has its share of k, give or take less than one.
+
+    The order is periodic. The j-th ordinal of a source with the share w may come no sooner than j / w, and must come before (j + 1) / w is
+    rounded up; whichever must come soonest does. That meets every deadline, and so the bound above (Baruah, Cohen, Plaxton and Varvel,
+    "Proportionate progress", 1996). Where shares times k are whole numbers, the counts are these numbers: quotas are exact.
+    """
+
+    def __init__(self, shares: Sequence[Fraction | int] = (1,), names: Sequence[str] = ("",)):
+        """Raises ValueError if the order has too long a period."""
+        self.names = tuple(names)
+        whole = math.lcm(*(Fraction(share).denominator for share in shares))
+        units = [int(share * whole) for share in shares]
+        common = math.gcd(*units)
+        self._units = [unit // common for unit in units]
+        self._period = sum(self._units)
+        if self._period > LONGEST_PERIOD:
+            raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat after {self._period} prompts only")
+        self._source: list[int] = []  # by place in the period
+        self._places: list[list[int]] = [[] for _ in shares]  # of each source, in the period
+        for place in range(self._period):
+            source = min((self._deadline(source), source) for source in range(len(units)) if self._may(source, place))[1]
+            self._source.append(source)
+            self._places[source].append(place)
+
+    def _may(self, source: int, place: int) -> bool:
+        return len(self._places[source]) * self._period < (place + 1) * self._units[source]
+
+    def _deadline(self, source: int) -> int:
+        return -(-(len(self._places[source]) + 1) * self._period // self._units[source])
+
+    def source(self, ordinal: Ordinal) -> int:
+        return self._source[ordinal % self._period]
+
+    def draw(self, ordinal: Ordinal) -> int:
+        """How many ordinals of the same source are below it."""
+        return self.below(self.source(ordinal), ordinal)
+
+    def ordinal(self, source: int, draw: int) -> Ordinal:
+        """The ordinal of the source's `draw`-th prompt, from 0 on."""
+        periods, rest = divmod(draw, self._units[source])
+        return periods * self._period + self._places[source][rest]
+
+    def below(self, source: int, ordinal: Ordinal) -> int:
+        """How many ordinals of the source are below `ordinal`."""
+        periods, rest = divmod(ordinal, self._period)
+        return periods * self._units[source] + bisect_left(self._places[source], rest)
+
+    def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
+        """How many of the ordinals from `first` to before `end` each source has."""
+        return [self.below(source, end) - self.below(source, first) for source in range(len(self.names))]
+
+
+def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
+    return {name: source for name, source in config.sources.items() if source is not None}
+
+
+def source_sets(config: MixtureConfig, key: str) -> list[tuple[str, DatasetConfig]]:
+    """(config key, dataset) of the sources that a section mixes, or of the one that it names."""
+    return [(f"{key}.sources.{name}", source) for name, source in mixed(config).items()] or [(key, config)]
+
+
+def train_mixture(config: RunConfig) -> Mixture:
+    return mixture_of(config.data.train, "data.train", config.rollout.prompts_per_step, "rollout.prompts_per_step")
+
+
+def mixture_problems(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Iterable[str]:
+    if (config.source == MIXED) == (not mixed(config)):
+        given = f"{key}.source={config.source}: must be {MIXED}, or left out, beside {key}.sources"
+        yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
+        return
+    for name in mixed(config):
+        if not SOURCE_NAME.fullmatch(name):
+            yield f"{key}.sources.{name}: its name must be letters, digits, - and _"
+    yield from problems_of(lambda: mixture_of(config, key, per_step, per_step_key))
+
+
+def mixture_of(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Mixture:
+    """The mixture that a section describes; of one source if it names only one. `per_step`: what quotas are parts of.
+
+    Raises ConfigError with all problems: no source, one in two places, quotas that are not a step's number of prompts, too fine weights.
+    """
+    sources = mixed(config)
+    if not sources:
+        return Mixture()
+    for name, source in sources.items():
+        if source.weight is not None and source.quota is not None:
+            raise ConfigError(f"{key}.sources.{name}.weight={source.weight:g}: must be null with a quota (quota={source.quota})")
+    quotas = {name: source.quota for name, source in sources.items() if source.quota is not None}
+    weights = {name: Fraction(str(source.weight or 1)) for name, source in sources.items() if name not in quotas}
+    rest = per_step - sum(quotas.values())
+    if rest < 0 or (rest == 0) != (not weights):
+        wanted = f"be {per_step_key}={per_step}" if not weights else f"leave some of {per_step_key}={per_step} for the other sources"
+        given = " + ".join(f"{key}.sources.{name}.quota={quota}" for name, quota in quotas.items())
+        raise ConfigError(f"{given}: {'together they ' * (len(quotas) > 1)}must {wanted}")
+    shares = [Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values()) for name in sources]
+    try:
+        return Mixture(shares, [*sources])
+    except ValueError as error:
+        raise ConfigError(f"{key}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder weights") from error
+
+
+# Prompts that are too easy or too hard rest for some epochs, then come again.
+
+
+class Place(NamedTuple):
+    """What an ordinal stands for: the number of its source, that of the pass over it, and that of the row."""
+
+    source: int
+    epoch: int
+    row: int
+
+
+class Verdict(Enum):
+    BEGINS = "begins"
+    RESTS = "rests"
+    WAITS = "waits"
+
+
+class Curriculum:
+    """Pure logic, at the generator. A row rests in epoch e of its source if its pass rate was outside the band when it was drawn in one of
+    the `rest_epochs` epochs before e.
+
+    Which knowledge may an ordinal use? What a row's earlier draws scored, and nothing else. These are fixed before the ordinal begins: if
+    one of them is still in flight, the ordinal waits for it (`Verdict.WAITS`), which finishes by itself, as it needs nothing of the
+    trainer. So neither the capacity of the channel, nor the order in which rollouts finish, nor the step that the trainer is at changes
+    which rows rest. Knowledge of "what has been trained on by now" would, and waiting for training could wait for ever: a batch may need
+    the very ordinal that waits for it.
+
+    A resumed run decides alike, because the link keeps the order: whatever an ordinal that a checkpoint knows of was decided by has reached
+    the checkpoint before it. Where a group is generated again since it was too old, its first score counts, which may have been used.
+    """
+
+    def __init__(self, locate: Callable[[Ordinal], Place], rest_epochs: int):
+        self._locate, self._rest_epochs = locate, rest_epochs
+        self._running: dict[tuple[int, int], Ordinal] = {}  # row → its draw that is still to be scored
+        self._outside: dict[tuple[int, int], int] = {}  # row → the last epoch in which it was outside the band
+        self._scored: Collection[Ordinal] = ()
+
+    def resume(self, outside: Iterable[Ordinal], scored: Collection[Ordinal]) -> None:
+        """`outside`: all draws of the run that were outside the band. `scored`: those whose first scores count, though they come again."""
+        self._scored = scored
+        for ordinal in outside:
+            source, epoch, row = self._locate(ordinal)
+            self._outside[source, row] = max(epoch, self._outside.get((source, row), -1))
+
+    def begin(self, ordinal: Ordinal) -> Verdict:
+        source, epoch, row = self._locate(ordinal)
+        if (source, row) in self._running:
+            return Verdict.WAITS
+        last = self._outside.get((source, row))
+        if last is not None and last < epoch <= last + self._rest_epochs:
+            return Verdict.RESTS
+        if ordinal not in self._scored:
+            self._running[source, row] = ordinal
+        return Verdict.BEGINS
+
+    def finish(self, ordinal: Ordinal, outside: bool) -> None:
+        source, epoch, row = self._locate(ordinal)
+        if self._running.get((source, row)) == ordinal:
+            del self._running[source, row]
+            if outside:
+                self._outside[source, row] = epoch
+
+
+def outside_band(rewards: Sequence[float], config: CurriculumConfig) -> bool:
+    passed = sum(reward >= config.pass_reward for reward in rewards) / len(rewards)
+    return not config.min_pass_rate <= passed <= config.max_pass_rate

@@ -1,0 +1,551 @@
+"""Bytes of memory on the fullest ranks of trainer and engines, and what they follow from: a step's sequences, and each rank's weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megarl.algorithms.recipes import needs_reference, recipe_of
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.estimate.hardware import GIB, Gpu
+from megarl.lora.layout import Lora, trainer_adapters
+from megarl.models import ModelSpec
+from megarl.models.parameters import FIRST, padded_vocab_size
+from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.layout import ITEM_BYTES, Layout, generator_layout, stage_of_layer, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
+
+# How many sequences a step has, and how long they are.
+
+
+def scoring_passes(config: RunConfig) -> int:
+    """Forward passes over a batch that train nothing: of the reference model; of the policy before the first optimizer step (of several, or
+    for a penalty in the reward); for a loss of several responses, of the policy before each. A critic's own are counted with it."""
+    algorithm = config.algorithm
+    proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
+    groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
+    return int(needs_reference(algorithm) is not None) + int(proximal) + groups
+
+
+def dropped_share(config: RunConfig) -> float | None:
+    """The share of generated prompts that are not trained on; None: unknown."""
+    return config.plan.dropped_share if config.rollout.dynamic_sampling else 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Response lengths are exponential, cut at `max_response_tokens`; `response_tokens` is their mean after the cut."""
+
+    sequences: int
+    prompts: int  # each is prefilled once per engine that gets it (prefix caching)
+    prompt_tokens: float
+    response_tokens: float
+    max_response_tokens: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Workload:
+        rollout, plan = config.rollout, config.plan
+        return cls(
+            sequences=rollout.prompts_per_step * rollout.n,
+            prompts=rollout.prompts_per_step,
+            prompt_tokens=plan.mean_prompt_tokens,
+            response_tokens=min(plan.response_tokens or rollout.max_tokens / 2, rollout.max_tokens),
+            max_response_tokens=rollout.max_tokens,
+        )
+
+    @classmethod
+    def generated(cls, config: RunConfig) -> Workload:
+        """With the prompts that dynamic sampling is expected to drop, if that is known (plan.dropped_share)."""
+        trained, share = cls.of(config), dropped_share(config) or 0.0
+        more = {name: math.ceil(getattr(trained, name) / (1 - share)) for name in ("sequences", "prompts")}
+        return replace(trained, **more)
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> float:
+        return self.sequences * self.tokens_per_sequence
+
+    @property
+    def longest(self) -> float:
+        return self.prompt_tokens + self.max_response_tokens
+
+    @cached_property
+    def mean_square(self) -> float:
+        """E[R^2] of the length R of a response after the cut: the integral of 2 t times the share of responses longer than t."""
+        longest, scale = self.max_response_tokens, self.scale
+        if math.isinf(scale):
+            return longest * longest
+        return 2 * scale * (scale - (scale + longest) * math.exp(-longest / scale))
+
+    @property
+    def tokens_per_square(self) -> float:
+        """E[L^2] / E[L] of the length L of a sequence: attention's work on a batch is that of sequences which all have this length."""
+        whole = self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
+        return whole / self.tokens_per_sequence
+
+    @property
+    def decoded(self) -> float:
+        """Tokens that a response has so far, the mean over all decoding steps of all responses: E[R^2] / 2 E[R]. Half of the mean if all
+        are equally long; the whole mean if lengths are exponential, as most steps are spent on long responses."""
+        return self.mean_square / (2 * self.response_tokens)
+
+    @cached_property
+    def scale(self) -> float:
+        """The exponential's mean before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all responses reach the cut."""
+        longest, mean = self.max_response_tokens, self.response_tokens
+        if mean >= 0.999 * longest:
+            return math.inf
+        low, high = mean, 1e4 * longest
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+        return low
+
+    def survivors(self, tokens: float) -> float:
+        """Share of responses longer than `tokens`."""
+        return math.exp(-tokens / self.scale) if tokens < self.max_response_tokens else 0.0
+
+    @cached_property
+    def straggler(self) -> float:
+        """Expected length of the longest response of a step."""
+        return min(self.max_response_tokens, self.scale * (math.log(self.sequences) + 0.5772))
+
+
+# Elements and bytes that each rank holds, from the same layouts as the reshard map.
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of weights on one rank; experts are counted apart, since they have their own mesh."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class GeneratorWeights:
+    """Bytes on one engine rank. `streamed`: non-expert weights read at every decoding step; the embedding is only looked up."""
+
+    streamed: int
+    expert: int
+    embedding: int
+
+    @property
+    def total(self) -> int:
+        return self.streamed + self.expert + self.embedding
+
+
+def stages_held(layout: Layout) -> list[Held]:
+    """Elements in the memory of the fullest rank of every pipeline stage."""
+    stages = layout.kinds[0].ranks.shape[0]
+    held = np.zeros((stages, 2), dtype=np.int64)
+    for kind in layout.kinds:
+        of_experts = int(kind.shards[0].experts is not None)
+        held[:, of_experts] += np.bincount(kind.stages, minlength=stages) * max(math.prod(shard.shape) for shard in kind.shards)
+    return [Held(int(dense), int(expert)) for dense, expert in held]
+
+
+def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
+    """Elements on the fullest rank of each pipeline stage. Raises ConfigError if the sizes do not divide the model."""
+    return _trainer_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype)
+
+
+def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    """(elements of adapters, elements of the weights that have some) on the fullest rank of each pipeline stage."""
+    return _adapters_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype, lora)
+
+
+def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None) -> list[Held]:
+    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage."""
+    if lora:
+        return [adapters for adapters, _ in adapters_held(spec, trainer, dtype, lora)]
+    return trainer_held(spec, trainer, dtype)
+
+
+def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
+    """Bytes on the fullest rank, including scales. Raises ConfigError if the sizes do not divide the model."""
+    return _generator_weights(shape_of(spec), replace(generator_topology(generator), engines=1), generator.quantization, dtype)
+
+
+def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
+    """Memory that an engine rank keeps beside its weights if trainer ranks of other nodes write to it, for boxes of short rows
+    (schedule.lands); 0 if the trainer cuts no finer than the engine."""
+    topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
+    engine = replace(generator_topology(generator), engines=1)
+    few = spec.first_dense_layers + 1 if spec.num_experts else 1  # the layers from here on are alike, and pp = 1 keeps them together
+    shapes = (replace(shape_of(spec), num_layers=few + more) for more in (0, 1))
+    some, one_more = (_landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes)
+    return some + (spec.num_layers - few) * (one_more - some)
+
+
+def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:
+    """What the fullest trainer rank keeps to find what has changed (weights.delta): all that it holds, in the engines' precision, or its
+    part of what is sent, if there are so few engines that replicas of the trainer share that."""
+    topology = trainer_topology(trainer)
+    whole = generator.tp * generator_weights(spec, generator, dtype).total  # replicated tensors count for each rank
+    held = trainer_held(spec, trainer, dtype)
+    elements = topology.tp * sum(stage.total for stage in held)
+    of_fullest = whole * max(stage.total for stage in held) / elements
+    return min(of_fullest, whole * generator.engines / topology.world_size)
+
+
+def largest_stage(spec: ModelSpec, trainer: TrainerConfig) -> int:
+    """The number of layers of the largest pipeline stage."""
+    return max(map(sum, stage_layers(spec, trainer)))
+
+
+def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, int], ...]:
+    """(dense layers, expert layers) of each pipeline stage."""
+    t = trainer
+    return _stage_layers(shape_of(spec), t.pp, t.vpp, t.first_stage_layers, t.last_stage_layers)
+
+
+def _one_replica(topology: TrainerTopology) -> TrainerTopology:
+    """The topology with as few replicas as the experts' mesh allows; all replicas hold the same."""
+    ranks = topology.tp * topology.cp
+    return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
+
+
+# A search asks for the same sizes again and again, so these are cached.
+
+
+@functools.lru_cache(maxsize=4096)
+def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> list[Held]:
+    return stages_held(trainer_layout(spec, topology, dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapters_held(spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    whole = trainer_layout(spec, topology, dtype)
+    names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
+    adapted = Layout(whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names))
+    return list(zip(stages_held(trainer_layout(spec, topology, dtype, "local", lora)), stages_held(adapted), strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_layers(spec: ModelSpec, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, int], ...]:
+    stages = stage_of_layer(spec.num_layers, TrainerTopology(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last))
+    dense = spec.first_dense_layers if spec.num_experts else spec.num_layers
+    return tuple((stages[:dense].count(stage), stages[dense:].count(stage)) for stage in range(pp))
+
+
+@functools.lru_cache(maxsize=4096)
+def _generator_weights(spec: ModelSpec, topology: GeneratorTopology, quantization: str | None, dtype: str) -> GeneratorWeights:
+    layout = generator_layout(spec, topology, dtype, quantization=quantization)
+    embedding = expert = streamed = 0
+    for kind in layout.kinds:
+        size = kind.instances * max(math.prod(shard.shape) * ITEM_BYTES[shard.dtype] for shard in kind.shards)
+        if kind.shards[0].experts is not None:
+            expert += size
+        elif kind.place == FIRST and not spec.tie_word_embeddings:
+            embedding += size
+        else:
+            streamed += size
+    return GeneratorWeights(streamed=streamed, expert=expert, embedding=embedding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorTopology, quantization: str | None, dtype: str) -> int:
+    map = ReshardMap.build(trainer_layout(spec, trainer, dtype), generator_layout(spec, engine, dtype, quantization=quantization))
+    return sum(copy.bytes for copy in landings(map, 0))
+
+
+def rank_bytes(layout: Layout) -> list[int]:
+    """Bytes of weights on each rank, [world_size]."""
+    sizes = np.zeros(layout.world_size, dtype=np.int64)
+    for kind in layout.kinds:
+        times = np.bincount(kind.stages, minlength=kind.ranks.shape[0])  # instances on each stage
+        for shard, tensor in enumerate(kind.shards):
+            np.add.at(sizes, kind.ranks[:, shard], times[:, None] * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype])
+    return sizes.tolist()
+
+
+def shape_of(spec: ModelSpec) -> ModelSpec:
+    """The spec without the scaling of positions, which cannot be hashed and on which sizes do not depend."""
+    return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)
+
+
+# Activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
+#
+# After Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without dropout, with fused attention (no
+# score matrix) and fused SwiGLU, as the trainer runs on GPUs.
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Elements per token of one layer on one rank."""
+
+    boundary: float  # the layer's input, which is all that full recomputation keeps
+    kept: float  # what the backward pass needs, including the boundary
+    workspace: float  # the most gradients of one layer that are alive at once
+
+
+def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerActivations:
+    """`experts`: whether the layer has routed experts. Assumes that tokens spread evenly over experts."""
+    tp, h = trainer.tp, spec.hidden_size
+    split = tp if trainer.sequence_parallel else 1
+    ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
+    mlp = _routed(spec, trainer, split) + 3 * spec.shared_intermediate_size / tp if experts else 3 * ffn / tp
+    kept = 4 * h / split + _attention(spec, tp) + mlp  # 4: inputs and outputs of both norms
+    widest = 2 * ffn * spec.experts_per_token / trainer.etp / split if experts else 2 * ffn / tp
+    gathered = h if trainer.sequence_parallel else 0
+    return LayerActivations(boundary=h / split, kept=kept, workspace=2 * widest + 2 * h / split + gathered)
+
+
+def _attention(spec: ModelSpec, tp: int) -> float:
+    """Rotated queries, keys, values and the output; if heads are normed or compressed, also the inputs of that."""
+    heads = spec.num_attention_heads
+    if spec.kv_lora_rank:
+        compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
+        return compressed + heads * (3 * spec.head_dim + 2 * spec.v_head_dim) / tp
+    q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0)) / tp
+
+
+def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
+    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they travel, and the experts' activations."""
+    per_expert = 2 * spec.hidden_size + 3 * spec.expert_intermediate_size / trainer.etp
+    return (2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert) / split
+
+
+# Bytes of memory on the fullest rank of each pipeline stage of the trainer.
+
+
+GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
+# Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
+OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
+SAVED_BYTES = 12  # per parameter, whatever its dtype in training
+# Of a logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32 and its gradient, which takes the logit's own place in fp32.
+LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
+DIVERGENCE_BYTES = 12  # of a logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
+FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one rank."""
+
+    weights: float  # with adapters also these, and a copy of the weights that they are merged into
+    gradients: float
+    optimizer: float
+    reference: float  # frozen copy of the weights, if the algorithm needs one
+    shadow: float  # what was sent last, with weights.delta_shadow=device
+    frozen: float  # the weights of frozen models beside the policy; their activations and logits come after the policy's, and are no more
+    critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are no more
+    activations: float
+    logits: float  # those of one chunk, and the hidden states that they are made from
+    buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def trainer_memory(
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    dtype: str,
+    gpu: Gpu,
+    *,
+    reference: bool = False,
+    critic: ModelSpec | None = None,
+    frozen: Sequence[ModelSpec] = (),
+    divergence: bool = False,
+    lora: Lora | None = None,
+    merges: bool = True,
+    shadow: float = 0.0,
+) -> TrainerMemory:
+    """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
+    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora, "merges": merges}
+    stages = stage_memory(spec, trainer, dtype, gpu, **others, shadow=shadow)
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    dtype: str,
+    gpu: Gpu,
+    *,
+    reference: bool = False,
+    critic: ModelSpec | None = None,
+    frozen: Sequence[ModelSpec] = (),
+    divergence: bool = False,
+    lora: Lora | None = None,
+    merges: bool = True,
+    shadow: float = 0.0,
+) -> list[TrainerMemory]:
+    """[pp] memory of the fullest rank of each stage. `merges`: whether it keeps weights with the adapters of `lora` merged."""
+    item = ITEM_BYTES[dtype]
+    of_critic = [
+        (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
+        for held in (trainer_held(critic, trainer, dtype) if critic else ())
+    ]
+    of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
+    tokens = trainer.max_tokens_per_microbatch / trainer.cp
+    trained, found = trained_held(spec, trainer, dtype, lora), []
+    adapted = adapters_held(spec, trainer, dtype, lora) if lora else []
+    beside = [adapters.total + merges * merged.total for adapters, merged in adapted] or [0] * trainer.pp
+    for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
+        kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
+        logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
+        found.append(
+            TrainerMemory(
+                weights=item * (held.total + beside[stage]),
+                gradients=GRADIENT_BYTES * trained[stage].total,
+                optimizer=optimizer_bytes(trained[stage], trainer, dtype),
+                reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
+                shadow=shadow,
+                frozen=item * sum(stages[stage].total for stages in of_frozen),
+                critic=of_critic[stage] if of_critic else 0.0,
+                activations=kept,
+                logits=logits,
+                buffers=2 * DEFAULT_WAVE_BYTES + FRAGMENTATION * (kept + logits),
+                runtime=gpu.runtime_gib * GIB,
+            )
+        )
+    return found
+
+
+def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
+    """On the last stage: a microbatch's hidden states of whole sequences and their gradient, and the larger of a chunk's logits and the
+    gradient that PyTorch asks for of the output layer: zeros, since the true one is in Megatron's buffer."""
+    item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
+    vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
+    chunk = (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]) * min(tokens, trainer.logprob_chunk_tokens) * vocab
+    return 2 * item * tokens * spec.hidden_size + max(chunk, item * vocab * spec.hidden_size)
+
+
+def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
+    """Adam's state, which zero=1 splits over the ranks with the same weights."""
+    if not trainer.zero:
+        return OPTIMIZER_BYTES[dtype] * held.total
+    return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
+
+
+def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None = None) -> float:
+    """The largest share of a checkpoint, fp32 master weights and both moments, which a rank copies to its host's memory and writes."""
+    return max(SAVED_BYTES * _shared(held, trainer) for held in trained_held(spec, trainer, dtype, lora))
+
+
+def _shared(held: Held, trainer: TrainerConfig) -> float:
+    """Elements of one rank where those that hold the same ones share them out."""
+    expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
+    return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
+
+
+def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:
+    """Elements per token of a microbatch, summed over all microbatches in flight when the stage is fullest.
+
+    `dense`, `routed`: how many dense layers and layers with experts the stage has.
+    """
+    layers = [(count, of_layer(spec, trainer, experts)) for count, experts in ((dense, False), (routed, True)) if count]
+    in_flight = microbatches_in_flight(trainer, stage)
+    if trainer.recompute:  # one layer at a time is recomputed for its gradient
+        working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
+        return in_flight * sum(count * layer.boundary for count, layer in layers) + working
+    workspace = max((layer.workspace for _, layer in layers), default=0.0)
+    return in_flight * sum(count * layer.kept for count, layer in layers) + workspace
+
+
+def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
+    """1F1B: pp - stage. Interleaved: chunks in flight / chunks per rank (Megatron's get_pp_rank_microbatches, warm-up plus one)."""
+    if trainer.vpp == 1:
+        return trainer.pp - stage
+    chunks = 2 * (trainer.pp - stage - 1) + (trainer.vpp - 1) * trainer.pp + 1
+    return chunks / trainer.vpp
+
+
+# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache within mem_fraction, all else beside it.
+
+
+CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # SGLang's default below so many GiB: memory_hook.py
+CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
+PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
+
+
+@dataclass(frozen=True)
+class GeneratorMemory:
+    """Bytes on one rank. `kv_cache` holds max_concurrency requests at full length."""
+
+    weights: float
+    kv_cache: float
+    landing: float  # where weights from other nodes arrive before they are scattered
+    graphs: float
+    activations: float  # a prefill chunk's, the logits of a full batch, and the table of where requests' tokens are in the cache
+    runtime: float
+
+    @property
+    def static(self) -> float:
+        """What must fit within SGLang's mem_fraction."""
+        return self.weights + self.kv_cache
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def generator_memory(
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0, pool: float = 0.0
+) -> GeneratorMemory:
+    """`landing`: sizes.landing_bytes if `may_land`; `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
+    item, tp = ITEM_BYTES[dtype], generator.tp
+    kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
+    ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
+    table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context that engines are given
+    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy to sample from
+    return GeneratorMemory(
+        weights=generator_weights(spec, generator, dtype).total + pool,
+        kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
+        landing=landing,
+        graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
+        activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn) + logits + table,
+        runtime=gpu.runtime_gib * GIB,
+    )
+
+
+def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
+    """KV bytes of all layers on one rank, per token of an engine's request: a mean, as an attention replica keeps only its own requests.
+
+    Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
+    """
+    replicas = generator.dp_attention
+    if spec.kv_lora_rank:
+        return item * spec.num_layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
+    heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
+    return item * spec.num_layers * 2 * heads * spec.head_dim / replicas
+
+
+def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
+    """Tokens that an engine's KV cache holds: as many as are asked for, else what is left beside the weights (negative: not even these)."""
+    if generator.kv_cache_tokens is not None:
+        return generator.kv_cache_tokens
+    left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total
+    return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
+
+
+def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int:
+    """The most tokens that an engine prefills at once: a chunk of a longer prompt, or several shorter ones."""
+    default = next(tokens for below_gib, tokens in CHUNKED_PREFILL_TOKENS if gpu.memory_gib < below_gib)
+    chunk = generator.server_args.get("chunked_prefill_size") or default
+    return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)  # -1: prompts are not cut
+
+
+def usable_static(generator: GeneratorConfig, gpu: Gpu) -> float:
+    """Bytes that weights and KV cache may take together: mem_fraction of what is free before the weights are loaded."""
+    return generator.mem_fraction * (gpu.memory_gib - gpu.runtime_gib) * GIB

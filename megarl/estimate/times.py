@@ -1,0 +1,474 @@
+"""Seconds of a step's parts: collectives, training, generation, and the weight update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.estimate.hardware import CONSTANTS, Cluster, Constants
+from megarl.estimate.memory import (
+    GeneratorWeights,
+    Held,
+    Workload,
+    cache_tokens,
+    generator_weights,
+    kv_bytes_per_token,
+    largest_stage,
+    stage_layers,
+    trained_held,
+)
+from megarl.lora.layout import Lora, unserved
+from megarl.lora.plan import sends_adapters
+from megarl.models import ModelSpec
+from megarl.models.registry import active_elements, attention_flops, flops_per_token
+from megarl.models.spec import SCALAR
+from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
+from megarl.reshard.layout import ITEM_BYTES, generator_layout, pool_layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+
+# Seconds of collectives over groups of ranks, depending on how a group is spread over nodes.
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks, `stride` apart in the order in which ranks fill the nodes."""
+
+    size: int
+    stride: int
+    cluster: Cluster
+    constants: Constants
+
+    @property
+    def per_node(self) -> int:
+        """Members on one node."""
+        return min(self.size, max(1, self.cluster.gpus_per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.size / self.per_node)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Ring bandwidth of a member; rings across nodes use the NICs of all members on a node."""
+        gpu = self.cluster.gpu
+        wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
+        return wire * self.constants.link_efficiency
+
+    @property
+    def latency_s(self) -> float:
+        return self.constants.latency_s + self.constants.node_latency_s * math.log2(self.nodes)
+
+    def gather_s(self, size_bytes: float) -> float:
+        """An all-gather to `size_bytes` on every member, or a reduce-scatter of as many."""
+        if self.size == 1:
+            return 0.0
+        return self.latency_s + size_bytes * (self.size - 1) / self.size / self.bytes_per_s
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """A reduce-scatter, then an all-gather."""
+        return 2 * self.gather_s(size_bytes)
+
+    def small_all_reduce_s(self, size_bytes: float) -> float:
+        """One-shot all-reduce of the megabyte or less that a decoding step sums: too small to be spread over all NICs of a node."""
+        if self.size == 1:
+            return 0.0
+        gpu = self.cluster.gpu
+        wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else gpu.nic_bytes_per_s
+        return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
+
+    def all_to_all_s(self, size_bytes: float) -> float:
+        """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC."""
+        if self.size == 1:
+            return 0.0
+        outside = (self.size - self.per_node) / self.size
+        inside = (self.per_node - 1) / self.size
+        gpu = self.cluster.gpu
+        wire_s = outside / gpu.nic_bytes_per_s + inside / gpu.nvlink_bytes_per_s
+        return self.latency_s + size_bytes * wire_s / self.constants.link_efficiency
+
+
+# Seconds of one training step, from the model's matrix products and the ranks' traffic.
+
+
+# Of attention's forward FLOPs: five products instead of two, as scores are made again (FlashAttention-2, arXiv 2307.08691, section 4.1).
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class TrainTime:
+    """Seconds of a batch on the busiest rank."""
+
+    compute: float
+    tensor_parallel: float  # also context parallel
+    expert_parallel: float
+    pipeline: float  # the bubble, and what passes between stages
+    data_parallel: float  # gradients and, if sharded, weights
+    optimizer: float  # also what an optimizer step costs regardless of its tokens
+    tflops: float  # per GPU over all optimizer steps, counting the model's products without recomputation
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor_parallel + self.expert_parallel + self.pipeline + self.data_parallel + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainModel:
+    """One trainer on one cluster."""
+
+    spec: ModelSpec
+    trainer: TrainerConfig
+    dtype: str
+    cluster: Cluster
+    constants: Constants = CONSTANTS
+    lora: Lora | None = None  # a frozen weight takes no product for its gradient; the adapters' own products count for nothing
+
+    def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
+        """Of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to the token
+        budget."""
+        t, k = self.trainer, self.constants
+        steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
+        scoring = extra_forwards / t.epochs  # a batch is scored once
+        rows, squares = self._rows(workload), workload.tokens_per_square
+        count = math.ceil(workload.tokens / t.dp / rows)
+        count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
+        backward = (1 if self.lora else 2) + t.recompute
+        passes = 1 + backward + scoring
+        layers = largest_stage(self.spec, t)
+        products, attention = self._layer_s(rows), self._attention_s(rows, squares)
+        of_attention = 1 + t.recompute + ATTENTION_BACKWARD
+        per_layer = passes * products + (of_attention + scoring) * attention
+        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
+        last = sum(stage_layers(self.spec, t)[-1])
+        compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head)
+        exchanges = 3 + t.recompute + scoring
+        tensor = exchanges * layers * (self._tensor_s(rows) + self._context_s(rows, attention))
+        expert = exchanges * layers * self._expert_s(rows)
+        between = (2 + scoring) * self._between_s(rows)
+        bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
+        held = max(trained_held(self.spec, t, self.dtype, self.lora), key=lambda stage: stage.total)
+        update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
+        last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
+        longest = self._longest_share(workload)
+        total = TrainTime(
+            compute=steps * count * compute * longest,
+            tensor_parallel=steps * count * tensor,
+            expert_parallel=steps * count * expert,
+            pipeline=steps * count * (between + bubble),
+            data_parallel=steps * self._data_s(held, last_backward_s),
+            optimizer=steps * (update_s + k.step_s),
+            tflops=0.0,
+        )
+        flops = (2 if self.lora else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
+        return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
+
+    def scoring_s(self, workload: Workload) -> float:
+        """Of one pass over a batch that only scores."""
+        return self.seconds(workload, extra_forwards=1).total - self.seconds(workload).total
+
+    @property
+    def _hbm(self) -> float:
+        return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
+
+    def _rows(self, workload: Workload) -> float:
+        """Tokens of a microbatch: whole sequences within the budget, at most a rank's share."""
+        length = workload.tokens_per_sequence
+        whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
+        return min(whole, max(length, workload.tokens / self.trainer.dp))
+
+    def _longest_share(self, workload: Workload) -> float:
+        """The work of the rank that has the step's longest sequence, over the mean rank's: 1 unless that sequence alone is more. The
+        trainer gives each rank an equal share of tokens plus attention (microbatch.plan_microbatches), but cuts no sequence over dp."""
+        flops = flops_per_token(self.spec, 0)
+        squares = (flops_per_token(self.spec, 1) - flops) / flops
+        longest, mean = workload.prompt_tokens + workload.straggler, workload.tokens_per_sequence
+        share = workload.sequences / self.trainer.dp * mean * (1 + squares * workload.tokens_per_square)
+        return max(1.0, longest * (1 + squares * longest) / share)
+
+    def _rate(self, rows: float, columns: float) -> float:
+        """FLOP/s of a product with so many rows and columns."""
+        k = self.constants
+        return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
+
+    def _head_s(self, rows: float) -> float:
+        """One product of hidden states and output layer. Training takes four: logits are made again in the backward pass."""
+        t, spec = self.trainer, self.spec
+        chunk = min(rows / t.cp, t.logprob_chunk_tokens)
+        if spec.head == SCALAR:  # one number a token
+            return 0.0
+        return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
+
+    def _attention_s(self, rows: float, length: float) -> float:
+        """Scores and weighted values of one forward pass of one layer, for sequences of `length` tokens."""
+        spec, t = self.spec, self.trainer
+        return rows * attention_flops(spec, length) / (t.tp * t.cp) / self._rate(rows / t.cp, spec.head_dim * 4)
+
+    def _layer_s(self, rows: float) -> float:
+        """One forward pass of one layer but for `_attention_s`: the mean over dense and expert layers."""
+        spec, t = self.spec, self.trainer
+        dense, expert = active_elements(spec)
+        share = t.tp * t.cp
+        columns = min(spec.hidden_size, spec.num_attention_heads * spec.head_dim / t.tp)
+        seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns)
+        split = t.tp if t.sequence_parallel else 1
+        touched = 4 * spec.hidden_size / split + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
+        if spec.num_experts:
+            of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
+            width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
+            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width) + self.constants.expert_pass_s
+            touched += spec.experts_per_token * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+        item = ITEM_BYTES[self.dtype]
+        return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
+
+    def _tensor_s(self, rows: float) -> float:
+        """Two all-reduces over tp per layer, one if experts replace the MLP."""
+        spec, t = self.spec, self.trainer
+        over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype])
+        return (1 if spec.num_experts else 2) * over_tp
+
+    def _context_s(self, rows: float, attention_s: float) -> float:
+        """What attention does not hide of passing keys and values around the cp ranks: Transformer Engine computes with one part while
+        the next is on its way (cp_comm_type p2p)."""
+        spec, t = self.spec, self.trainer
+        part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
+        step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
+        return max(0.0, (t.cp - 1) * step_s - attention_s)
+
+    def _expert_s(self, rows: float) -> float:
+        """Tokens travel to their experts and back."""
+        spec, t = self.spec, self.trainer
+        if not spec.num_experts:
+            return 0.0
+        sent = rows / (t.tp * t.cp) * spec.experts_per_token * spec.hidden_size * ITEM_BYTES[self.dtype]
+        return 2 * self._group(t.ep * t.etp, 1).all_to_all_s(sent)
+
+    def _between_s(self, rows: float) -> float:
+        t = self.trainer
+        if t.pp == 1:
+            return 0.0
+        sent = rows / t.cp * self.spec.hidden_size * ITEM_BYTES[self.dtype] / (t.tp if t.sequence_parallel else 1)
+        group = self._group(t.pp, t.tp * t.cp * t.dp)
+        return t.vpp * (group.latency_s + sent / group.bytes_per_s)
+
+    def _data_s(self, held: Held, backward_s: float) -> float:
+        """Once per optimizer step fp32 gradients are reduced, then weights gathered if the optimizer is split (else gradients).
+
+        trainer.ddp.overlap_grad_reduce, the default on GPUs, reduces them bucket by bucket during the last microbatch's backward pass,
+        which takes `backward_s`; only the last bucket is ready no sooner than its end. Nothing hides the gather of weights.
+        """
+        t, item = self.trainer, ITEM_BYTES[self.dtype]
+        reduce_s = self._replicas_s(held, 4 if t.zero else 8)  # an all-reduce is a reduce-scatter and a gather
+        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):  # as trainer.parallel decides
+            bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)  # elements: Megatron's default
+            reduce_s = max(min(1.0, bucket / held.total) * reduce_s, reduce_s - backward_s)
+        return reduce_s + (self._replicas_s(held, item) if t.zero else 0.0)
+
+    def _replicas_s(self, held: Held, bytes_each: int) -> float:
+        """A gather over the ranks with the same weights; experts have their own mesh."""
+        t = self.trainer
+        dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * held.dense)
+        if not held.expert:
+            return dense
+        return dense + self._group(t.tp * t.cp * t.dp // (t.ep * t.etp), t.ep * t.etp).gather_s(bytes_each * held.expert)
+
+    def _group(self, size: int, stride: int) -> Group:
+        return Group(size, stride, self.cluster, self.constants)
+
+
+# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency, and the tail of stragglers.
+#
+# An engine keeps `max_concurrency` requests running while others wait; then they drain as their lengths decide. Lengths are exponential
+# with a cut, so the remaining lengths of running requests are distributed like fresh ones, and the drain needs no simulation.
+
+
+TAIL_POINTS = 16
+# Reads and writes of fp32 logits per decoding step in SGLang's logits processor and sampler (srt/layers): to fp32 1.5, temperature 2,
+# softmax 3 and its copy 2, a draw (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
+LOGIT_PASSES = 15.5
+
+
+@dataclass(frozen=True)
+class GenerateTime:
+    """Seconds of the slowest engine."""
+
+    prefill: float
+    full: float  # decoding while requests wait
+    tail: float  # decoding the last requests
+    concurrency: float  # what is reached: max_concurrency, or what the KV cache or the requests allow
+    token_s: float  # a decoding step at that concurrency
+    memory_share: float  # share of that step for reading weights and KV cache; the rest is products, collectives and overheads
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.full + self.tail
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of one decoding step of an engine."""
+
+    memory: float
+    compute: float
+    collectives: float
+    sampling: float  # passes over the logits
+    launches: float  # small kernels of all layers
+    host: float  # the engine's scheduler
+    overlapped: bool  # whether the scheduler works on one step while the GPU computes the next
+
+    @property
+    def total(self) -> float:
+        gpu = max(self.memory, self.compute) + self.collectives + self.sampling + self.launches
+        return max(gpu, self.host) if self.overlapped else gpu + self.host
+
+
+@dataclass(frozen=True)
+class GenerateModel:
+    """Engines on one cluster."""
+
+    spec: ModelSpec
+    generator: GeneratorConfig
+    dtype: str
+    cluster: Cluster
+    constants: Constants = CONSTANTS
+    overlapped: bool | None = None  # None: as SGLang does, by its overlap schedule on GPUs, unless generator.server_args turn it off
+
+    @cached_property
+    def weights(self) -> GeneratorWeights:
+        return generator_weights(self.spec, self.generator, self.dtype)
+
+    @cached_property
+    def active(self) -> float:
+        return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
+
+    def seconds(self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False) -> GenerateTime:
+        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full without a tail.
+        `prefilled_again`: after each update keys and values of all running requests are computed anew."""
+        requests = workload.sequences / self.generator.engines
+        wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
+        running = max(1.0, min(wanted, self.room(workload)))
+        context = workload.prompt_tokens + workload.decoded
+        step = self.decode_step(running, context)
+        # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it where all end equally long).
+        again = self._prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
+        full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
+        return GenerateTime(
+            prefill=self._prefill_s(workload, requests) + again,
+            full=full_steps * step.total,
+            tail=0.0 if carried_over else self._tail_s(workload, running, together=requests <= running),
+            concurrency=running,
+            token_s=step.total,
+            memory_share=step.memory / step.total,
+        )
+
+    def room(self, workload: Workload) -> float:
+        """Requests of mean length that the KV cache holds at once."""
+        return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
+
+    def decode_step(self, running: float, context: float) -> DecodeStep:
+        """Decodes one token for each of `running` requests with `context` tokens."""
+        spec, k, tp = self.spec, self.constants, self.generator.tp
+        read = self.weights.streamed + running * context * kv_bytes_per_token(spec, self.generator, ITEM_BYTES[self.dtype])
+        if spec.num_experts:
+            read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
+        flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
+        group, item = Group(tp, 1, self.cluster, k), ITEM_BYTES[self.dtype]
+        summed = group.small_all_reduce_s(running * spec.hidden_size * item)
+        hbm, logits = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency, running * spec.vocab_size
+        overlapped = self.overlapped
+        if overlapped is None:
+            overlapped = self.cluster.gpu.name != "cpu" and not self.generator.server_args.get("disable_overlap_schedule", False)
+        return DecodeStep(
+            memory=read / hbm,
+            compute=flops / self._rate,
+            collectives=2 * spec.num_layers * summed + group.gather_s(item * logits),
+            sampling=LOGIT_PASSES * 4 * logits / hbm,
+            launches=k.decode_layer_s * spec.num_layers,
+            host=k.decode_step_s + k.decode_request_s * running,
+            overlapped=overlapped,
+        )
+
+    @property
+    def _rate(self) -> float:
+        precision = "fp8" if self.generator.quantization else "bf16"
+        return self.cluster.gpu.flops(precision) * self.constants.decode_gemm_efficiency
+
+    def _prefill_s(self, workload: Workload, requests: float) -> float:
+        """Responses to one prompt share its prefill if they are on the same engine."""
+        prompts = min(requests, max(1.0, workload.prompts / self.generator.engines))
+        return self._prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
+
+    def _prefilled_s(self, tokens: float, length: float) -> float:
+        """Of so many tokens in sequences of `length`. Chunks are large enough that products bind, not memory."""
+        return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
+
+    def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
+        """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then.
+
+        `together`: all requests began at once, so their responses are as long as the time; else as long as the mean when it began.
+        """
+        span, found = workload.straggler / TAIL_POINTS, 0.0
+        for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
+            context = workload.prompt_tokens + (point if together else max(point, workload.decoded))
+            found += span * self.decode_step(max(1.0, running * workload.survivors(point)), context).total
+        return found
+
+
+# Seconds of a weight update: the bytes of the busiest rank over its link, and the generator's messages and calls.
+
+
+CHANGED = 0.01  # share of the elements that change in a step, where a delta is predicted; published are 0.9 to 3 % of bf16 at 8B to 70B
+
+
+def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+    """Seconds by the map that the run would carry out: of an update (of adapters, where they are sent alone), and of one that carries only
+    what has changed of all weights, if that is CHANGED.
+
+    Ranks of one node write over NVLink, others over their NICs.
+    """
+    source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
+    device, quantization = cluster.gpu.device, config.generator.quantization
+    destination = generator_layout(spec, generator_topology(config.generator), _engine_dtype(config), device, quantization)
+    carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
+    rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
+    alone_s = adapters_s(spec, config, device, rate) if sends_adapters(config, spec, device) else None
+    return busiest_bytes(*carried_out) / rate if alone_s is None else alone_s, delta_bytes(*carried_out, CHANGED) / rate
+
+
+def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
+    """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
+    lora, topology = Lora.of(config.lora), generator_topology(config.generator)
+    if lora is None or unserved(spec, topology, device, lora):
+        return None
+    source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype, lora=lora)
+    map = ReshardMap.build(source, pool_layout(spec, topology, _engine_dtype(config), device, lora))
+    prove_exactly_once(map)
+    return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+
+
+def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:
+    """Seconds that the generator's only process spends on an update's messages and calls, while engines are paused."""
+    of_ranks = trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
+    return of_ranks + engines * constants.engine_calls_s
+
+
+def _engine_dtype(config: RunConfig) -> str:
+    return config.model.dtype if config.generator.quantization is None else "bfloat16"
+
+
+def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
+    """Seconds without a map, for a search: every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
+
+    `relaying`: how many engines pass weights on to each other (weights.relay=engines); each gets its part from the trainer in turn.
+    """
+    fan_out = generator_ranks / trainer_ranks
+    busiest = max(1.0, fan_out)
+    if relaying:
+        busiest = min(busiest, fan_out / relaying + (1 - 1 / relaying))
+    return engine_bytes * busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+
+
+def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
+    return cluster.gpu.nvlink_bytes_per_s if ranks <= cluster.gpus_per_node else cluster.gpu.nic_bytes_per_s

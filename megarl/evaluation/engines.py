@@ -1,0 +1,270 @@
+"""Engines that only evaluate (`eval.engines`): the channel that brings them weights, and their driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.base.rollout_types import Group, Prompt, Version
+from megarl.data.prompts import HeldOutSet, held_out_sets
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.evaluation.evaluate import evaluate_sets
+from megarl.evaluation.scores import BEGUN, FAILED, SKIPPED, is_due, note, write_result
+from megarl.executors.generator import show_engines
+from megarl.generator.completions import EngineError, Sampling
+from megarl.generator.fleet import LOOK_UP_S, Fleet, watch_returns
+from megarl.messaging.messages import WeightsApplied, WeightsGrant
+from megarl.messaging.rendezvous import EVALUATION, EVALUATOR, Rendezvous
+from megarl.messaging.waiting import Background
+from megarl.observe.samples import FailuresWriter
+from megarl.observe.status import StatusBoard, TraceWriter
+from megarl.plan.resolve import RunPlan
+from megarl.roles.opening import open_scorers, open_served
+from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
+from megarl.weight_sync.receiver import Taken, WeightsReceiver
+from megarl.weight_sync.sender import SyncReport, WeightsExecutor, WeightsSender
+from megarl.weight_sync.sessions import notice_restarts
+
+# Both ends of the channel that brings weights to the engines that only evaluate (`eval.engines`).
+#
+# It is a weights channel as the generator's is, with another schedule: the version that the run starts from, those that are due, and the
+# last. Training never waits for an evaluation: a version that is due while an earlier one is still being evaluated, or while no engine is
+# there, is turned down at once (`WeightsGrant.engines` 0), and noted as missed. Only the last version waits, after the last step and its
+# checkpoint: it is offered again as long as the answer is `later`.
+
+
+RETURN_S = 5 * LOOK_UP_S  # for an engine that was restarted unnoticed, between two evaluations, to be found again
+LATER_S = 20.0  # after which the offer of the last version is answered, if only by `later`
+
+
+class EvaluatedExecutor(WeightsExecutor, Protocol):
+    """The trainer's executor, as this channel uses it."""
+
+    def put_evaluation_sync(self, report: SyncReport) -> None: ...
+
+
+class EvaluationSender(WeightsSender):
+    """Trainer → evaluator. `plan`: the evaluation's (plan.evaluation)."""
+
+    receiver = EVALUATOR
+    of = "evaluation "
+
+    _ended: EvaluatedExecutor | None = None  # set once it holds the last version
+
+    def send(self, executor: EvaluatedExecutor, again: bool = False) -> None:  # type: ignore[override]
+        """Brings a version that is due, or the first of this start, unless it is turned down. The last one is left to `close`."""
+        if executor.version == self._plan.config.max_steps:
+            self._ended = executor
+        elif self._transport is None or is_due(self._plan.config, executor.version):
+            report = SyncReport()
+            self._link.drain(WeightsApplied)
+            self._bring(executor, report)
+            executor.put_evaluation_sync(report)
+
+    def close(self) -> None:
+        """Brings the last version, once nothing is being evaluated any more."""
+        if self._ended is not None:
+            self._link.drain(WeightsApplied)
+            while (grant := self._bring(self._ended, SyncReport())) is not None and grant.later:
+                pass
+            super().close()
+
+
+class Evaluator(Protocol):
+    """What drives the engines, as the receiving end uses it. Its fleet's pulse beats when an evaluation ends, too."""
+
+    fleet: Fleet
+    evaluating: Version | None
+    gone: str  # why there will be no engine any more; empty while there may be
+
+    @property
+    def version(self) -> Version: ...
+
+    def begin(self, version: Version, taken: Taken) -> None: ...
+
+    def miss(self, version: Version, what: str, why: str) -> None: ...
+
+
+class EvaluationReceiver(WeightsReceiver):
+    """Trainer → evaluator, in the evaluator's only process."""
+
+    async def take_all(self, evaluator: Evaluator) -> None:
+        """Takes what is offered, and begins to evaluate it, until the run's last version is taken or missed."""
+        last, settled = self._plan.config.max_steps, -1
+        while settled < last:
+            version = (await self._offers.next(evaluator.version)).version
+            obstacle = await self._bring(evaluator, version, waits=version == last)
+            later = obstacle is not None and version == last and not evaluator.gone
+            if obstacle is not None:
+                await self._tell(WeightsGrant(version, engines=0, later=later))
+            if obstacle is not None and not later:
+                evaluator.miss(version, *obstacle)
+            settled = settled if later else version
+
+    async def _bring(self, evaluator: Evaluator, version: Version, waits: bool) -> tuple[str, str] | None:
+        """Brings `version` into all engines that are there, unless something is in the way: returns what becomes of its evaluation, and
+        why. `waits`: for a while, until nothing is."""
+        fleet, serving = evaluator.fleet, evaluator.version
+        if not self._hosts:
+            self._hosts = await self._meet_trainers()
+        while (obstacle := await self._obstacle(evaluator, waits)) is None:
+            await fleet.hold(self._plan.config.timeouts.weights_s)
+            session = await self._sessions.open(fleet, self._hosts, serving, version)
+            if session is not None:
+                taken = await self._write(fleet, session)
+                fleet.release(version)
+                await self._applied(fleet, version, taken)
+                evaluator.begin(version, taken)
+                return None
+            fleet.release(serving)
+            self._over(fleet)
+        return obstacle
+
+    async def _obstacle(self, evaluator: Evaluator, waits: bool) -> tuple[str, str] | None:
+        fleet, most_s = evaluator.fleet, self._plan.config.timeouts.rollouts_s / 2
+        patience_s = LATER_S if waits else RETURN_S if evaluator.evaluating is None else 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(patience_s, most_s)):
+                await fleet.pulse.until(lambda: bool(evaluator.gone or (fleet.members and evaluator.evaluating is None)))
+        if evaluator.evaluating is not None:
+            return SKIPPED, f"version {evaluator.evaluating} was still being evaluated"
+        if not fleet.members:
+            return FAILED, evaluator.gone or f"no engine was there: {'; '.join(fleet.lost.values())}"
+        if self.fixed and (fleet.lost or fleet.returned):
+            return FAILED, f"an engine was lost, and {self.fixed}"
+        return None
+
+
+# The driver of a run's engines that only evaluate (`eval.engines`): one version at a time, while training goes on.
+
+
+LOOK_S = 1.0
+
+
+@dataclass
+class Evaluations:
+    """Evaluates what the engines hold. An evaluation that loses all engines is noted as failed; any other error of it ends the run."""
+
+    plan: RunPlan  # the evaluation's (plan.evaluation)
+    fleet: Fleet
+    rollout: Rollout  # of held-out prompts
+    sets: Sequence[HeldOutSet]
+    tokenizer: Tokenizer
+    trace: TraceWriter
+    status: StatusBoard
+    background: Background
+    evaluating: Version | None = None
+    gone: str = ""  # why there will be no engine any more
+
+    @property
+    def version(self) -> Version:
+        return -1 if self.fleet.version is None else self.fleet.version
+
+    def begin(self, version: Version, taken: Taken) -> None:
+        """Called when the engines hold `version`; nothing is being evaluated."""
+        assert self.evaluating is None
+        told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}
+        self._record(f"evaluation weights {version}", *taken.pause, taken.engines, **told)
+        if is_due(self.plan.config, version):
+            self.evaluating = version
+            note(self.plan.config.run_dir, version, BEGUN)
+            self.background.start(self._evaluate(version), f"evaluation of version {version}")
+
+    def miss(self, version: Version, what: str, why: str) -> None:
+        """Notes that `version` has no scores, if it was due."""
+        if is_due(self.plan.config, version):
+            note(self.plan.config.run_dir, version, what, why)
+            print(f"the evaluation of version {version} {'was ' * (what != FAILED)}{what}: {why}", flush=True)
+
+    async def _evaluate(self, version: Version) -> None:
+        began, engines = time.perf_counter(), sorted(self.fleet.serving)
+        self.status.set(f"evaluating version {version}")
+        others: set[Version] = set()
+        sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, len(engines))
+        work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
+        if not await self.fleet.while_serving(work):
+            await asyncio.wait({work})  # until it has stopped asking engines
+            self.miss(version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}")
+        elif others:
+            self.miss(version, FAILED, f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was started again")
+        else:
+            write_result(self.plan.config.run_dir, version, work.result())
+        self._record(f"evaluate version {version}", began, time.perf_counter(), engines)
+        self.status.set("waiting for the next version to evaluate")
+        self.evaluating = None
+        self.fleet.pulse.beat()
+
+    def _noting(self, version: Version, others: set[Version]) -> Rollout:
+        """The rollout, which notes the versions that have answered besides `version`."""
+
+        async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
+            group = await self.rollout(prompt, sampling, n)
+            for sample in group.samples:
+                own = sample.policy_mask or [1] * len(sample.versions)
+                others.update({v for v, policys in zip(sample.versions, own) if policys} - {version})
+            return group
+
+        return rollout
+
+    def _record(self, what: str, began: float, ended: float, engines: Sequence[int], **told: Any) -> None:
+        for index in engines:
+            self.trace.add(what, began, ended, f"{self.fleet.name}.{index}", **told)
+
+    async def watch_engines(self) -> None:
+        """Waits for lost engines to come back, until none can."""
+        generator, logs = self.plan.config.generator, Path(self.plan.config.run_dir) / "logs"
+        try:
+            await watch_returns(self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s)
+        except EngineError as error:
+            print(f"no version is evaluated any more: {error}", flush=True)
+            self.gone = "no engine was there, and none will be"
+            self.fleet.pulse.beat()
+
+    async def watch_versions(self) -> None:
+        """Notices engines that are started again between two requests of an evaluation: they would answer with the run's first weights."""
+        while True:
+            await self.fleet.pulse.until(lambda: self.evaluating is not None)
+            with contextlib.suppress(TimeoutError):  # one that hangs is ended by its launcher
+                await notice_restarts(self.fleet, self.plan.config.timeouts.weights_s)
+            await asyncio.sleep(LOOK_S)
+
+    async def all_done(self, receiver: EvaluationReceiver) -> None:
+        """Returns when the run's last version is evaluated, or cannot be. Raises AuditError if engines were written to since."""
+        await receiver.take_all(self)
+        await self.fleet.pulse.until(lambda: self.evaluating is None)
+        await receiver.look_again(self)
+
+
+async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver) -> None:
+    """Evaluates the versions that are due, to the run's last."""
+    config, run_dir = plan.config, Path(plan.config.run_dir)
+    status, trace = StatusBoard(run_dir, EVALUATOR).for_work(), TraceWriter(run_dir, EVALUATOR)
+    tokenizer, background, elastic = load_tokenizer(config.model), Background(), config.generator.on_failure != "fail"
+    async with AsyncExitStack() as resources:
+        failures = resources.enter_context(contextlib.closing(FailuresWriter(run_dir)))
+        with status.waiting("the engines", "start-up"):
+            fleet = await open_fleet(plan, rendezvous, resources, elastic, EVALUATION)
+            served = await open_served(plan, rendezvous, resources, elastic)
+        scorers = open_scorers(plan, served, tokenizer)
+        logs = run_dir / "logs" / "evaluator"
+        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False, logs=logs, tell=failures.tell)
+        sets = held_out_sets(config, tokenizer, plan.spec)
+        evaluations = Evaluations(plan, fleet, rollouts.held_out, sets, tokenizer, trace, status, background)
+        resources.push_async_callback(background.close)
+        background.start(evaluations.watch_engines(), f"lost engines of {fleet.name}")
+        for role in served.values():
+            restarted = config.generator.on_failure == "restart"
+            returns = watch_returns(role, run_dir / "logs", restarted, config.generator.startup_timeout_s)
+            background.start(returns, f"lost engines of {role.name}")
+        background.start(evaluations.watch_versions(), f"restarts of {fleet.name}")
+        background.start(show_engines(fleet, run_dir, trace), f"status of the engines of {fleet.name}")
+        status.set("waiting for the first version")
+        await background.beside(evaluations.all_done(receiver))
+    status.set("done")
+    trace.close()

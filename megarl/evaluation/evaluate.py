@@ -1,0 +1,127 @@
+"""Held-out evaluation through SGLang: pass@k and mean reward of every held-out set."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from math import comb
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megarl.base.rollout_types import Group, Prompt
+from megarl.config.errors import RunError
+from megarl.config.schema import BY_CALLS, RunConfig
+from megarl.data.prompts import HeldOutSet, held_out_sets
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.evaluation.scores import interval
+from megarl.messaging.rendezvous import Rendezvous
+from megarl.observe.status import StatusBoard, work
+from megarl.plan.resolve import RunPlan
+from megarl.rewards import ifeval
+from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, parts_in_evaluation, too_many_failed_episodes, too_many_failures
+from megarl.rewards.verify import ANSWERS, majority_at, vote
+from megarl.roles.opening import open_scorers, open_served
+from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollouts
+from megarl.trainer.hf_files import check_finite
+
+
+def pass_at(k: int, samples: int, correct: int) -> float:
+    """Unbiased estimate, from `samples` of one prompt, of the chance that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
+    """IFEval's accuracies, over prompts and over all instructions; a response that could not be graded has followed none."""
+    counts = [float(ifeval.instructions(group.prompt.answer)) for group in groups]
+    found: dict[str, float] = {}
+    for measure in ifeval.MEASURES:
+        shares = [fmean(sample.reward_parts.get(measure, 0.0) for sample in group.samples) for group in groups]
+        weights = counts if measure.startswith("instruction") else None
+        found[measure] = fmean(shares, weights)
+        found[f"ci95/{measure}/low"], found[f"ci95/{measure}/high"] = interval(shares, len(groups[0].samples), weights)
+    return found
+
+
+def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
+    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), maj@k where `grader`
+    says what responses answer, each with the ends of its confidence interval, and more. If responses are `graded`, none is right or wrong,
+    and the mean reward says all."""
+    answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
+    samples, n = [sample for own in answers for sample in own], len(answers[0])
+    correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]
+    ks = sorted({n, *(1 << power for power in range(n.bit_length()))})
+    shares = {f"pass@{k}": [pass_at(k, n, c) for c in correct] for k in ks}
+    if n > 1:
+        shares[f"avg@{n}"] = [c / n for c in correct]
+    if n > 1 and grader in ANSWERS and not graded:
+        votes = [[vote(grader, sample.text, sample.reward >= CORRECT) for sample in own] for own in answers]
+        shares |= {f"maj@{k}": [majority_at(k, own) for own in votes] for k in ks if k > 2}
+    found: dict[str, float] = {"correct": sum(correct)}
+    for name, share in shares.items():
+        found[name] = fmean(share)
+        found[f"ci95/{name}/low"], found[f"ci95/{name}/high"] = interval(share, n)
+    if grader == ifeval.NAME and not graded:
+        found |= instruction_scores(groups)
+    return {
+        **({} if graded else found),
+        "samples": len(samples),
+        "prompts": len(groups),
+        "reward/mean": fmean(sample.reward for sample in samples),
+        "response_tokens/mean": fmean(len(sample.token_ids) for sample in samples),
+        "truncated_fraction": fmean(sample.finish_reason == "length" for sample in samples),
+    }
+
+
+async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, float]:
+    """Evaluates one set and returns its scores.
+
+    At most `at_once` samples run at a time: the deadline of a rollout counts from its beginning, so it must not spend it waiting for a
+    place in an engine.
+    """
+    started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
+    sampling = eval_sampling(held_out, tokenizer)
+
+    async def answer(prompt: Prompt) -> Group:
+        async with places:
+            group = await rollout(prompt, sampling, held_out.samples)
+        answered(1)
+        return group
+
+    with work(f"held-out prompts of {held_out.name or 'data.eval'}", len(held_out.prompts), line="evaluation") as answered:
+        groups = await asyncio.gather(*map(answer, held_out.prompts))
+    samples = [sample for group in groups for sample in group.samples]
+    parts = parts_in_evaluation(config, held_out.name)
+    if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(config.rollout, samples):
+        raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
+    graded = any(part.role is not None for part in parts)
+    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored, which is no sample's text
+    grader = parts[0].name if scored_by_text else ""
+    failed = {**failure_metrics(samples), **episode_metrics(samples)}
+    return {**scores(groups, graded, grader), **failed, "seconds": time.monotonic() - started}
+
+
+async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: int) -> dict[str, Any]:
+    """Evaluates one set after the other: returns the scores of data.eval and, under "suites", those of each set of eval.suites."""
+    at_once = engines * plan.config.generator.max_concurrency
+    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config) for held_out in sets}
+    suites = {name: result for name, result in found.items() if name}
+    return {**found.get("", {}), **({"suites": suites} if suites else {})}
+
+
+async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Evaluates every held-out set under the weights that the engines were started with."""
+    if Path(plan.weights_path).is_dir():
+        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; no trainer rank will check them
+    tokenizer = load_tokenizer(plan.config.model)
+    status = StatusBoard(Path(plan.config.run_dir) / "eval", "evaluate.0").for_work()
+    status.set("waiting for start-up from the engines")
+    async with AsyncExitStack() as resources:
+        fleet = await open_fleet(plan, rendezvous, resources)
+        scorers = open_scorers(plan, await open_served(plan, rendezvous, resources), tokenizer)
+        rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
+        sets = held_out_sets(plan.config, tokenizer, plan.spec)
+        status.set("evaluating")
+        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.size)

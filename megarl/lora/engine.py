@@ -1,0 +1,50 @@
+"""The policy's adapter in SGLang's pool: one slot of memory, which stays the adapter's as long as the engine lives.
+
+SGLang copies an adapter from its own copy in host memory into a slot when the first request needs it, and again after it has lost the slot
+to another. Either would undo an update. So the adapter is brought into its slot as soon as the pool is there, and its name is pinned: the
+pool then gives the slot to nobody else. Other runs could have adapters of other names in the same pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megarl.generator.completions import POLICY
+from megarl.lora.layout import EXPERTS, POOL_A, POOL_B
+
+_STACKED = {"w13": "gate_up_proj_moe", "w2": "down_proj_moe"}
+
+
+class Pool:
+    """`manager` is a worker's LoRAManager."""
+
+    def __init__(self, manager: Any):
+        (self._uid,) = (uid for uid, adapter in manager.lora_refs.items() if adapter.lora_name == POLICY)
+        manager.fetch_new_loras({self._uid})
+        self._pool = manager.memory_pool
+        self.slot: int = self._pool.get_buffer_id(self._uid)
+        self.buffers: Mapping[str, torch.Tensor] = dict(_buffers(manager))  # by tensors' names; of all slots
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter's memory, by name. Raises RuntimeError where it has lost its slot."""
+        if self._pool.uid_to_buffer_id.get(self._uid) != self.slot:
+            raise RuntimeError(f"SGLang's pool has given the slot {self.slot} of the policy's adapter to another")
+        return {name: buffer.data[self.slot] for name, buffer in self.buffers.items()}
+
+
+def _buffers(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from sglang.srt.lora.utils import get_target_module_name
+
+    a, b = manager.memory_pool.A_buffer, manager.memory_pool.B_buffer
+    for layer, modules in enumerate(manager.lora_modules):
+        for name in modules:
+            if name.endswith(".experts"):
+                places = {f"{name}.{stacked}": _STACKED[stacked] for stacked in EXPERTS}
+            else:
+                places = {name: get_target_module_name(name, manager.memory_pool.target_modules)}
+            for tensor, key in places.items():
+                yield f"{tensor}.{POOL_A}", a[key][layer]
+                yield f"{tensor}.{POOL_B}", b[key][layer]

@@ -1,0 +1,104 @@
+"""Folders of adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.base.files import write_whole
+from megarl.config.errors import ConfigError
+from megarl.config.keys import yaml_text
+from megarl.lora.layout import Lora, target
+from megarl.lora.settings import LoraConfig
+from megarl.models.spec import ModelSpec
+from megarl.reshard.layout import hf_layout
+from megarl.trainer.hf_files import READ_DTYPES, header
+
+SETTINGS_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SHOWN = 10  # tensors that do not fit
+# Settings of PEFT under which an adapter would mean something else; all of these are off where the value is false in Python.
+_REFUSED = (
+    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
+    "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "monteclora_config", "use_bdlora", "use_qalora",
+)  # fmt: skip
+# Beginnings that take something off the weights, which PEFT does anew when it loads.
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def shown(logical_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """A tensor's name and shape in the file. The factor that all experts of a layer share has a dim of 1 for them, as SGLang wants it."""
+    parts = logical_name.split(".")
+    of_all = "experts" in parts and not parts[parts.index("experts") + 1].isdigit()
+    return _PREFIX + logical_name, ((1, *shape) if of_all else shape)
+
+
+def adapter_settings(lora: Lora, targets: Sequence[str], base: str | None, dropout: float) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def empty_adapter(folder: Path, lora: Lora, targets: Sequence[str]) -> Path:
+    """Writes the settings of an adapter whose weights engines get later. Several processes may do so at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / SETTINGS_FILE, json.dumps(adapter_settings(lora, targets, None, 0.0)))
+    return folder
+
+
+def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
+    """Raises ConfigError with all that keeps the folder `lora.init` from being what the run's adapters begin with."""
+    lora = Lora.of(config)
+    assert lora is not None and config.init is not None
+    folder = Path(config.init)
+    try:
+        settings = json.loads((folder / SETTINGS_FILE).read_text())
+        found = header(folder / TENSORS_FILE)
+    except (OSError, ValueError) as error:  # a ConfigError too
+        raise ConfigError(f"lora.init={config.init}: is no folder of a PEFT adapter: {error}") from error
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # of which tensors that do not fit would be a consequence
+        problems = [*_tensor_problems(found, spec, lora)]
+        problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
+    if problems:
+        raise ConfigError([f"lora.init={config.init}: {problem}" for problem in problems])
+
+
+def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraConfig, lora: Lora) -> Iterator[str]:
+    if settings.get("peft_type") != "LORA":
+        yield f"its peft_type is {settings.get('peft_type')}, not LORA"
+    for theirs, key, ours in (("r", "lora.rank", lora.rank), ("lora_alpha", "lora.alpha", lora.alpha)):
+        if settings.get(theirs) != ours:
+            yield f"its {theirs} is {settings.get(theirs)}; {key}={ours:g}"
+    names = {target(tensor.name.rpartition(".lora_")[0]) for tensor in hf_layout(spec, "float32", lora).tensors(0)}
+    there = settings.get("target_modules")
+    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text is a pattern
+        theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
+        yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
+    begun = str(settings.get("init_lora_weights", True))
+    if begun.lower().startswith(_CHANGE_WEIGHTS):
+        yield f"its init_lora_weights is {begun}: it goes with weights that this has changed; save it by PEFT as an ordinary adapter"
+    if settings.get("bias", "none") != "none":
+        yield f"its bias is {settings['bias']}; only none is supported"
+    yield from (f"its {name} is {yaml_text(settings[name])}, which is not supported" for name in _REFUSED if settings.get(name))
+
+
+def _tensor_problems(found: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
+    expected = dict(shown(tensor.name, tensor.shape) for tensor in hf_layout(spec, "float32", lora).tensors(0))
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"tensor {name} is missing in {TENSORS_FILE}"
+        elif tuple(found[name]["shape"]) != shape or found[name]["dtype"] not in READ_DTYPES:
+            yield f"tensor {name} is {found[name]['dtype']} of shape {tuple(found[name]['shape'])}; it must have shape {shape}"
+    yield from (f"tensor {name} belongs to no target" for name in found if name not in expected)

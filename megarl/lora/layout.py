@@ -1,0 +1,242 @@
+"""Low-rank adapters as logical tensors: where the trainer keeps them, and the pool in which SGLang serves them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.lora.settings import LoraConfig
+from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTensor, Parameter
+from megarl.models.registry import family
+from megarl.models.spec import ModelSpec
+
+# Low-rank adapters as logical tensors, and where the trainer keeps them: derived from what the family states of its linear layers.
+#
+# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT:
+# one
+# pair for every target, also where Megatron fuses several targets into one layer. Such a layer keeps the As one below the other, and the
+# Bs fused and cut as its own rows are:
+#
+#     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the layer's order of groups
+#     columns are cut (o, down)           A cut by columns                    B whole
+#     nothing is cut                      A whole                             B whole
+#
+# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name and is whole on every rank of a stage.
+
+
+ALL = "all"
+A, B = ".lora_A.weight", ".lora_B.weight"  # in the place of ".weight"
+_LINEAR = re.compile(r"(decoder\.layers\.\{layer\}\..*\.linear_\w+)\.weight(|\{expert\})")
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    shared: bool = False  # whether all experts of a layer share the outer factor
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> Lora | None:
+        """None if all weights are trained."""
+        if not config.rank:
+            return None
+        return cls(config.rank, config.alpha, tuple(config.targets), config.experts == "shared")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def names(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The targets that the model has."""
+        return tuple(name for name in targets(spec) if ALL in self.targets or name in self.targets)
+
+    def wants(self, logical_name: str) -> bool:
+        return ALL in self.targets or target(logical_name) in self.targets
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of one of the trainer's linear layers."""
+
+    of: Parameter  # the layer's weight
+    a: Parameter
+    b: Parameter
+    rows: tuple[int, ...]  # of each part of the weight, in each of its groups
+    wanted: tuple[bool, ...]  # which parts have an adapter
+    rank: int
+
+    def shares(self, factor: Parameter) -> bool:
+        """Whether the experts of a layer share this factor."""
+        return self.of.of_expert and not factor.of_expert
+
+
+def target(logical_name: str) -> str:
+    """The name by which a linear layer is a target: `q_proj` of `model.layers.{layer}.self_attn.q_proj.weight`."""
+    return logical_name.removesuffix(".weight").rpartition(".")[2]
+
+
+def targets(spec: ModelSpec) -> tuple[str, ...]:
+    """All names that may be targets, in forward order."""
+    names = [target(part.logical_name) for parameter in _linear(spec, TrainerTopology(), "local") for part in parameter.parts]
+    return tuple(dict.fromkeys(names))
+
+
+def lora_tensors(spec: ModelSpec, lora: Lora) -> tuple[LogicalTensor, ...]:
+    """The logical tensors of all adapters."""
+    logical, found = _logical(spec), []
+    for parameter in _linear(spec, TrainerTopology(), "local"):
+        for part in parameter.parts:
+            if not lora.wants(part.logical_name):
+                continue
+            tensor = logical[part.logical_name]
+            out, into = tensor.shape
+            for suffix, shape in ((A, (lora.rank, into)), (B, (out, lora.rank))):
+                name = factor_name(parameter, part.logical_name, suffix, lora)
+                experts = tensor.experts if EXPERT_FIELD in name else 0
+                found.append(LogicalTensor(name, shape, LAYER, parameter.layers, experts))
+    return tuple(found)
+
+
+def trainer_adapters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, lora: Lora) -> tuple[Adapter, ...]:
+    """The adapters of all of the trainer's layers."""
+    logical = _logical(spec)
+    made = (_adapter(parameter, logical, lora) for parameter in _linear(spec, topology, layer_spec))
+    return tuple(adapter for adapter in made if any(adapter.wanted))
+
+
+def adapter_parameters(adapters: Sequence[Adapter]) -> list[Parameter]:
+    """As parameters of the trainer."""
+    return [parameter for adapter in adapters for parameter in (adapter.a, adapter.b)]
+
+
+def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: Lora) -> Adapter:
+    wanted = tuple(lora.wants(part.logical_name) for part in parameter.parts)
+    parts = [part for part, there in zip(parameter.parts, wanted) if there]
+    found = _LINEAR.fullmatch(parameter.name)
+    assert found is not None
+    module, expert = found.groups()
+
+    def factor(suffix: str, letter: str, cut: int) -> Parameter:
+        own = tuple(replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora)) for part in parts)
+        name = f"{module}.adapter.{letter}{expert}"
+        if parts and EXPERT_FIELD not in own[0].logical_name and parameter.of_expert:
+            name = f"{module.partition('.experts.')[0]}.shared_adapter.{letter}"
+        dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
+        return Parameter(name, LAYER, own, dim=dim, groups=groups, layers=parameter.layers)
+
+    shapes = [logical[part.logical_name].shape for part in parameter.parts]
+    rows = tuple(shape[0] // (parameter.groups if parameter.dim == 0 else 1) for shape in shapes)
+    return Adapter(parameter, factor(A, "a", 1), factor(B, "b", 0), rows, wanted, lora.rank)
+
+
+def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
+    """The trainer's linear layers of which any part has an adapter."""
+    linear = _linear(spec, TrainerTopology(), "local")
+    return [parameter for parameter in linear if any(lora.wants(part.logical_name) for part in parameter.parts)]
+
+
+def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
+    """The logical name of a factor. The outer one is that which the layer does not cut: A where rows are cut, B where columns are."""
+    name = logical_name.removesuffix(".weight") + suffix
+    outer = A if parameter.dim == 0 else B
+    return name.replace(f"{EXPERT_FIELD}.", "") if lora.shared and suffix == outer else name
+
+
+def _linear(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
+    """The weights of the decoder's linear layers."""
+    parameters = family(spec).megatron_parameters(spec, topology, layer_spec)
+    return [parameter for parameter in parameters if parameter.place == LAYER and _LINEAR.fullmatch(parameter.name)]
+
+
+def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
+    return {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
+
+
+# Where SGLang keeps the adapters that it serves: a pool of memory, in which every adapter has a slot.
+#
+# Each linear layer of SGLang's has an A [parts * rank, in] and a B [out, rank] in a slot. Dense layers multiply what they add by alpha /
+# rank
+# when requests run; for experts B has to hold it (`LoraTrainer.served_parameters`). Both are cut as the layer is, in the way that
+# lora/layout.py shows for the trainer:
+#
+#     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the layer's order of groups
+#     columns are cut (o, down)           A cut by columns                    B whole
+#
+# Here they are named after the layer: `….self_attn.qkv_proj.lora_A`, and `….mlp.experts.w13.lora_A` for stacked experts.
+
+
+POOL_A, POOL_B = "lora_A", "lora_B"
+SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}  # layers by SGLang's names, and how many parts they have
+EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # stacked experts, and the projections that SGLang knows
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a generator rank belongs to the pool."""
+    return name.endswith((f".{POOL_A}", f".{POOL_B}"))
+
+
+def is_of_stack(name: str) -> bool:
+    """Whether the engine has this tensor of the pool once for several experts."""
+    return name.rpartition(".")[0].endswith(tuple(f".experts.{stack}" for stack in EXPERTS))
+
+
+def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
+    """The adapters of one slot, as parameters of SGLang's."""
+    found = []
+    for parameter in _adapted(spec, topology, device, lora):
+        for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
+            parts = tuple(replace(part, logical_name=factor_name(parameter, part.logical_name, suffix, lora)) for part in parameter.parts)
+            dim, groups = (cut, parameter.groups) if parameter.dim == cut else (None, 1)
+            found.append(replace(parameter, name=f"{_layer(parameter)}.{letter}", parts=parts, dim=dim, groups=groups, units=()))
+    return found
+
+
+def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[str]:
+    """Why engines on `device` cannot serve the adapters; empty if they can."""
+    if topology.dp_attention > 1:
+        return [f"with generator.dp_attention={topology.dp_attention} nobody has written to SGLang's pool"]
+    if spec.kv_lora_rank:
+        return [f"nobody has written adapters of a {spec.family} model's latent attention to SGLang's pool"]
+    layers = _adapted(spec, topology, device, lora)
+    problems = [problem for parameter in layers for problem in _problems(parameter, device, lora)]
+    served = {target for parameter in layers for target in _targets(parameter)}
+    missing = {part.logical_name for parameter in adapted(spec, lora) for part in parameter.parts if lora.wants(part.logical_name)} - served
+    problems += [f"SGLang has no linear layer of its own for {name.removesuffix('.weight')}" for name in sorted(missing)]
+    experts = {_layer(parameter).rpartition(".")[2] for parameter in layers if parameter.of_expert}
+    if len(experts) == 1:
+        problems.append("SGLang serves adapters of experts only on gate, up and down together")
+    if spec.num_experts and any(_layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers):
+        problems.append("SGLang does not tell the adapters of dense and shared layers from those of experts")
+    return [problem.replace(LAYER_FIELD, "*") for problem in dict.fromkeys(problems)]
+
+
+def _problems(parameter: Parameter, device: str, lora: Lora) -> Iterator[str]:
+    layer = _layer(parameter)
+    own = layer.rpartition(".")[2]
+    if lacking := [target for target in _targets(parameter) if not lora.wants(target)]:
+        names = " and ".join(name.removesuffix(".weight").rpartition(".")[2] for name in lacking)
+        yield f"SGLang keeps the parts of {layer} in one tensor, and lora.targets leaves out {names}"
+    elif parameter.of_expert and device == "cpu":
+        yield f"SGLang's kernels for adapters of {layer} need a GPU"
+    elif parameter.of_expert and [name.split(".")[-2] for name in _targets(parameter)] != list(EXPERTS.get(own, ())):
+        yield f"SGLang does not know the names of the projections of {layer}"
+    elif not parameter.of_expert and SERVED.get(own) != len(parameter.parts):
+        yield f"SGLang's pool has no place for {layer}"
+
+
+def _adapted(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
+    """SGLang's linear layers of which any part has an adapter."""
+    wanted = {part.logical_name for parameter in adapted(spec, lora) for part in parameter.parts if lora.wants(part.logical_name)}
+    parameters = family(spec).sglang_parameters(spec, topology, device)
+    return [parameter for parameter in parameters if parameter.place == LAYER and wanted.intersection(_targets(parameter))]
+
+
+def _targets(parameter: Parameter) -> list[str]:
+    return [part.logical_name for part in parameter.parts]
+
+
+def _layer(parameter: Parameter) -> str:
+    return parameter.name.removesuffix("weight").rstrip("._")

@@ -1,0 +1,62 @@
+"""Checks of the section `lora`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megarl.config.keys import yaml_text
+from megarl.config.schema import RunConfig
+from megarl.generator.cpu_support import cuda_available
+from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
+from megarl.models import ModelSpec
+from megarl.plan.topologies import generator_topology
+from megarl.plan.weights import find_weights
+
+# Of Megatron's: with these its layers do not get their inputs as adapters expect them.
+_REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
+
+
+def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    lora, known = Lora.of(config.lora), targets(spec)
+    if lora is None:
+        return
+    if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
+        yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
+    if not known:
+        yield f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's whose name is linear_…"
+    unknown = [name for name in lora.targets if name not in (*known, ALL)]
+    if unknown:
+        of = f"no linear layer of a {spec.family} model"
+        yield f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is {of}; it has {', '.join(known)}, or all"
+    if lora.shared and not any(tensor.experts for tensor in lora_tensors(spec, lora)):
+        yield "lora.experts=shared: must be own: no target is of an expert"
+    for name in _REFUSED:
+        if config.trainer.megatron.get(name):
+            yield f"trainer.megatron.{name}={yaml_text(config.trainer.megatron[name])}: must be left out with lora.rank={lora.rank}"
+
+
+def sends_adapters(config: RunConfig, spec: ModelSpec, device: str | None = None) -> bool:
+    """Whether an update carries the adapters alone; otherwise the weights, with adapters merged if there are any. `device` as of
+    `why_merged`."""
+    return bool(config.lora.rank) and config.lora.sync != "merge" and not why_merged(config, spec, device)
+
+
+def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) -> list[str]:
+    """The reasons for which the run's engines cannot be sent adapters alone. `device`: theirs, cuda or cpu; None: as on this machine."""
+    lora = Lora.of(config.lora)
+    assert lora is not None
+    if config.weights.delta != "off":
+        return ["weights.delta=auto looks for changes in all weights"]
+    return unserved(spec, generator_topology(config.generator), device or ("cuda" if cuda_available() else "cpu"), lora)
+
+
+def check_first_adapters(config: RunConfig, command: str | None) -> Iterable[str]:
+    """An adapter belongs to the weights that it was trained on, and random weights are no model to adapt."""
+    if command == "sft" and config.lora.rank and config.model.random_init and not find_weights(config, command).are_there:
+        yield "model.random_init=true: adapters cannot make a model of random weights; set sft.adapters=false to train all of them"
+    if not config.lora.rank or config.lora.init is None:
+        return
+    if command == "sft":
+        yield f"lora.init={config.lora.init}: must be null for megarl sft, since the run would begin with it once more"
+    elif command in ("train", "dry-run") and (weights := find_weights(config, command)).warm_start:
+        yield f"lora.init={config.lora.init}: belongs to model.path={config.model.path}, and the run begins with {weights}"

@@ -1,0 +1,383 @@
+"""A trainer whose model is frozen, and whose adapters are trained (LoRA): y = W x + alpha / rank * B A x."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from megarl.base.geometry import TrainerTopology
+from megarl.lora.files import SETTINGS_FILE, TENSORS_FILE, adapter_settings, shown
+from megarl.lora.layout import A, Adapter, Lora, target, trainer_adapters
+from megarl.lora.settings import LoraConfig
+from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD, Parameter
+from megarl.models.spec import ModelSpec
+from megarl.reshard.layout import hf_layout, trainer_layout
+from megarl.trainer import hf_io
+from megarl.trainer.cpu_support import layer_spec
+from megarl.trainer.model import MegatronModel, parameters_by_name
+from megarl.trainer.parallel import expert_tensor_group, tensor_group
+from megarl.trainer.step import MegatronTrainer, StepResult
+
+# Low-rank adapters beside Megatron's linear layers: y = W x + alpha / rank * B A x, with W frozen.
+#
+# An adapter is a submodule of the layer. A hook on the layer's forward pass adds what the adapter makes of the layer's input, so it works
+# under any schedule and recomputation. It relies on what all of Megatron's linear layers have in common: the input is the first argument,
+# the
+# output (output, bias). Transformer Engine's layers that norm their input first are asked for the normed input too.
+#
+# How the factors are cut is said in lora/layout.py. With x [s, b, in], on tensor ranks that share a layer:
+#
+#     rows cut        h = A x is the same on all ranks, its gradient the sum of theirs. With sequence parallelism each rank has its part
+#                     of x: A's small output is gathered in the place of x, and the gradient of A is summed by finalize_model_grads.
+#     columns cut     h = A x is the sum over the ranks, or each rank's part of the sum with sequence parallelism: then the gradient of B
+#                     is summed by finalize_model_grads.
+#     experts         Megatron sums over the ranks outside the layers, of outputs and of inputs' gradients: so each rank uses its own h,
+#                     and the gradient of the whole factor is summed here.
+#
+# The factor that all experts of a layer share counts as a part of the dense model: each rank has its own tokens' or rows' part of its
+# gradient, and all ranks of the stage sum it, as they do for a norm under sequence parallelism.
+
+
+class Switch:
+    """What all adapters of a trainer do at the moment."""
+
+    def __init__(self, dropout: float):
+        self.dropout = dropout
+        self.on, self.training = True, False
+
+    @contextlib.contextmanager
+    def set(self, **values: bool) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class LayerAdapter(torch.nn.Module):
+    """The adapters of one linear layer, or of the several experts that a grouped one consists of."""
+
+    def __init__(self, adapter: Adapter, weights: dict[str, torch.nn.Parameter], scale: float, switch: Switch, shared: dict[str, Any]):
+        """`weights`: the layer's, by the ending of their names ("" or the expert's number on this rank); `shared`: the factors that the
+        layer's experts share, by the letters a and b."""
+        super().__init__()
+        self.adapter, self.scale, self.switch = adapter, scale, switch
+        self.experts, self.dim = adapter.of.of_expert, adapter.of.dim
+        self.group = expert_tensor_group() if self.experts else tensor_group()
+        self.sequence_parallel = False  # whether the layer's input or output is split over the tensor ranks
+        self._factors: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
+        for ending, weight in weights.items():
+            own = {letter: new_factor(self, letter + ending, adapter, letter, weight) for letter in "ab" if letter not in shared}
+            factors = shared | own
+            self._factors.append((factors["a"], factors["b"]))
+
+    def mark(self, sequence_parallel: bool) -> None:
+        """Sets the marks by which Megatron reduces gradients and computes their norm."""
+        self.sequence_parallel = sequence_parallel and not self.experts and self.group.size() > 1
+        for name, parameter in self.named_parameters():
+            cut = (self.adapter.a if name[0] == "a" else self.adapter.b).dim is not None
+            parameter.allreduce = not self.experts  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = cut or self.experts  # type: ignore[attr-defined]
+            parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
+            # A whole factor of an expert is on each of its tensor ranks, and counts once in the norm.
+            parameter.shared = self.experts and not cut and self.group.rank() > 0  # type: ignore[attr-defined]
+
+    def add(self, layer: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        """The hook: `output` of `layer` with what the adapters add."""
+        out, bias = output
+        x = arguments[0]
+        if isinstance(out, tuple):  # of a layer that was asked for its normed input
+            out, x = out
+        if self.switch.on:
+            tokens = [int(n) for n in arguments[1]] if len(arguments) > 1 else [len(x)]
+            made = [self._added(part, *pair) for part, pair in zip(x.split(tokens), self._factors, strict=True)]
+            out = out + (made[0] if len(made) == 1 else torch.cat(made))
+        return out, bias
+
+    def _added(self, x: torch.Tensor, a: torch.nn.Parameter, b: torch.nn.Parameter) -> torch.Tensor:
+        a, b = (self._summed(factor, letter) for factor, letter in ((a, "a"), (b, "b")))
+        h = F.linear(self._dropped(x), a) * self.scale
+        if not self.experts and self.dim == 0:
+            if self.sequence_parallel:
+                h = gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True, group=self.group)
+            else:
+                h = _SummedGradient.apply(h, self.group)
+        elif not self.experts and self.dim == 1 and self.group.size() > 1:
+            reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+            h = reduce(h, group=self.group)
+        return product(self.adapter, h, b)
+
+    def _summed(self, factor: torch.nn.Parameter, letter: str) -> Any:
+        of = self.adapter.a if letter == "a" else self.adapter.b
+        return _SummedGradient.apply(factor, self.group) if self.experts and of.of_expert and of.dim is None else factor
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.switch.dropout and self.switch.training):
+            return x
+        # Where all tensor ranks have the same x, all must drop the same of it.
+        alike = not self.experts and not self.sequence_parallel and self.dim != 1
+        name = get_expert_parallel_rng_tracker_name() if self.experts else "model-parallel-rng"
+        tracker = get_cuda_rng_tracker()
+        assert tracker is not None
+        with contextlib.nullcontext() if alike else tracker.fork(name):
+            return F.dropout(x, self.switch.dropout)
+
+    def factors(self, number: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """A and B of the layer's weight number `number`."""
+        return self._factors[number]
+
+    def delta(self, number: int) -> torch.Tensor:
+        """[rows, columns] float32: what the adapter of the layer's weight number `number` adds to this rank's part of it."""
+        a, b = (factor.detach().float() for factor in self._factors[number])
+        return product(self.adapter, a.t() * self.scale, b).t()
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over the ranks of `group`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        if ctx.group.size() > 1:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[…, rows]: each part's B times its own part of h [… , parts * rank], in the layer's order of rows; 0 for parts without adapter."""
+    if adapter.wanted == (True,):
+        return F.linear(h, b)
+    wanted = [rows for rows, there in zip(adapter.rows, adapter.wanted) if there]
+    groups = len(b) // sum(wanted)
+    own = zip(h.chunk(len(wanted), dim=-1), b.view(groups, -1, b.size(1)).split(wanted, dim=1))
+    outs = []
+    for rows, there in zip(adapter.rows, adapter.wanted):
+        shape = (*h.shape[:-1], groups, rows)
+        if not there:
+            outs.append(h.new_zeros(shape))
+            continue
+        part, factor = next(own)
+        outs.append(F.linear(part, factor.reshape(-1, b.size(1))).view(shape))
+    return torch.cat(outs, dim=-1).flatten(-2)
+
+
+def attach(
+    chunks: Sequence[GPTModel], adapters: Sequence[Adapter], scale: float, switch: Switch, sequence_parallel: bool
+) -> dict[torch.nn.Parameter, tuple[LayerAdapter, int]]:
+    """Freezes the model, and gives its layers adapters, whose values are unset. Returns for each weight that has one (the layer's adapters,
+    the number of this one)."""
+    found: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if hasattr(chunk, "embedding"):  # full recomputation takes the gradient of a layer alone whose input has one
+            chunk.embedding.register_forward_hook(_with_gradient)
+        for layer in chunk.decoder.layers:
+            number = _number(layer)
+            shared: dict[str, torch.nn.Parameter] = {}  # by letter
+            for adapter in adapters:
+                first, end = adapter.of.layers or (0, number + 1)
+                for module, weights in _layers(layer, adapter.of) if first <= number < end else ():
+                    for letter, factor in (("a", adapter.a), ("b", adapter.b)):
+                        if adapter.shares(factor) and letter not in shared:
+                            shared[letter] = _shared(layer, factor, adapter, letter, next(iter(weights.values())), sequence_parallel)
+                    held = {letter: shared[letter] for letter, f in (("a", adapter.a), ("b", adapter.b)) if adapter.shares(f)}
+                    module.adapter = made = LayerAdapter(adapter, weights, scale, switch, held)
+                    made.mark(sequence_parallel)
+                    if hasattr(module, "layer_norm_weight"):
+                        module.return_layernorm_output = True
+                    module.register_forward_hook(made.add)
+                    found |= {weight: (made, place) for place, weight in enumerate(weights.values())}
+    return found
+
+
+def _number(layer: Any) -> int:
+    """Of the whole model's layers, from 0."""
+    return layer.layer_number - 1
+
+
+def _with_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
+    """The modules of the decoder layer `layer` that keep `weight`, and what each keeps, by the ending of the name."""
+    path, _, ending = weight.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").rpartition(".weight")
+    outer, expert, inner = path.partition(f"{EXPERT_FIELD}.")
+    modules: Any = (
+        [each.get_submodule(inner) for each in layer.get_submodule(outer[:-1]).children()] if expert else [layer.get_submodule(path)]
+    )
+    for module in modules:
+        names = [f"{number}" for number in range(module.num_gemms)] if ending else [""]
+        yield module, {name: getattr(module, f"weight{name}") for name in names}
+
+
+def _shared(
+    layer: Any, factor: Parameter, adapter: Adapter, letter: str, weight: torch.nn.Parameter, sequence_parallel: bool
+) -> torch.nn.Parameter:
+    """The factor of all experts of `layer`."""
+    path = factor.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").split(".")[:-1]
+    owner = layer.get_submodule(".".join(path[:-1]))
+    if not hasattr(owner, path[-1]):
+        owner.add_module(path[-1], torch.nn.Module())
+    parameter = new_factor(getattr(owner, path[-1]), letter, adapter, letter, weight)
+    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Adds to `owner` the factor `letter` of this rank's part `weight` of a layer: zeros."""
+    parts, rank = sum(adapter.wanted), adapter.rank
+    wanted = sum(rows for rows, there in zip(adapter.rows, adapter.wanted) if there)
+    rows, columns = weight.shape
+    shape = (parts * rank, columns) if letter == "a" else (rows // sum(adapter.rows) * wanted, rank)
+    parameter = torch.nn.Parameter(weight.new_zeros(shape))
+    owner.register_parameter(name, parameter)
+    return parameter
+
+
+# A trainer whose model is frozen, and whose adapters are trained (LoRA).
+#
+# What has gradients and an optimizer, and what is saved, are the adapters alone: `saved_layout` says where they lie, `layout` where the
+# model
+# does. The reference model is the model without them, and so takes no memory. Engines and exports get the model with the adapters merged.
+
+
+class LoraTrainer(MegatronTrainer):
+    """`base` is the checkpoint that the frozen weights come from, or None if they are random."""
+
+    def __init__(self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, **settings: Any):
+        """As MegatronTrainer."""
+        found = Lora.of(lora)
+        assert found is not None
+        self._lora, self._settings, self._switch = found, lora, Switch(lora.dropout)
+        self._merged: dict[str, torch.Tensor] = {}
+        self._scaled: dict[str, torch.Tensor] = {}
+        super().__init__(spec, topology, *arguments, **settings)
+        self.lora = found
+        self.saved_layout = trainer_layout(spec, topology, str(self.dtype).removeprefix("torch."), layer_spec(), found)
+
+    def _build_chunks(self) -> list[GPTModel]:
+        chunks = super()._build_chunks()
+        adapters = trainer_adapters(self.spec, self.topology, layer_spec(), self._lora)
+        self._adapters = attach(chunks, adapters, self._lora.scale, self._switch, self.sequence_parallel)
+        return chunks
+
+    def train_step(self, *arguments: Any, **settings: Any) -> StepResult:
+        with self._switch.set(training=True):
+            return super().train_step(*arguments, **settings)
+
+    def hold_reference(self, model: MegatronModel | None = None) -> None:
+        """The model without adapters is held anyway."""
+        self._reference = model
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        with self._switch.set(on=False):
+            yield
+
+    def init_random(self, seed: int) -> None:
+        super().init_random(seed)
+        self._begin(seed)
+
+    def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
+        super().load_hf(path, new_head)
+        self.base = str(Path(path).resolve()) if Path(path).is_dir() else path
+        self._begin(self.seed)
+
+    def _begin(self, seed: int) -> None:
+        """Sets the adapters' first values: those of `lora.init`, or as PEFT does, by name and seed: A uniform (He et al. 2015 with a = √5),
+        B zero."""
+        parameters = self.local_parameters()
+        there = None
+        if self._settings.init:
+            from safetensors import safe_open  # as in hf_io.load_hf
+
+            there = safe_open(Path(self._settings.init) / TENSORS_FILE, framework="pt")
+        shapes = {tensor.name: tensor.shape for tensor in hf_layout(self.spec, "float32", self._lora).tensors(0)}
+        for tensor in self.saved_layout.tensors(dist.get_rank()):
+            parameter = hf_io.local_parameter(parameters, tensor)
+            for piece in tensor.pieces:
+                local = parameter[piece.local.slices()]
+                if there is not None:
+                    name, shape = shown(piece.logical_name, shapes[piece.logical_name])
+                    local.copy_(there.get_slice(name)[(0,) * (len(shape) - 2) + piece.logical.slices()])
+                elif piece.logical_name.endswith(A):
+                    bound = math.sqrt(1 / shapes[piece.logical_name][1])
+                    local.copy_(hf_io.drawn_rows(piece, shapes[piece.logical_name][1], seed, partial(_uniform, bound)))
+                else:
+                    local.zero_()
+        self.optimizer.reload_model_params()
+
+    def merged_parameters(self) -> dict[str, torch.Tensor]:
+        """W + alpha / rank * B A in float32, rounded once, of this rank's part of each weight. The tensors are the same at every call, with
+        the values of the last."""
+        found = {}
+        for name, parameter in parameters_by_name(self.chunks).items():
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:  # an adapter
+                continue
+            found[name] = weight = parameter.data
+            if parameter in self._adapters:
+                adapter, number = self._adapters[parameter]  # type: ignore[index]
+                found[name] = self._merged.setdefault(name, torch.empty_like(weight))
+                found[name].copy_(adapter.delta(number).add_(weight))
+        return found
+
+    def served_parameters(self) -> dict[str, torch.Tensor]:
+        """The weights and the adapters, as engines get them that serve adapters. SGLang multiplies what an adapter adds by alpha / rank,
+        except for experts: there B has to hold it. The tensors are the same at every call, as of `merged_parameters`."""
+        of_experts = {adapter.factors(number)[1] for adapter, number in self._adapters.values() if adapter.experts}
+        found = self.local_parameters()
+        for name, parameter in parameters_by_name(self.chunks).items():
+            if parameter in of_experts:
+                found[name] = self._scaled.setdefault(name, torch.empty_like(parameter.data))
+                torch.mul(parameter.data, self._lora.scale, out=found[name])
+        return found
+
+    def export_adapter(self, path: str) -> None:
+        """Writes the adapters as a PEFT folder, which SGLang serves too."""
+        dtype = self.saved_layout.kinds[0].shards[0].dtype
+        tensors = hf_layout(self.spec, dtype, self._lora).tensors(0)
+        plan = hf_io.file_plan(tensors, math.inf, Path(TENSORS_FILE).stem, lambda tensor: shown(tensor.name, tensor.shape))
+        names = sorted({target(tensor.name.rpartition(".lora_")[0]) for tensor in tensors})
+        text = json.dumps(adapter_settings(self._lora, names, self.base, self._settings.dropout), indent=2)
+
+        def complete(folder: Path) -> None:
+            (folder / SETTINGS_FILE).write_text(text)
+
+        hf_io.write_tensors(plan, self.saved_layout, self.local_parameters(), path, complete, beside=False).finish()
+
+
+def _uniform(bound: float, row: torch.Tensor, generator: torch.Generator) -> None:
+    row.uniform_(-bound, bound, generator=generator)
+
+
+# Makes the trainer of a policy.
+
+
+def make_trainer(*arguments: Any, lora: LoraConfig, **settings: Any) -> MegatronTrainer:
+    """With the arguments of MegatronTrainer: that, or one that trains adapters alone."""
+    return LoraTrainer(*arguments, lora=lora, **settings) if lora.rank else MegatronTrainer(*arguments, **settings)

@@ -1,0 +1,339 @@
+"""Sampled rollouts as readable text files that cannot play tricks on the terminal that shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from megarl.base.files import write_whole
+from megarl.base.rollout_types import WARNING, Failure, GroupSummary, GroupTexts, Ordinal, SampleSummary, any_unanswered
+from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
+from megarl.rewards.score import of_episode, told
+
+ORDINALS_FILE, SAMPLES_FILE, FAILURES_FILE = "ordinals.jsonl", "samples.jsonl", "failures.jsonl"
+FAILURES_S = 5.0  # between two failures of one kind that are written
+_STEP = re.compile(rb'\{"step": ?(\d+)')
+# Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
+UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def escape(text: str) -> str:
+    r"""`text` with unprintable characters as \x1b, \u202e, …; newlines stay, backslashes are doubled."""
+    return "".join(_escape_character(character) for character in text)
+
+
+def _escape_character(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character == "\n" or unicodedata.category(character) not in UNSAFE_CATEGORIES:
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def _quoted(text: str, bar: str = "|") -> str:
+    """Puts a bar before every line, so that model output cannot pass for the file's own lines."""
+    return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
+
+
+def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> str:
+    """The policy's text behind |, the environment's behind >, on separate lines."""
+    parts, end = [], 0
+    for start, stop in environment_spans:
+        parts += [_quoted(text[end:start]), _quoted(text[start:stop], ">")]
+        end = stop
+    return "\n".join([*parts, _quoted(text[end:])])
+
+
+def format_sample(number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()) -> str:
+    """Reward and why scoring failed, if it did; the oldest and newest weight version among the tokens; the text."""
+    versions = f"versions {sample.min_version} to {sample.max_version}" if sample.policy_versions else "no version"
+    failed = f" (failed: {', '.join(map(told, sample.failures))})" if sample.failures else ""
+    head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
+    head += f", finish reason {sample.finish_reason}"
+    if sample.environment_tokens:
+        head += f", {sample.turns} turns, {sample.environment_tokens} tokens by the environment (behind >)"
+    if sample.reward_parts:
+        head += "".join(f", {escape(name)} {value:g}" for name, value in sample.reward_parts.items())
+    reason = "".join(_quoted(failure.reason, "!") + "\n" for failure in sample.failures)
+    return f"{head}\n{reason}{_quoted_turns(text, environment_spans)}\n"
+
+
+def format_group(group: GroupSummary, texts: GroupTexts, dropped: bool = False) -> str:
+    same = "its samples all have the same reward in training"
+    why = f", dropped: {'an episode has sampled nothing' if any_unanswered(group.samples) else same}" if dropped else ""
+    head = f"prompt {group.ordinal}{why}\n{_quoted(texts.prompt)}\n\nreference answer\n{_quoted(texts.answer)}\n"
+    pairs = zip(group.samples, texts.samples, strict=True)
+    return "\n".join([head, *(format_sample(number, sample, *text) for number, (sample, text) in enumerate(pairs))])
+
+
+def write_rollouts(
+    run_dir: Path | str,
+    step: int,
+    groups: Iterable[tuple[GroupSummary, GroupTexts]],
+    dropped: Iterable[tuple[GroupSummary, GroupTexts]] = (),
+    dropped_prompts: int = 0,
+) -> Path | None:
+    """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none.
+
+    `dropped`: some of the groups that were dropped for it, of `dropped_prompts` in all.
+    """
+    formatted = [format_group(*group) for group in groups] + [format_group(*group, dropped=True) for group in dropped]
+    if not formatted:
+        return None
+    folder = Path(run_dir) / "rollouts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.txt"
+    rule = "\n" + "=" * 80 + "\n\n"
+    head = f"step {step}" + (f", {dropped_prompts} prompts dropped" if dropped_prompts else "")
+    path.write_text(f"{head}\n{rule}" + rule.join(formatted), encoding="utf-8")
+    return path
+
+
+class _Lines:
+    """A file of `run_dir`/rollouts with lines of steps, to which whole lines are appended."""
+
+    def __init__(self, run_dir: Path | str, name: str):
+        folder = Path(run_dir) / "rollouts"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / name, "ab", buffering=0)
+
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        if lines:
+            self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+    def sync(self) -> None:
+        """Makes the lines survive a power failure; call it before a checkpoint that counts their steps as done."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SamplesWriter(_Lines):
+    """`run_dir`/rollouts/samples.jsonl: the groups that write_rollouts shows to people, for programs; docs/run_dir.md has the keys.
+
+    A resumed run passes its first step as `resume_step`: lines of that step and later ones are cut off, here and in tokens.<rank>.jsonl.
+    """
+
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
+        for path in (Path(run_dir) / "rollouts").glob("*.jsonl"):
+            if path.name == SAMPLES_FILE or path.name.startswith("tokens."):
+                _cut(path, resume_step)
+        super().__init__(run_dir, SAMPLES_FILE)
+
+    def write(self, step: int, groups: Iterable[tuple[GroupSummary, GroupTexts]], dropped: bool = False) -> None:
+        self.append(*({"step": step, **_group(*group), "dropped": dropped} for group in groups))
+
+
+def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
+    return {
+        "ordinal": group.ordinal,
+        "prompt": texts.prompt,
+        "answer": texts.answer,
+        "prompt_tokens": group.prompt_tokens,
+        "samples": [
+            {
+                "reward": sample.reward,
+                "parts": sample.reward_parts,
+                "failed": [{"kind": failure.kind, "part": failure.part, "reason": failure.reason} for failure in sample.failures],
+                "finish_reason": sample.finish_reason,
+                "tokens": sample.tokens,
+                "turns": sample.turns,
+                "versions": sample.policy_versions,
+                "text": text,
+                "environment": spans,
+            }
+            for sample, (text, spans) in zip(group.samples, texts.samples, strict=True)
+        ],
+    }
+
+
+def _cut(path: Path, step: int) -> None:
+    """As cut_from does, but without taking the whole file into memory."""
+    keep_bytes = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or ((found := _STEP.match(line)) and int(found[1]) >= step):
+                break
+            keep_bytes += len(line)
+    os.truncate(path, keep_bytes)
+
+
+class FailuresWriter(_Lines):
+    """`run_dir`/rollouts/failures.jsonl: what scores and episodes fail of, as it happens, long before their step ends; and warnings.
+
+    The first failure of each kind is written at once, later ones every FAILURES_S at most, the last of them always: these are news, not a
+    record.
+    """
+
+    def __init__(self, run_dir: Path | str):
+        super().__init__(run_dir, FAILURES_FILE)
+        self._written_s: dict[tuple[str, str], float] = {}
+        self._held: dict[tuple[str, str], dict[str, Any]] = {}  # the newest of each kind, if it is still to be written
+        self._lock = threading.Lock()
+
+    def tell(self, failure: Failure, ordinal: Ordinal) -> None:
+        """`ordinal`: the prompt's; -1 of a warning."""
+        name = failure.part, failure.kind
+        with self._lock:
+            waits_s = self._written_s.get(name, -math.inf) + FAILURES_S - time.monotonic()
+            if waits_s > 0 and name not in self._held:
+                timer = threading.Timer(waits_s, self._release, [name])
+                timer.daemon = True
+                timer.start()
+            self._held[name] = {"time_s": time.time(), "ordinal": ordinal, **msgspec.structs.asdict(failure)}
+        if waits_s <= 0:
+            self._release(name)
+
+    def close(self) -> None:
+        for name in list(self._held):
+            self._release(name)
+        super().close()
+
+    def _release(self, name: tuple[str, str]) -> None:
+        with self._lock:
+            if (line := self._held.pop(name, None)) is not None:
+                self._written_s[name] = time.monotonic()
+                self.append(line)
+
+
+class Told(Failure, frozen=True, kw_only=True):
+    """A line of failures.jsonl."""
+
+    time_s: float
+    ordinal: Ordinal
+
+
+class FailuresTail:
+    """Follows failures.jsonl. `last` are the newest failures of episodes (True) and of scores (False)."""
+
+    def __init__(self, run_dir: Path | str, from_end: bool = False):
+        """`from_end`: what is there already does not count."""
+        self._path = Path(run_dir) / "rollouts" / FAILURES_FILE
+        self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
+        self.last: dict[bool, Told] = {}
+
+    def poll(self) -> list[Told]:
+        """The new lines; a damaged one is left out."""
+        if not self._path.exists() or self._path.stat().st_size <= self._offset:
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        self._offset += len(whole) + bool(whole)
+        found = []
+        for line in whole.split(b"\n"):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                found.append(msgspec.json.decode(line, type=Told))
+        self.last |= {of_episode(told): told for told in found if told.kind != WARNING}
+        return found
+
+    def reason(self, episodes: bool) -> str:
+        """What has failed last, behind what is said of how many; empty if nothing has."""
+        told = self.last.get(episodes)
+        return f"; the last: {one_line(told.reason)}" if told else ""
+
+
+def one_line(text: str) -> str:
+    return escape(" ".join(text.split()))
+
+
+class TokenNumbers(Protocol):
+    """What a step knew of the tokens of one sample that the policy wrote; [n] each."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def positions(self) -> np.ndarray: ...  # in the sequence of prompt and response
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def mu_logprobs(self) -> np.ndarray: ...
+    @property
+    def advantages(self) -> np.ndarray: ...
+
+
+class TokensWriter(_Lines):
+    """`run_dir`/rollouts/tokens.<rank>.jsonl: numbers a token of the samples in samples.jsonl that a trainer rank trained on.
+
+    `piece` says how a token reads; the first line that has a token has its text too."""
+
+    def __init__(self, run_dir: Path | str, rank: int, piece: Callable[[int], str]):
+        super().__init__(run_dir, f"tokens.{rank}.jsonl")
+        self._piece, self._known = piece, set[int]()
+
+    def write(self, step: int, ordinal: Ordinal, sample: int, row: TokenNumbers) -> None:
+        ids: list[int] = row.ids.tolist()
+        new = sorted(set(ids) - self._known)
+        self._known.update(new)
+        numbers = {"diff": row.logprobs - row.mu_logprobs, "mu": row.mu_logprobs, "advantage": row.advantages}
+        line = {"step": step, "ordinal": ordinal, "sample": sample, "ids": ids, "positions": _runs(row.positions)}
+        line |= {name: _rounded(values) for name, values in numbers.items()}
+        if len(set(line["advantage"])) == 1:
+            line["advantage"] = line["advantage"][0]
+        self.append(line | ({"pieces": {str(number): self._piece(number) for number in new}} if new else {}))
+
+
+def _runs(positions: np.ndarray) -> list[list[int]]:
+    """Ascending numbers as [first, how many follow one another]."""
+    begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    return np.column_stack([positions[begins], np.diff(begins, append=len(positions))]).tolist()
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """To 4 digits, which is as many as a colour shows."""
+    exact = values.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (3 - np.floor(np.log10(np.abs(exact))))
+        found = np.where((exact == 0) | ~np.isfinite(exact), exact, np.round(exact * scale) / scale)
+    return found.tolist()
+
+
+class OrdinalsWriter(_Lines):
+    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on and those dropped for it, by which exactly-once
+    can be checked. A resumed run passes its first step as `resume_step`, as above."""
+
+    def __init__(self, run_dir: Path | str, resume_step: int = 0):
+        cut_from(Path(run_dir) / "rollouts" / ORDINALS_FILE, resume_step)
+        super().__init__(run_dir, ORDINALS_FILE)
+
+    def write(self, step: int, ordinals: Sequence[int], dropped: Sequence[int] = ()) -> None:
+        self.append(_line(step, ordinals, dropped))
+
+
+def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) -> Row:
+    return {"step": step, "ordinals": ordinals} | ({"dropped": dropped} if dropped else {})
+
+
+def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], dropped: Set[Ordinal] = frozenset()) -> str:
+    """Restores a line that ordinals.jsonl lacks. `trained`, `dropped`: all prompts that the steps before `step` were trained on, and that
+    were dropped for them.
+
+    Returns a sentence about it; empty if no line is missing. Several missing lines cannot be restored, since it is not known which prompts
+    belong to which step; the sentence then says so.
+    """
+    path = Path(run_dir) / "rollouts" / ORDINALS_FILE
+    cut_from(path, step)
+    rows = {row["step"]: row for row in read_metrics(path) if isinstance(row.get("ordinals"), list)}
+    missing = [number for number in range(step) if number not in rows]
+    if not missing:
+        return ""
+    lost = lost_lines(path, missing)
+    if len(missing) > 1:
+        return f"{lost}; which of these steps was trained on which prompts is no longer known (the checkpoint knows the prompts)"
+    known = {ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]}
+    rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(msgspec.json.encode(rows[number]).decode() + "\n" for number in sorted(rows)))
+    return f"{lost}; it has been restored from the checkpoint's ledger"

@@ -1,0 +1,476 @@
+"""Settings that are passed on to Megatron and SGLang: read from their installed sources, and checked before anything starts."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megarl.config.keys import yaml_text
+from megarl.config.limits import alike, did_you_mean
+from megarl.config.schema import RunConfig
+
+# Arguments of installed packages, read from their source, and values for them checked before anything starts.
+#
+# Importing SGLang takes ten seconds and Megatron two; reading their source takes a twentieth of one.
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One field. If its annotation refers to the package's own names, the type is Any; if its choices do, they are None."""
+
+    type: Any
+    annotation: str
+    choices: tuple[Any, ...] | None = None
+    aliases: tuple[str, ...] = ()  # other names of its flag
+
+
+def package_folder(name: str) -> Path | None:
+    """None if the package is not installed, as on a machine that only plans."""
+    found = importlib.util.find_spec(name)
+    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
+
+
+def fields_of(block: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    """(name, annotation) of the public fields of a dataclass."""
+    for field in block.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and not field.target.id.startswith("_"):
+            yield field.target.id, field.annotation
+
+
+def as_type(annotation: ast.expr) -> Any:
+    try:
+        return eval(ast.unparse(annotation), vars(builtins) | vars(typing))
+    except (NameError, TypeError, AttributeError):
+        return Any
+
+
+def misfits(argument: Argument, value: Any) -> Iterator[str]:
+    """What is wrong with `value`, each completing "must be …"."""
+    try:
+        msgspec.convert(value, argument.type)
+    except msgspec.ValidationError:
+        yield f"must be {_type_name(argument.type)}"
+        return
+    except TypeError:
+        return  # only the package's own code can check this type
+    if argument.choices is not None and value is not None:
+        wrong = [str(choice) for choice in (value if isinstance(value, list) else [value]) if choice not in argument.choices]
+        if wrong:
+            known = sorted(map(str, argument.choices))
+            yield f"must be one of {', '.join(known)}{did_you_mean(alike(wrong[0], known))}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1)
+    return near[0] if near else None
+
+
+def _type_name(type_: Any) -> str:
+    if type_ in _KINDS:
+        return _KINDS[type_]
+    choices, null = _literals(type_)
+    if choices:
+        return f"one of {', '.join(map(str, choices))}" + (" or null" if null else "")
+    text = str(type_).replace("typing.", "").replace("NoneType", "None")
+    for kind, name in _KINDS.items():
+        if text == f"Optional[{kind.__name__}]":
+            return f"{name} or null"
+    return text
+
+
+def _literals(type_: Any) -> tuple[tuple[Any, ...], bool]:
+    """(the values of a Literal, or of an optional one; whether it is optional); no values for other types."""
+    if typing.get_origin(type_) is typing.Literal:
+        return typing.get_args(type_), False
+    parts = [part for part in typing.get_args(type_) if part is not type(None)]
+    if typing.get_origin(type_) is typing.Union and len(parts) == 1 and typing.get_origin(parts[0]) is typing.Literal:
+        return typing.get_args(parts[0]), True
+    return (), False
+
+
+def mapping_of(names: Mapping[str, Argument]) -> dict[str, str]:
+    """The argument's name by each name of its flag."""
+    return {alias: name for name, argument in names.items() for alias in (name, *argument.aliases)}
+
+
+# Reads the fields of Megatron's configuration classes from the source of the installed megatron-core.
+
+
+CLASSES = {  # key of the run's config → the classes whose fields its names are
+    "trainer.megatron": (("model_parallel_config.py", "ModelParallelConfig"), ("transformer/transformer_config.py", "TransformerConfig")),
+    "trainer.ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "trainer.optimizer.megatron": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+}
+
+
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # the names of megatron.core.transformer.enums.AttnBackend
+
+
+def megatron_version() -> str:
+    return importlib.metadata.version("megatron-core")
+
+
+@functools.cache
+def megatron_arguments(key: str) -> Mapping[str, Argument]:
+    """All fields by name; empty if Megatron is not installed, as on a machine that only plans."""
+    root = package_folder("megatron.core")
+    found: dict[str, Argument] = {}
+    for file, name in CLASSES[key] if root else ():
+        assert root is not None
+        for block in ast.parse((root / file).read_text()).body:
+            if isinstance(block, ast.ClassDef) and block.name == name:
+                found |= {field: _megatron_argument(hint) for field, hint in fields_of(block)}
+    return found
+
+
+def _megatron_argument(hint: ast.expr) -> Argument:
+    annotation = ast.unparse(hint)
+    return Argument(str, annotation, ATTENTION_BACKENDS) if annotation == "AttnBackend" else Argument(as_type(hint), annotation)
+
+
+# Checks `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`: fields of Megatron's classes, passed on as they are.
+
+
+_SHAPE = "model.path, whose config.json decides it"
+_STAGES = "trainer.pp and trainer.vpp"
+MEGATRON_BY_KEY = {
+    "trainer.megatron": {
+        **dict.fromkeys(
+            "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization layernorm_epsilon "
+            "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention num_moe_experts moe_ffn_hidden_size "
+            "moe_layer_freq moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor "
+            "moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size "
+            "softmax_scale rotary_interleaved layernorm_zero_centered_gamma".split(),
+            _SHAPE,
+        ),
+        "tensor_model_parallel_size": "trainer.tp",
+        "pipeline_model_parallel_size": "trainer.pp",
+        "virtual_pipeline_model_parallel_size": "trainer.vpp",
+        "context_parallel_size": "trainer.cp",
+        "expert_model_parallel_size": "trainer.ep",
+        "expert_tensor_parallel_size": "trainer.etp",
+        "sequence_parallel": "trainer.sequence_parallel",
+        "num_layers_in_first_pipeline_stage": "trainer.first_stage_layers",
+        "num_layers_in_last_pipeline_stage": "trainer.last_stage_layers",
+        "account_for_embedding_in_pipeline_split": "trainer.first_stage_layers",
+        "account_for_loss_in_pipeline_split": "trainer.last_stage_layers",
+        **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
+        **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths", "deallocate_pipeline_outputs"), _STAGES),
+        "moe_enable_routing_replay": "trainer.routing_replay",
+    },
+    "trainer.ddp": {"use_distributed_optimizer": "trainer.zero"},
+    "trainer.optimizer.megatron": {
+        "lr": "trainer.optimizer.lr",
+        "min_lr": "trainer.optimizer.min_lr_ratio",
+        "weight_decay": "trainer.optimizer.weight_decay",
+        **dict.fromkeys(("adam_beta1", "adam_beta2"), "trainer.optimizer.betas"),
+        "adam_eps": "trainer.optimizer.eps",
+        "clip_grad": "trainer.optimizer.clip_grad",
+        **dict.fromkeys(("bf16", "params_dtype"), "model.dtype"),
+        "use_distributed_optimizer": "trainer.zero",
+    },
+}
+_LOSS = "the loss is the algorithm's alone, and its denominator would not fit another"
+_DROPS = "training and generation would compute with different experts"
+_LAYOUT = "weights are read as the layout has them, and it would put them elsewhere"
+_OTHER_MODEL = "the engines do not compute it"
+_LOSS_SCALING = "float16 is not trained in: model.dtype is float32 or bfloat16"
+_MASTERS = "checkpoints hold float32 master weights and moments, and compare them with what the model computes with"
+MEGATRON_REFUSED = {
+    "trainer.megatron": {
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "log-probs that are trained on would differ from those of the engines"),
+        **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "mtp_num_layers"), _LOSS),
+        **dict.fromkeys(
+            "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_token_dropping moe_input_jitter_eps "
+            "moe_router_force_load_balancing moe_router_force_biased".split(),
+            _DROPS,
+        ),
+        **dict.fromkeys(
+            "gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards "
+            "expert_tensor_parallel_num_weight_shards moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size "
+            "moe_single_grouped_weight moe_single_grouped_bias".split(),
+            _LAYOUT,
+        ),
+        **dict.fromkeys(
+            "window_size experimental_attention_variant qk_l2_norm attention_output_gate no_rope_freq softmax_type glu_linear_offset "
+            "activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate mrope_section "
+            "linear_attention_freq heterogeneous_block_specs use_mup".split(),
+            _OTHER_MODEL,
+        ),
+        **dict.fromkeys(("fp16", "grad_scale_func"), _LOSS_SCALING),
+        **dict.fromkeys(("qk_clip", "moe_router_bias_update_rate"), "weights would change outside the optimizer"),
+        **dict.fromkeys(("fp8_param", "fp4_param"), "weights are read for the engines as model.dtype has them"),
+        "calculate_per_token_loss": "the trainer divides the loss itself",
+        "finalize_model_grads_func": "the trainer sets it",
+        "use_cpu_initialization": "the trainer sets it",
+        "perform_initialization": "weights come from a checkpoint, but Megatron's initialisation marks how parameters are split",
+    },
+    "trainer.ddp": {
+        **dict.fromkeys(
+            ("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"), "weights are read whole after each step"
+        ),
+        "overlap_param_gather": "weights are read whole for the engines after each step, so a gather has nothing to hide behind",
+        "average_in_collective": "gradients are sums; the loss is divided by its denominator once",
+        "grad_reduce_in_fp32": "gradients are reduced in float32",
+        "num_distributed_optimizer_instances": _MASTERS,
+    },
+    "trainer.optimizer.megatron": {
+        "decoupled_weight_decay": "the optimizer is AdamW",
+        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"),
+        **dict.fromkeys(("optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "main_params_dtype"), _MASTERS),
+        "use_layer_wise_distributed_optimizer": _MASTERS,
+        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"), _MASTERS),
+        **dict.fromkeys(("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _LOSS_SCALING),
+        **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),
+    },
+}
+AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # with less each parameter would be a bucket of its own
+_NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types no YAML value can have
+
+
+def check_megatron_settings(config: RunConfig) -> Iterable[str]:
+    """Refuses fields that Megatron does not have, that other keys decide, and that would break what the run relies on."""
+    trainer, of_optimizer = config.trainer, "trainer.optimizer.megatron"
+    for key, table, settings in (
+        ("trainer.megatron", "trainer.megatron", trainer.megatron),
+        ("trainer.ddp", "trainer.ddp", trainer.ddp),
+        (of_optimizer, of_optimizer, trainer.optimizer.megatron),
+        ("critic.optimizer.megatron", of_optimizer, config.critic.optimizer.megatron),
+        ("sft.optimizer.megatron", of_optimizer, config.sft.optimizer.megatron),
+        ("reward_model.optimizer.megatron", of_optimizer, config.reward_model.optimizer.megatron),
+    ):
+        known = megatron_arguments(table) if settings else {}
+        for name, value in settings.items():
+            for problem in _problems(table, str(name), value, known):
+                yield f"{key}.{name}={yaml_text(value)}: {problem}"
+    if trainer.recompute and "recompute_granularity" in trainer.megatron:
+        yield "trainer.megatron.recompute_granularity: must be left out with trainer.recompute=true, which recomputes everything"
+
+
+def _problems(key: str, name: str, value: Any, known: Mapping[str, Any]) -> Iterator[str]:
+    if name in MEGATRON_BY_KEY[key]:
+        yield f"must be set by {MEGATRON_BY_KEY[key][name]}"
+    elif name in MEGATRON_REFUSED[key]:
+        yield f"must be left out; {MEGATRON_REFUSED[key][name]}"
+    elif known and name not in known:
+        near = nearest(name, known)
+        meant = f"did you mean {MEGATRON_BY_KEY[key].get(near, near)}?" if near else f"it is no field of {CLASSES[key][-1][1]}"
+        yield f"unknown to megatron-core {megatron_version()}; {meant}"
+    elif known and any(part in known[name].annotation for part in _NOT_TEXT):
+        yield f"must be left out; it is a {known[name].annotation}, which a config cannot state"
+    elif (least := AT_LEAST.get((key, name))) is not None and type(value) is int and value < least:
+        yield f"must be at least {least}"
+    elif known:
+        yield from misfits(known[name], value)
+
+
+# Reads the arguments of the installed SGLang from its source.
+
+
+DECLARED_IN = "srt/arg_groups/fields"  # one class for each namespace of sglang.srt.server_args.ServerArgs
+CHOICES_IN = "srt/arg_groups/choices.py"
+
+
+def sglang_version() -> str:
+    return importlib.metadata.version("sglang")
+
+
+@functools.cache
+def sglang_arguments() -> Mapping[str, Argument]:
+    """All arguments by name; empty if SGLang is not installed, as on a machine that only plans."""
+    root = package_folder("sglang")
+    if root is None:
+        return {}
+    names = dict(_assigned(root / CHOICES_IN)) if (root / CHOICES_IN).is_file() else {}
+    return {name: argument for file in sorted((root / DECLARED_IN).glob("*.py")) for name, argument in _declared(file, names)}
+
+
+def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            try:
+                yield statement.targets[0].id, ast.literal_eval(statement.value)
+            except ValueError:
+                continue  # no plain list
+
+
+def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
+    """Parses `name: A[type, help]`, `name: A[type, Arg(help, choices, …)]`, or `name: type`."""
+    for block in ast.parse(file.read_text()).body:
+        for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
+            details = None
+            if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A" and isinstance(hint.slice, ast.Tuple):
+                hint, details = hint.slice.elts[:2]
+            stated = {word.arg: word.value for word in details.keywords} if isinstance(details, ast.Call) else {}
+            choices = _literal(stated.get("choices"), names)
+            aliases = _literal(stated.get("aliases"), names) or ()
+            cli_name = _literal(stated.get("cli_name"), names)
+            flags = [flag.lstrip("-").replace("-", "_") for flag in (*aliases, *([cli_name] if cli_name else ()))]
+            yield name, Argument(as_type(hint), ast.unparse(hint), None if choices is None else tuple(choices), tuple(flags))
+
+
+def _literal(node: ast.expr | None, names: Mapping[str, Any]) -> Any:
+    """The value of a literal or of a named list; None for anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+# Checks `generator.server_args` against the arguments of SGLang, and against what other keys or the run itself decide.
+
+
+SGLANG_BY_KEY = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer",
+    "dtype": "model.dtype",
+    "tp": "generator.tp",
+    "tp_size": "generator.tp",
+    "ep_size": "generator.ep",
+    "attn_dp_size": "generator.dp_attention",
+    "enable_dp_attention": "generator.dp_attention",
+    "quantization": "generator.quantization",
+    "max_total_tokens": "generator.kv_cache_tokens",
+    "max_running_requests": "generator.max_concurrency",
+    "mem_fraction_static": "generator.mem_fraction",
+    "random_seed": "seed",
+    "enable_return_routed_experts": "trainer.routing_replay",
+    "enable_lora": "lora.sync",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "experts_shared_outer_loras": "lora.experts",
+}
+KEPT = frozenset(
+    [
+        "host",
+        "port",
+        "api_key",
+        "admin_api_key",
+        "base_gpu_id",
+        "custom_weight_loader",
+        "weight_version",
+        "skip_tokenizer_init",
+        "sampling_defaults",
+        "device",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "context_length",
+        "disable_shared_experts_fusion",
+        "sampling_mask_max_tokens",
+        "max_loras_per_batch",
+        "enable_lora_overlap_loading",
+    ]
+)
+_MOVED = "weights are written to the experts where the layout has them, and it would "
+_COPIES = "it may compute with copies of the weights, which nobody writes to"
+_NO_LAYOUT = "the layout that weights are written by does not know it"
+_NO_KEYS = "requests go by HTTP with a key, and it would serve them otherwise"
+SGLANG_REFUSED = {
+    "enable_eplb": f"{_MOVED}move them",
+    "init_expert_location": f"{_MOVED}place them elsewhere",
+    "ep_num_redundant_experts": "only one copy of an expert is written to",
+    "elastic_ep_backend": f"{_MOVED}move them",
+    "speculative_algorithm": "nobody writes to the weights of a draft model",
+    "pp_size": _NO_LAYOUT,
+    "moe_dense_tp_size": _NO_LAYOUT,
+    "dp_size": _NO_LAYOUT,
+    "moe_dp_size": _NO_LAYOUT,
+    "attn_cp_size": _NO_LAYOUT,
+    "enable_dp_lm_head": _NO_LAYOUT,
+    "enable_paged_experts": f"{_MOVED}move them",
+    "enable_nvidia_megakernel": _COPIES,
+    "enable_amd_monokernel": _COPIES,
+    "cpu_offload_gb": "weights are written to where they lie, and it would move them",
+    "offload_group_size": "weights are written to where they lie, and it would move them",
+    "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does not score what another adds",
+    "is_embedding": "the launcher decides what engines answer",
+    "disaggregation_mode": "each engine must prefill and decode",
+    "delete_ckpt_after_loading": "it removes the weights that engines are started again with",
+    "use_ray": "the launcher starts an engine's processes",
+    "smg_grpc_mode": _NO_KEYS,
+    "grpc_mode": _NO_KEYS,
+    "grpc_port": _NO_KEYS,
+    "ssl_keyfile": _NO_KEYS,
+    "ssl_certfile": _NO_KEYS,
+}
+# Nobody writes to the weights of a frozen model, so its engines may keep them as they like.
+FROZEN = ("tp", "tp_size", "ep_size", "max_total_tokens", "max_running_requests", "mem_fraction_static")
+REFUSED_FROZEN = ("is_embedding", "disaggregation_mode", "delete_ckpt_after_loading", "use_ray", "smg_grpc_mode", "grpc_mode", "grpc_port",
+                  "ssl_keyfile", "ssl_certfile")  # fmt: skip
+MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a tensor of the same shape; others repack the experts
+
+
+def check_server_args(config: RunConfig) -> Iterable[str]:
+    """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know; that other keys decide; that the run must
+    decide itself, to stay closed to strangers and to know mu; and with which SGLang would compute with other weights than those written,
+    unseen by the audit."""
+    truncated = config.rollout.truncated
+    yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
+    for name, role in config.roles.items():
+        if role is not None:
+            key = f"roles.{name}"
+            by_key = {
+                argument: key + of_generator.removeprefix("generator")
+                for argument, of_generator in SGLANG_BY_KEY.items()
+                if argument in FROZEN
+            }
+            by_key |= {"model_path": f"{key}.path", "tokenizer_path": f"{key}.path", "dtype": f"{key}.dtype", "random_seed": "seed"}
+            yield from _check(
+                key,
+                role.server_args,
+                by_key,
+                lambda name, _: f"must be left out; {SGLANG_REFUSED[name]}" if name in REFUSED_FROZEN else None,
+            )
+
+
+def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], refused: Callable[[str, Any], str | None]) -> Iterable[str]:
+    known = sglang_arguments() if given else {}
+    for name, value in given.items():
+        shown = f"{section}.server_args.{name}={yaml_text(value)}"
+        if name in by_key:
+            yield f"{shown}: must be set by {by_key[name]}"
+        elif name in KEPT:
+            yield f"{shown}: must be left out; the launcher decides it"
+        elif (reason := refused(name, value)) is not None:
+            yield f"{shown}: {reason}"
+        elif known and name not in known:
+            yield f"{shown}: unknown to SGLang {sglang_version()}; {_meant(str(name), known, by_key)}"
+        elif name in known:
+            yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
+
+
+def _refused(name: str, value: Any, truncated: bool) -> str | None:
+    if name in SGLANG_REFUSED:
+        return f"must be left out; {SGLANG_REFUSED[name]}"
+    if name == "sampling_backend" and value == "ascend" and truncated:
+        return "must not be ascend with rollout.top_p, top_k or min_p: it does not record which tokens it keeps"
+    if name == "moe_runner_backend" and value not in MOE_RUNNERS:
+        return f"must be {' or '.join(MOE_RUNNERS)}: what computes with experts as they are written"
+    return None
+
+
+def _meant(name: str, known: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
+    """Suggests the name that was meant: flags are written with dashes, and some have several names."""
+    plain = name.lstrip("-").replace("-", "_").lower()
+    of_flag = mapping_of(known)
+    near = plain if plain in of_flag else nearest(plain, of_flag)
+    if near is None:
+        return "python -m sglang.launch_server --help lists its arguments"
+    return f"did you mean {by_key.get(of_flag[near], of_flag[near])}?"

@@ -1,0 +1,786 @@
+"""Whether two answers are mathematically equal: limits, plain numbers, structure, and values."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from megarl.rewards.extract import DENIED
+
+# Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
+#
+# Model output is hostile input. These limits make known bombs cheap to refuse; the worker process's limits on time and memory
+# (megarl.rewards.worker) hold for all others.
+
+
+MAX_NESTING = 12
+MAX_COMMANDS = 48  # LaTeX commands in one answer
+MAX_POWERS = 24  # powers in one answer
+MAX_BARS = 8  # each may open or close an absolute value, and the grammar tries both
+MAX_SUBSCRIPTS = 12
+MAX_DIGITS = 64  # of one number
+MAX_EXPONENT_DIGITS = 4
+MAX_VALUE_BITS = 10_000  # size of the largest integer that evaluating the answer could produce
+MAX_FACTORIAL = 1_000
+MAX_EXPANSION = 64  # exponent of a sum with symbols
+
+_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}", re.ASCII)
+_LONG_EXPONENT = re.compile(rf"(?:\^|\*\*)[\s{{(+-]*\d{{{MAX_EXPONENT_DIGITS + 1}}}", re.ASCII)
+_COUNTING = re.compile(r"!|binom|gcd|lcm")
+_LARGE_COUNT = re.compile(r"\d{4}", re.ASCII)
+_UNBOUNDED = re.compile(r"\\(?:i?i?int|oint|sum|prod|lim)(?![A-Za-z])|__")
+
+
+class Refused(Exception):
+    """The answer is outside the limits, so it scores 0."""
+
+
+def check_characters(answer: str) -> None:
+    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters; blanks are fine."""
+    if not answer.isascii() or not answer.isprintable():
+        for character in answer:
+            if unicodedata.category(character).startswith("C") and character not in " \t\r\n":
+                raise Refused(f"character U+{ord(character):04X}")
+
+
+def check_text(answer: str) -> None:
+    """Checks an answer's text before it is parsed. Raises Refused."""
+    depth = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MAX_NESTING:
+            raise Refused(f"brackets nested more than {MAX_NESTING} deep")
+    if answer.count("\\") > MAX_COMMANDS:
+        raise Refused(f"more than {MAX_COMMANDS} commands")
+    if answer.count("^") + answer.count("**") > MAX_POWERS:
+        raise Refused(f"more than {MAX_POWERS} powers")
+    if answer.count("|") > MAX_BARS or answer.count("_") > MAX_SUBSCRIPTS:
+        raise Refused(f"more than {MAX_BARS} bars or {MAX_SUBSCRIPTS} subscripts")
+    if _LONG_NUMBER.search(answer):
+        raise Refused(f"a number of more than {MAX_DIGITS} digits")
+    if _LONG_EXPONENT.search(answer):
+        raise Refused(f"an exponent of more than {MAX_EXPONENT_DIGITS} digits")
+    if _COUNTING.search(answer) and _LARGE_COUNT.search(answer):
+        raise Refused("a factorial, binomial, gcd or lcm of large numbers")
+    if _UNBOUNDED.search(answer):
+        raise Refused("an integral, sum, product, limit or dunder name")
+
+
+def check_value(expression: Any) -> float:
+    """Upper bound of the bits that evaluating a parsed, unevaluated SymPy object can produce. Raises Refused above the limit."""
+    name = type(expression).__name__
+    if name in ("Integral", "Derivative", "Sum", "Product", "Limit"):
+        raise Refused(f"a {name.lower()}")
+    if getattr(expression, "is_Rational", False):
+        bits = float(max(abs(expression.p).bit_length(), expression.q.bit_length()))
+    elif getattr(expression, "is_Pow", False):
+        bits = _power_bits(*expression.args)
+    elif name in ("factorial", "factorial2", "subfactorial", "binomial", "gamma"):
+        if any(check_value(argument) > math.log2(MAX_FACTORIAL) for argument in expression.args):
+            raise Refused(f"a factorial of more than {MAX_FACTORIAL}")
+        largest = max((2 ** check_value(argument) for argument in expression.args if not argument.is_Integer), default=0.0)
+        largest = max([largest, *(float(abs(argument)) for argument in expression.args if argument.is_Integer)])
+        bits = math.lgamma(largest + 2) / math.log(2)
+    else:
+        children = [check_value(argument) for argument in getattr(expression, "args", ())]
+        together = sum if getattr(expression, "is_Mul", False) or getattr(expression, "is_Add", False) else max
+        bits = together(children) if children else 0.0
+    if bits > MAX_VALUE_BITS:
+        raise Refused(f"a value of more than {MAX_VALUE_BITS} bits")
+    return bits
+
+
+def _power_bits(base: Any, exponent: Any) -> float:
+    base_bits, exponent_bits = check_value(base), check_value(exponent)
+    largest_exponent = 2.0 ** min(exponent_bits, 64.0)
+    if base.is_Add and base.free_symbols and largest_exponent > MAX_EXPANSION:
+        raise Refused(f"a sum to a power above {MAX_EXPANSION}")
+    return max(base_bits, 1.0) * largest_exponent
+
+
+# Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating decimals.
+
+
+SAME_DECIMALS = Fraction(1_000_001, 10**12)  # tolerance where one is a decimal: a millionth, plus binary rounding; relative below 1
+
+_PLAIN = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+)|[eE]([+-]?\d{1,3}))?", re.ASCII)
+_REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?", re.ASCII)
+_MIXED = re.compile(r"(-?)(\d+)\s+(\d+)/(\d+)", re.ASCII)
+
+
+class PlainNumber(NamedTuple):
+    value: Fraction
+    is_decimal: bool
+
+
+def plain_number(text: str) -> PlainNumber | None:
+    """A plain number, with or without thousands separators, as an exact rational; None for anything else."""
+    if len(text) > MAX_DIGITS:
+        return None
+    if repeating := _REPEATING.fullmatch(text):
+        return PlainNumber(_repeating(*repeating.groups()), False)
+    if mixed := _MIXED.fullmatch(text):
+        sign, whole, over, under = mixed.groups()
+        return PlainNumber((int(whole) + Fraction(int(over), int(under))) * (-1 if sign else 1), False) if int(under) else None
+    match = _PLAIN.fullmatch(text)
+    if match is None or (match[2] is None and match[3] is None):
+        return None
+    sign, whole, decimals, divisor, exponent = match.groups()
+    if divisor is not None and (decimals is not None or int(divisor) == 0):
+        return None
+    value = Fraction((whole or "0").replace(",", "") + (decimals or "")) / int(divisor or 1) * Fraction(10) ** int(exponent or 0)
+    return PlainNumber(-value if sign == "-" else value, decimals is not None)
+
+
+def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
+    """Exact equality, or equality to the sixth place if one is a decimal; None if one is not a plain number."""
+    if a is None or b is None:
+        return None
+    return a.value == b.value or ((a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS))
+
+
+def _near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
+    return abs(a - b) <= tolerance * min(1, max(abs(a), abs(b)))
+
+
+def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> Fraction:
+    scale = 10 ** len(fixed)
+    value = Fraction(int((whole or "0") + fixed), scale) + Fraction(int(repeated), scale * (10 ** len(repeated) - 1))
+    return -value if sign else value
+
+
+# Puts multiplication signs between factors that LaTeX places side by side, since math-verify's grammar needs them.
+#
+# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as 5. It reads 0.5 after a fraction
+# as 0 and .5. The sign goes wherever a number, group, fraction, power or binomial coefficient ends and another number, group, fraction or
+# binomial coefficient begins, except between a number and a fraction that the grammar rightly reads as a mixed number.
+
+
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\s+|.", re.DOTALL)
+_SIGN = "\\cdot "
+_FRACTIONS = ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac")
+_BINOMIALS = ("\\binom", "\\dbinom", "\\tbinom")
+_PRODUCT_OPERATORS = ("\\cdot", "\\times", "\\div", "\\pm", "\\mp")
+_DERIVATIVE = ("d", "\\partial")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass
+class _Level:
+    """What was read last inside one pair of brackets."""
+
+    closing: str = ""
+    start: int = 0  # index of its content in the tokens written
+    is_argument: bool = False  # the brackets hold an argument of a command, ^ or _
+    wanted: int = 0  # arguments that the last command still expects
+    is_operand: bool = False  # the command and its arguments will end a factor
+    ended: bool = False  # a factor has just ended
+    last: str = ""  # "number", "fraction", "name", …, or the token itself
+
+
+def with_signs(text: str) -> str:
+    """`text` with \\cdot between factors."""
+    written: list[str] = []
+    levels = [_Level()]
+    for token in _TOKEN.findall(text):
+        level = levels[-1]
+        if token.isspace():
+            written.append(token)
+        elif token[0].isdigit() or token[0] == ".":
+            _number(token, level, written)
+        elif token in _CLOSING:
+            is_option = token == "[" and level.wanted > 0
+            if level.wanted == 0 and level.ended:
+                written.append(_SIGN)
+            written.append(token)
+            levels.append(_Level(_CLOSING[token], len(written), level.wanted > 0 and not is_option, last="option" if is_option else ""))
+        elif token == level.closing:
+            content = "".join(written[level.start :]).strip()
+            levels.pop()
+            written.append(token)
+            _closed(level, content, levels[-1])
+        else:
+            _other(token, level, written)
+    return "".join(written)
+
+
+def _number(token: str, level: _Level, written: list[str]) -> None:
+    if level.wanted:  # \frac12 holds both arguments, x^12 its only one
+        level.wanted = max(0, level.wanted - len(token)) if level.last == "fraction" else 0
+        level.ended = level.is_operand and not level.wanted
+    else:
+        if level.ended and level.last != "number":
+            written.append(_SIGN)
+        level.ended, level.last = True, "number"
+    written.append(token)
+
+
+def _closed(inner: _Level, content: str, level: _Level) -> None:
+    if inner.is_argument:
+        if level.last == "fraction" and content in _DERIVATIVE:
+            level.is_operand = False
+        level.wanted -= 1
+        level.ended = level.is_operand and not level.wanted
+    elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
+        level.ended = False
+    elif not level.wanted:  # else it is a root's option, and the argument follows
+        level.ended, level.last = True, "group"
+
+
+def _other(token: str, level: _Level, written: list[str]) -> None:
+    if level.wanted and token.startswith("\\") and token not in (*_FRACTIONS, *_BINOMIALS, "\\sqrt"):  # 90^\circ
+        level.wanted -= 1
+        level.ended = level.is_operand and not level.wanted
+    elif token in _FRACTIONS or token in _BINOMIALS:
+        if level.ended and (token in _BINOMIALS or level.last != "number"):
+            written.append(_SIGN)
+        level.wanted, level.is_operand, level.ended, level.last = 2, True, False, "fraction"
+    elif token == "\\sqrt":
+        level.wanted, level.is_operand, level.ended, level.last = 1, True, False, "root"
+    elif token == "^":  # \sin^2(x) and f^{-1}(x) are functions of x
+        level.wanted, level.is_operand, level.ended, level.last = 1, level.ended or level.last == "e", False, "power"
+    elif token == "_":
+        level.wanted, level.is_operand, level.ended, level.last = 1, False, False, "index"
+    elif token == "!":
+        level.last = "factorial"
+    elif token == "\\pi":
+        level.ended, level.last = True, "name"
+    elif token.startswith("\\") and token[1:].isalpha() and token not in _PRODUCT_OPERATORS:
+        level.wanted, level.is_operand, level.ended, level.last = 0, False, False, token
+    else:
+        level.wanted, level.ended, level.last = 0, False, token
+    written.append(token)
+
+
+# Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
+#
+# The expressions and matrices in it are parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0); `_checked`
+# refuses
+# and `_rewritten` changes what the grammar would read wrongly.
+
+
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_MAX_PARTS = 32
+_NOTHING = 1e-20  # what is smaller counts as 0 in 0^0
+_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|boldsymbol|mbox|operatorname)\s*"
+_IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
+_WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
+_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables, or products of them; no word
+_SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
+_LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
+_NUMBER_IN_FONT = re.compile(rf"(?<=[=<>≈(,;\s])(?<![\d)}}]\s){_TEXT}\{{\s*(-?\d+(?:[.,/]\d+)*)\s*\}}(?=\s*(?:\Z|[=<>≈,;)]))", re.ASCII)
+_LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
+_ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
+_DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
+_RELATION = r"\\(?:leq?|geq?|lt|gt|neq?|approx|leqslant|geqslant)(?![A-Za-z])|[≤≥≠≈]|!=|<=|>=|[<>=]"
+_JOIN = r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\\(?:quad|qquad)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+_RELATIONS = {"le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=",
+              "neq": "!=", "approx": "~", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~"}  # fmt: skip
+_SYMBOLS = {r"\varnothing": r"\emptyset ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∪": r"\cup ",
+            "∈": r"\in ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}"}  # fmt: skip
+_TIMES = re.compile(r"(?<=\d) x (?=\d)", re.ASCII)  # 9 x 2 = 18
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
+
+
+class Items(NamedTuple):
+    """Items in brackets: a point, an interval or, in braces, a set; without brackets (opening ""): a list with commas."""
+
+    opening: str
+    closing: str
+    items: list[Any]
+
+
+class Union(NamedTuple):
+    parts: list[Any]
+
+
+class Chain(NamedTuple):
+    """sides[0] operators[0] sides[1] …"""
+
+    sides: list[Any]
+    operators: list[str]
+
+
+class Word(NamedTuple):
+    text: str
+
+
+@lru_cache(maxsize=1024)
+def read_reference(text: str) -> Any:
+    return read(text, checked=False)
+
+
+def read(text: str, checked: bool) -> Any:
+    """The structure of an answer; None if it cannot be read. `checked`: it is a model's answer, and Refused is raised outside limits."""
+    for symbol, command in _SYMBOLS.items():
+        text = text.replace(symbol, command)
+    text = _TIMES.sub(r" \\times ", text)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
+    text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
+    text = _NUMBER_IN_FONT.sub(r"\1", text)
+    text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
+    return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
+
+
+def _structure(text: str, checked: bool) -> Any:
+    text = text.strip().removeprefix("+")
+    if text in _ALL_REALS:
+        from sympy import oo as infinity
+
+        return Items("(", ")", [-infinity, infinity])
+    is_word = (word := word_of(text)) and not _DIFFERENCE.fullmatch(text)
+    if is_word and (text.startswith("\\") or len(text) > _LONGEST_PRODUCT or " " in text or word in _SHORT_WORDS):
+        return Word(word)
+
+    def parts(pieces: Sequence[str]) -> list[Any]:
+        if len(pieces) > _MAX_PARTS:
+            raise Refused(f"more than {_MAX_PARTS} parts")
+        return [_structure(piece, checked) for piece in pieces]
+
+    pieces, joins = _split(text, _JOIN)
+    if len(pieces) > 1 and plain_number(text) is None:
+        found = parts([piece for piece in pieces if piece.strip()])
+        if all("or" in join for join in joins) and all(map(_is_range, found)):  # x < 2 or x > 3
+            return Union(found)
+        return Items("", "", found)
+    sides, operators = _split(text, _RELATION)
+    if operators:
+        return _chain(Chain(parts(sides), [_RELATIONS.get(o.removeprefix("\\"), o) for o in operators]))
+    members, _ = _split(text, r"\\in(?![A-Za-z])")
+    if len(members) == 2:
+        return _structure(members[1], checked)
+    unions, _ = _split(text, r"\\cup(?![A-Za-z])")
+    if len(unions) > 1:
+        return Union(parts(unions))
+    ratio, _ = _split(text, ":")
+    if len(ratio) > 2:  # 3:4:5; the grammar divides, which is right for two
+        return Items(":", ":", parts(ratio))
+    if inside := _bracketed(text):
+        opening, content, closing = inside
+        items, _ = _split(content, r"[,;]")
+        if len(items) > 1 or opening == "{":
+            return Items(opening, closing, parts(items))
+    return _expression(text, checked)
+
+
+def word_of(text: str) -> str:
+    """A name or a choice in the form that is compared; empty if the text is not one."""
+    match = _WORD.fullmatch(text)
+    return " ".join((match[1] or match[2]).casefold().split()) if match else ""
+
+
+def _is_range(structure: Any) -> bool:
+    return isinstance(structure, Items) and len(structure.items) == 2 and structure.opening in ("(", "[")
+
+
+def _chain(chain: Chain) -> Any:
+    """Turns inequalities of one variable between constants into an interval."""
+    if all(operator in FLIPPED for operator in chain.operators):
+        sides, operators = chain
+        if operators[0] in (">", ">="):
+            sides, operators = sides[::-1], [FLIPPED[operator] for operator in operators[::-1]]
+        if len({operator[0] for operator in operators}) == 1:
+            from sympy import oo as infinity  # imported where it is needed: half a second
+
+            names = [is_name(side) for side in sides]
+            if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
+                return Items("(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]])
+            if names == [True, False] and not symbols(sides[1]):
+                return Items("(", ")]"[operators[0] == "<="], [-infinity, sides[1]])
+            if names == [False, True] and not symbols(sides[0]):
+                return Items("(["[operators[0] == "<="], ")", [sides[0], infinity])
+            return Chain(sides, operators)
+    return chain
+
+
+def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
+    """Pieces of `text` between the matches of `pattern` outside all brackets, and the matches."""
+    pieces, found, depth, start, position = [], [], 0, 0, 0
+    separator = re.compile(pattern)
+    while position < len(text):
+        match = separator.match(text, position) if depth == 0 else None
+        if match:
+            pieces.append(text[start:position])
+            found.append(match[0])
+            start = position = match.end()
+            continue
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        position += 1
+    return [*pieces, text[start:]], found
+
+
+def _bracketed(text: str) -> tuple[str, str, str] | None:
+    """Opening, content and closing, if one pair of brackets encloses the text."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        opening, content, closing = "{", text[2:-2], "}"
+    elif text[:1] in ("(", "[") and text[-1:] in (")", "]"):
+        opening, content, closing = text[0], text[1:-1], text[-1]
+    else:
+        return None
+    depth = 0
+    for character in content:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return None
+    return opening, content, closing
+
+
+def _checked(text: str) -> None:
+    """Raises Refused for what the grammar misreads: it takes boxes and texts out of products, and spaces between numbers for sums."""
+    if "\\boxed" in text or "\\fbox" in text:
+        raise Refused("a box inside the answer")
+    if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
+        raise Refused("digits in words")
+    if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
+        raise Refused("numbers side by side")
+    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar drops the index
+        raise Refused("an index of a number")
+
+
+def _rewritten(text: str) -> str:
+    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2, degrees converted to radians for sin etc."""
+    text = with_signs(re.sub(r"\^\s*-\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{-\1}", text))
+    if re.search(r"sin|cos|tan|cot|sec|csc", text):
+        text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
+    return re.sub(_DEGREES, "", text)
+
+
+def _expression(text: str, checked: bool) -> Any:
+    """The text as a SymPy object whose sums and powers are not evaluated; None if it does not parse."""
+    plain = plain_number(text)
+    if plain is not None and not plain.is_decimal:
+        from sympy import Rational
+
+        return Rational(plain.value.numerator, plain.value.denominator)
+    if checked:
+        _checked(text)
+    import math_verify  # takes half a second and 50 MiB with SymPy, so only when an answer needs it
+
+    latex = f"${_rewritten(text)}$"
+    no_timeout: Any = None  # the documentation allows None, the annotation does not
+    found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=no_timeout)
+    if not found:
+        return None
+    if checked:
+        check_value(found[0])
+        _check_powers(found[0])
+    from sympy import I
+
+    imaginary = [symbol for symbol in getattr(found[0], "free_symbols", ()) if symbol.name == "i"]
+    return found[0].subs(dict.fromkeys(imaginary, I)) if imaginary else found[0]
+
+
+def _check_powers(expression: Any) -> None:
+    """Raises Refused for 0^0, which SymPy calls 1. The bounds of check_value hold for what is evaluated here."""
+    from sympy import Pow
+
+    for power in getattr(expression, "atoms", lambda _: ())(Pow):
+        if not power.free_symbols and all(abs(argument.evalf(30)) < _NOTHING for argument in reversed(power.args)):
+            raise Refused("zero to the power of zero")
+
+
+def is_function(structure: Any) -> bool:
+    return type(getattr(structure, "func", None)).__name__ == "UndefinedFunction"
+
+
+def is_name(structure: Any) -> bool:
+    """A variable, a function of variables, or a point of variables."""
+    if isinstance(structure, Items):
+        return all(map(is_name, structure.items))
+    return bool(getattr(structure, "is_Symbol", False)) or is_function(structure)
+
+
+def symbols(structure: Any) -> set[str]:
+    if isinstance(structure, (Items, Union, Chain)):
+        return set().union(*map(symbols, structure[-1] if isinstance(structure, Items) else structure[0]))
+    return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
+
+
+# Values of two expressions at 60 digits; expressions with variables are evaluated at fixed points.
+
+
+LEAST_POINTS = 3  # points at which two expressions with variables must both have a value to be compared
+_DIGITS = 60
+_SAME = Fraction(1, 10**45)  # tolerance for exact values: relative, below 1 absolute
+_POINTS = 6
+_MAX_BITS = 50_000  # of a value's integer part, and of its fraction
+
+Value = tuple[Fraction, Fraction]
+"""Real and imaginary part."""
+
+
+def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
+    """Values of two expressions at fixed points of their variables, if any, without points at which neither has a value.
+
+    Empty if at some point only one of them has a value.
+    """
+    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
+    found = []
+    for point in range(_POINTS if names else 1):
+        where = {name: _coordinate(point, number) for number, name in enumerate(names)}
+        x, y = _value(a, where), _value(b, where)
+        if x is None and y is None:
+            continue
+        if x is None or y is None:
+            return []
+        found.append((x, y))
+    return found
+
+
+def equal_values(a: Value, b: Value, decimals: bool) -> bool:
+    """Equality of exact values up to rounding (absolute below 1), or of decimals up to the sixth place (relative below 1)."""
+    distance, size = size_of((a[0] - b[0], a[1] - b[1])), max(size_of(a), size_of(b))
+    return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
+
+
+def size_of(value: Value) -> Fraction:
+    return max(abs(value[0]), abs(value[1]))
+
+
+def times(a: Value, b: Value) -> Value:
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+def _coordinate(point: int, number: int) -> Fraction:
+    """Rationals of either sign, from 0.3 to 2.7 in size, with no relation between them."""
+    size = Fraction(300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000) + Fraction(1, 1009 + 2 * number)
+    return size if (point + number) % 2 == 0 else -size
+
+
+def _value(expression: Any, where: dict[str, Fraction]) -> Value | None:
+    """The value, or None if it is not finite."""
+    import sympy
+
+    at = {symbol: sympy.Rational(where[symbol.name].numerator, where[symbol.name].denominator) for symbol in expression.free_symbols}
+    if any(power.exp.free_symbols for power in expression.atoms(sympy.Pow)):  # SymPy would factor the radicands, for seconds
+        at = {symbol: sympy.Float(value, 2 * _DIGITS) for symbol, value in at.items()}
+    parts = expression.subs(at).doit().evalf(_DIGITS).as_real_imag()
+    if not all(part.is_Float or part.is_Rational for part in parts):
+        return None
+    real, imaginary = map(_fraction, parts)
+    return None if real is None or imaginary is None else (real, imaginary)
+
+
+def _fraction(number: Any) -> Fraction | None:
+    if number.is_Rational:
+        return Fraction(int(number.p), int(number.q))
+    sign, mantissa, exponent, bits = number._mpf_
+    if (not mantissa and exponent) or abs(exponent) + bits > _MAX_BITS:  # infinite, not a number, or too large
+        return None
+    return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)
+
+
+# Whether two answers are mathematically equal.
+#
+# Both are read into structures (megarl.rewards.answers), whose expressions are compared by value (megarl.rewards.answers). The verdict
+# depends on the two texts alone and takes bounded time.
+#
+# math-verify's own `verify` (0.9.0) is not used. It takes what stands right of "=" as the answer and drops the left ("7 = 5" is 5). It
+# calls
+# 2^{\infty} equal to some numbers, which differ between processes, since SymPy's simplification depends on the order of hashes. It rounds
+# decimals to 6 places whatever their size (0.0000001 is 0.0000002).
+
+
+_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2
+_BASES = {name: str(base) for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_BASES |= {"sixteen": "16"}
+_BASE_IN_WORDS = re.compile(r"_\s*\{?\s*\\text\w*\s*\{\s*(?:base\s+)?([a-z]+|\d{1,2})\s*\}\s*\}?")
+_MODULO = re.compile(r"\s*(?:\\p?mod|\\bmod|\(\\?mod)(?![a-z]).*")
+_CHOICE_WITH_TEXT = re.compile(
+    r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+"
+)
+_MEASURED = re.compile(  # AB = 5, \angle ABC = 60, [ABC] = 12: a name of points, which the grammar reads as a product
+    r"\A(?:m?\s*\\(?:measured)?angle\s*|\\overline\s*\{|[|\[])?[A-Z]{2,4}[|\]}]?\s*=\s*(?=[^=]+\Z)"
+)
+_ABOUT = Fraction(1, 100)  # relative difference that \approx allows
+
+
+def equal(reference: str, candidate: str) -> bool:
+    """Mathematical equality of two cleaned answers. Raises Refused if the candidate is outside the limits, or not finite though the
+    reference is."""
+    if candidate == reference:
+        return True
+    word = word_of(reference)
+    if word and word == (word_of(candidate) or word_of(_CHOICE_WITH_TEXT.sub(r"\1\2", candidate))):
+        return True
+    if DENIED.search(candidate) and not DENIED.search(reference):  # \text{not } 5, which the grammar reads as a product
+        return False
+    if "=" not in reference:
+        candidate = _MEASURED.sub("", candidate)
+    if not _MODULO.search(reference):  # 236 \pmod{1000}
+        candidate = _MODULO.sub("", candidate)
+    (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
+    if gold_percent != percent:  # 50% is 0.5, or 50 if the question asked for percent
+        return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
+    gold, found = _without_base(gold, found)
+    decided = plain_equal(plain_number(gold), plain_number(found))
+    if decided is not None:
+        return decided
+    check_text(found)
+    return _same(read_reference(gold), read(found, checked=True))
+
+
+def _percent(answer: str) -> tuple[str, bool]:
+    bare = answer.removesuffix("%").removesuffix("\\").rstrip() if answer.endswith("%") else answer
+    if bare.endswith("%"):
+        raise Refused("percents of percents")
+    return bare, bare != answer
+
+
+def _without_base(gold: str, found: str) -> tuple[str, str]:
+    """Both without a numeral's base (1010_2). An answer without one has the reference's, which the question has fixed; a reference without
+    one is decimal. Raises Refused if the bases differ."""
+    gold, found = (_BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text) for text in (gold, found))
+    numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
+    base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
+    if numerals[1] and base != stated:
+        if numerals[0] or not 2 <= stated <= 36 or any(int(digit, 36) >= stated for digit in numerals[1][1]):
+            raise Refused("another base")
+        return gold, str(int(numerals[1][1][:MAX_DIGITS], stated))
+    gold, found = (numeral[1] if numeral else text for numeral, text in zip(numerals, (gold, found)))
+    return gold, found
+
+
+def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
+    """Both as numbers: divides the one that is a percentage by a hundred."""
+    return (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
+
+
+def _same(gold: Any, found: Any) -> bool:
+    """Whether two structures are equal."""
+    if gold is None or found is None:
+        return False
+    if isinstance(gold, Word) or isinstance(found, Word):
+        return isinstance(gold, Word) and isinstance(found, Word) and gold == found
+    if isinstance(found, Chain) or isinstance(gold, Chain):
+        return _same_chains(gold, found)
+    if isinstance(gold, Union) or isinstance(found, Union):
+        return isinstance(gold, Union) and isinstance(found, Union) and _matched(gold.parts, found.parts)
+    if isinstance(gold, Items) or isinstance(found, Items):
+        return _same_sequences(gold, found)
+    return _same_objects(gold, found)
+
+
+def _same_sequences(gold: Any, found: Any) -> bool:
+    gold, found = _as_sequence(gold), _as_sequence(found)
+    if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
+        return gold.opening in ("{", "") and found.opening in ("{", "") and _matched(gold.items, found.items)
+    brackets = {gold.opening + gold.closing, found.opening + found.closing}
+    point = brackets == {"()", ""} and not _is_interval(gold)  # 2,5 may be the point (2,5), but no interval
+    if len(brackets) > 1 and not point and not (gold.opening == "" and brackets == {"", "[]"}):
+        return False
+    return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
+
+
+def _is_interval(items: Items) -> bool:
+    """Whether items in round brackets cannot be a point: an end is infinite."""
+    return any(getattr(item, "is_infinite", False) for item in items.items)
+
+
+def _as_sequence(structure: Any) -> Items:
+    """The items of a set by the grammar (as of ±2), or the structure as a single item."""
+    if isinstance(structure, Items):
+        return structure
+    items = list(structure.args) if getattr(structure, "is_FiniteSet", False) else [structure]
+    return Items("", "", items)
+
+
+def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
+    """Whether the items match one to one, in any order."""
+    left = list(founds)
+    if len(golds) != len(left):
+        return False
+    for gold in golds:
+        match = next((index for index, found in enumerate(left) if _same(gold, found)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _same_chains(gold: Any, found: Any) -> bool:
+    if not isinstance(found, Chain):  # the reference is x = 5, the answer 5
+        return gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], found)
+    if not isinstance(gold, Chain):
+        return _leads_to(gold, found)
+    if gold.operators == found.operators and len(gold.sides) == len(found.sides) and all(map(_same, gold.sides, found.sides)):
+        return True
+    flipped = [FLIPPED.get(operator, operator) for operator in reversed(found.operators)]
+    if gold.operators == flipped and len(gold.sides) == len(found.sides) and all(map(_same, gold.sides, reversed(found.sides))):
+        return True
+    return gold.operators == found.operators == ["="] and _same_equations(gold.sides, found.sides)
+
+
+def _leads_to(gold: Any, found: Chain) -> bool:
+    """Whether a chain of equations ends in the answer, and every side before it names the answer or has its value. It may go on with
+    what the answer is about (1/3 ≈ 0.333)."""
+    if len(found.sides) > 1 and found.operators[-1] == "~" and not _same(gold, found.sides[-1]) and _about(gold, found.sides[-1]):
+        found = Chain(found.sides[:-1], found.operators[:-1])
+    if any(operator not in ("=", "~") for operator in found.operators) or not _same(gold, found.sides[-1]):
+        return False
+    for side, operator in zip(found.sides, found.operators):
+        if not (_is_name_of(side, gold) or _same(gold, side) or (operator == "~" and _about(gold, side))):
+            return False
+    return True
+
+
+def _is_name_of(name: Any, structure: Any) -> bool:
+    """Whether `name` may stand for `structure`: f(x) may be x + 1, but x may not."""
+    return (is_name(name) or _joins_names(name)) and (is_function(name) or not symbols(name) & symbols(structure))
+
+
+def _joins_names(structure: Any) -> bool:
+    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1. (2x = 6 does not say 6.)"""
+    if getattr(structure, "is_Add", False):
+        return all(argument.is_Symbol for argument in structure.args)
+    return bool(getattr(structure, "is_Function", False) and structure.free_symbols)
+
+
+def _same_equations(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether one equation is the other times a constant."""
+    if not _expressions(*gold, *found):
+        return False
+    values = [(x, y) for x, y in values_of(gold[0] - gold[1], found[0] - found[1]) if size_of(x) and size_of(y)]
+    if len(values) < LEAST_POINTS:
+        return False
+    (first, second), *rest = values
+    return all(equal_values(times(x, second), times(first, y), decimals=False) for x, y in rest)
+
+
+def _expressions(*structures: Any) -> bool:
+    from sympy import Expr
+
+    return all(isinstance(structure, Expr) for structure in structures)
+
+
+def _about(gold: Any, found: Any) -> bool:
+    if not _expressions(gold, found) or symbols(gold) or symbols(found):
+        return False
+    return all(size_of((a[0] - b[0], a[1] - b[1])) <= _ABOUT * size_of(a) for a, b in values_of(gold, found))
+
+
+def _same_objects(gold: Any, found: Any) -> bool:
+    """Compares expressions by value, matrices by element, and other objects of the grammar (ℝ, ∅) by identity."""
+    if getattr(gold, "is_Matrix", False) or getattr(found, "is_Matrix", False):
+        both = getattr(gold, "is_Matrix", False) and getattr(found, "is_Matrix", False)
+        return both and gold.shape == found.shape and all(map(_same, gold, found))
+    if not _expressions(gold, found):
+        return type(gold) is type(found) and gold == found
+    if is_function(gold) and gold == found:  # f(x), which has no value
+        return True
+    import sympy
+
+    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals itself and nothing else
+        return found in (sympy.oo, -sympy.oo) and found == gold
+    if found.is_Rational and gold.is_Rational:
+        return found == gold
+    decimals = gold.has(sympy.Float) or found.has(sympy.Float)
+    values = values_of(gold, found)
+    needed = LEAST_POINTS if gold.free_symbols or found.free_symbols else 1
+    return len(values) >= needed and all(equal_values(a, b, decimals) for a, b in values)

@@ -1,0 +1,158 @@
+"""`megarl reward-model`: trains a reward model on pairs of responses, with the trainer of the RL run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.algorithms.base import LossOutput, Microbatch
+from megarl.base.rollout_types import TrainSequence
+from megarl.data.batches import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.data.rows import Pair
+from megarl.data.tokenizer import load_tokenizer
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.status import StatusBoard
+from megarl.plan.resolve import RunPlan
+from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.step import MegatronTrainer
+
+# Reward models from pairs of responses, of which one is preferred (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, (1)).
+#
+#     loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
+#
+# A pair's responses may be in different microbatches and on different ranks. So all scores are computed before the optimizer step, and the
+# step is made on a sum of scores with constant weights, which are the loss's derivatives: its gradient is the loss's.
+
+
+class PairLoss(NamedTuple):
+    weights: Tensor  # [B, 2]: the derivatives of the summed loss by the scores of chosen and rejected
+    metrics: dict[str, float]  # means over the pairs
+
+
+def bradley_terry(scores: Tensor, margins: Tensor) -> PairLoss:
+    """Args: scores [B, 2] of chosen and rejected, margins [B]."""
+    chosen, rejected = scores.unbind(dim=1)
+    difference = chosen - rejected
+    slope = -torch.sigmoid(margins - difference)
+    metrics = {
+        "loss": -F.logsigmoid(difference - margins).mean(),
+        "accuracy": (difference > 0).double().mean(),
+        "score_difference/mean": difference.mean(),
+        "score/chosen": chosen.mean(),
+        "score/rejected": rejected.mean(),
+    }
+    return PairLoss(torch.stack([slope, -slope], dim=1), {name: value.item() for name, value in metrics.items()})
+
+
+def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
+    """A sequence whose score is the value of what would come next: one token more, of which only the place counts, is all of the loss.
+    `weight` of its score in `weighted_values`."""
+    length = len(token_ids) + 1
+    mask = np.arange(length) == length - 1
+    return TrainSequence(
+        np.array([*token_ids, 0], np.int32), mask, np.zeros(length, np.float32), np.where(mask, weight, 0.0).astype(np.float32)
+    )
+
+
+def weighted_values(values: Tensor, microbatch: Microbatch) -> LossOutput:
+    """The sum of the values [t] with the tokens' advantages as weights."""
+    mask = microbatch.loss_mask
+    return LossOutput((torch.where(mask, microbatch.advantages, 0.0) * values).sum(), {"tokens": mask.sum()})
+
+
+# Trains a reward model on pairs of responses, with the trainer of the RL run.
+
+
+FOLDER = "reward_model"  # in run_dir
+BEFORE = "before/"  # metrics of the held-out pairs before the first step
+
+
+def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
+    """One trainer rank. Rank 0 writes `run_dir`/reward_model/metrics.jsonl; all ranks together export to `reward_model.output`."""
+    config, settings, run_dir = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / FOLDER
+    status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
+    status.set("reading the pairs")
+    pairs, held_out = (
+        load_pairs(config, data, key, plan.spec) for data, key in ((settings.data, f"{FOLDER}.data"), (settings.eval, f"{FOLDER}.eval"))
+    )
+    steps = training_steps(config, len(pairs))
+    status.set("building the model")
+    init_distributed(config.timeouts.collective_s)
+    budget = settings.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch
+    trainer = MegatronTrainer(
+        plan.spec.with_scalar_head(),
+        plan.trainer_topology,
+        replace(config.trainer, max_tokens_per_microbatch=budget),
+        config.model.dtype,
+        config.seed,
+        total_steps=steps,
+        timeout_s=config.timeouts.collective_s,
+        optimizer=settings.optimizer,
+    )
+    begin(trainer, plan)
+    scorer = PairScorer(trainer, plan)
+    metrics = MetricsWriter(run_dir) if rank == 0 else None
+    started = time.monotonic()
+    for step in range(steps):
+        status.set(f"step {step}")
+        before = {f"{BEFORE}{name}": value for name, value in scorer.evaluate(held_out).items()} if step == 0 else {}
+        values = scorer.train(batch_of(config, pairs, step))
+        due = step == steps - 1 or (settings.every and (step + 1) % settings.every == 0)
+        values |= before | ({f"eval/{name}": value for name, value in scorer.evaluate(held_out).items()} if due else {})
+        if metrics is not None:
+            wall_s = time.monotonic() - started
+            metrics.write(step, {"wall_s": wall_s, **values, "samples_per_s": 2 * (step + 1) * settings.batch_size / wall_s})
+    status.set("exporting")
+    trainer.export_hf(settings.output, config.model.path)
+    if metrics is not None:
+        metrics.close()
+    shutdown_distributed()
+
+
+def begin(trainer: MegatronTrainer, plan: RunPlan) -> None:
+    """Sets the first weights: those that a run would begin with, and a new head unless these are of a reward model."""
+    config = plan.config
+    if not plan.weights.are_there:  # the plan has checked that they may be random
+        trainer.init_random(config.seed)
+    else:
+        new_head = "zeros" if config.reward_model.head == "zeros" else "random"
+        trainer.load_hf(plan.weights_path, None if plan.spec.head == trainer.spec.head else new_head)
+
+
+class PairScorer:
+    def __init__(self, trainer: MegatronTrainer, plan: RunPlan):
+        self._trainer, self._size = trainer, plan.config.reward_model.batch_size
+        self._tokenizer, self._context_tokens = load_tokenizer(plan.config.model), plan.spec.max_position_embeddings
+
+    def train(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Makes one optimizer step; returns metrics of the weights before it."""
+        tokens, scores, margins = self._score(pairs)
+        found = bradley_terry(scores, margins)
+        weighted = [to_score(ids, weight) for ids, weight in zip(tokens, found.weights.flatten().tolist(), strict=True)]
+        result = self._trainer.train_step(weighted, weighted_values, float(len(pairs)))
+        result.check_tokens(len(tokens))
+        return {**found.metrics, "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+
+    def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Empty without pairs."""
+        each = list(map(pairs.__getitem__, range(len(pairs))))  # a made-up dataset has no slices
+        parts = [each[first : first + self._size] for first in range(0, len(each), self._size)]
+        found = [(len(part), bradley_terry(*self._score(part)[1:]).metrics) for part in parts]
+        return {name: fmean((each[name] for _, each in found), [count for count, _ in found]) for name in found[0][1]} if found else {}
+
+    def _score(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], Tensor, Tensor]:
+        """(token ids of chosen and rejected in turn, scores [B, 2], margins [B])."""
+        tokens = [ids for pair in pairs for ids in pair_tokens(pair, self._tokenizer, self._context_tokens)]
+        scores = [float(row[-1]) for row in self._trainer.token_values([to_score(ids) for ids in tokens])]
+        margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+        return tokens, torch.tensor(scores, dtype=torch.float64).view(-1, 2), margins
