@@ -110,10 +110,10 @@ def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["plan", *sizes, "eval.engines=3"]) == 0
     assert "evaluation engines 3, tp 4: 12 ranks; as the generator's\n" in capsys.readouterr().out
     shares = {}
-    for engines in (0, 2):
-        assert main(["plan", *sizes, f"eval.engines={engines}", "--search", "--gpus", "32", "--json"]) == 0
+    for number in (0, 2):
+        assert main(["plan", *sizes, f"eval.engines={number}", "--search", "--gpus", "32", "--json"]) == 0
         facts = json.loads(capsys.readouterr().out)
-        shares[engines] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + facts.get("evaluation", {}).get("ranks", 0)
+        shares[number] = facts["trainer"]["ranks"] + facts["generator"]["ranks"] + facts.get("evaluation", {}).get("ranks", 0)
     assert all(ranks <= 32 for ranks in shares.values()), f"a search leaves them their share of the budget: {shares}"
 
 

@@ -41,8 +41,8 @@ class Link:
 def with_calls(body, tmp_path, monkeypatch, on_failure="restart", fixed="", silence_s=60.0) -> None:
     monkeypatch.setattr(generator, "engine_client", lambda plan, rendezvous, url: Engine(url))
     monkeypatch.setattr(generator, "LOOK_S", 0.01)
-    timeouts, generator = SimpleNamespace(weights_s=1.0, silence_s=silence_s), SimpleNamespace(on_failure=on_failure)
-    plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=generator))
+    timeouts, settings = SimpleNamespace(weights_s=1.0, silence_s=silence_s), SimpleNamespace(on_failure=on_failure)
+    plan = SimpleNamespace(config=SimpleNamespace(timeouts=timeouts, generator=settings))
 
     async def within():
         fleet, _ = of(2)
