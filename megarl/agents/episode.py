@@ -1,4 +1,4 @@
-"""One episode of an agent: answers its calls, and keeps what was sampled (tree.py).
+"""One episode of an agent: answers its calls, and keeps what was sampled, as a tree.
 
 A call brings the whole conversation as text. Its longest beginning that ends with a message as this episode has returned it stands for the
 ids that were sampled; only what follows is rendered by the chat template and tokenised. So an agent that sends its conversation back, with

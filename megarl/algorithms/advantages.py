@@ -64,7 +64,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def undivided(rewards: Tensor) -> Tensor:
-    """The rewards: a critic's advantages are those of tokens, and formed elsewhere (gae.py)."""
+    """The rewards: a critic's advantages are those of tokens, and formed elsewhere (megarl.critic.losses)."""
     return rewards
 
 

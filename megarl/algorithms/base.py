@@ -25,7 +25,7 @@ class Microbatch(Protocol):
     """
 
     @property
-    def boundaries(self) -> Tensor: ...  # [n + 1] int32: where sequences begin and end (segments.py)
+    def boundaries(self) -> Tensor: ...  # [n + 1] int32: where sequences begin and end
 
     @property
     def loss_mask(self) -> Tensor: ...  # [t] bool

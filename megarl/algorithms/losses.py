@@ -66,7 +66,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 #
 # From a token's log-ratio log(pi / mu) a rule computes the weight w of its term -w A log pi; w is a constant for autograd. Where a paper
 # states an objective that contains the ratio, w A grad log pi is its gradient at the current weights, and so at every optimizer step. With
-# algorithm.ratio other than behavior, the log-ratio is that to the proximal policy (policy_gradient.py).
+# algorithm.ratio other than behavior, the log-ratio is that to the proximal policy.
 # Ratios are formed from bounded log-ratios, so none overflows. NaN passes through.
 
 
@@ -225,7 +225,7 @@ class PolicyGradient:
     skip_zero_advantage: bool = True
     group_loss: GroupLoss | None = None
     gae: Gae | None = None
-    distillation: Distillation | None = None  # adds a divergence from teachers (distill.py)
+    distillation: Distillation | None = None  # adds a divergence from teachers (megarl.teachers.loss)
     entropy_coefficient: float = 0.0
 
     @property

@@ -117,7 +117,7 @@ class Sample(Typed, frozen=True):
     reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
     failures: list[Failure] = []  # of the episode, its reward function, or parts of the reward; failed scores are in the place of theirs
     kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
-    teachers: bytes = b""  # what teachers on engines say of each token (teacher_scores.py); empty without any
+    teachers: bytes = b""  # what teachers on engines say of each token (TeacherScores); empty without any
     branch: int = 0  # above 0: a further branch of the same episode as the sample before it, with the same reward
 
     def __post_init__(self) -> None:

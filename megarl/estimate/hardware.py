@@ -11,7 +11,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates are peaks; `constants` says how much of them is reached."""
+    """Rates are peaks; the constants below say how much of them is reached."""
 
     name: str
     memory_gib: float  # what a process can allocate: torch.cuda.get_device_properties().total_memory

@@ -1,4 +1,4 @@
-"""Checks settings against each other. (model_checks checks them against the model.)
+"""Checks settings against each other, and against the model.
 
 Each check is a small function that yields problems: the key, its value, what is allowed.
 """

@@ -1,4 +1,4 @@
-"""Reports a reshard map: its numbers as one JSON object, one rank's part as text, all copies as JSON lines. (`table` has the table.)"""
+"""Reports a reshard map: its numbers as one JSON object, one rank's part as text, all copies as JSON lines."""
 
 from __future__ import annotations
 
