@@ -383,8 +383,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, and RuntimeError if something is lacking."""
+def run(arguments: argparse.Namespace) -> RunPlan | None:
+    """Returns the run whose engine is to compile here. Raises ConfigError, and RuntimeError if something is lacking."""
     from megarl.config.errors import ConfigError
 
     gpu = arguments.gpu or has_driver()
@@ -393,10 +393,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError("--json: must be left out with --warm, which prints what it starts")
     plan = _planned(arguments.warm, arguments.overrides)
     tell([*system(gpu), *packages(gpu), *([peers] if gpu else []), lambda: writes(gpu)], of_what, gpu=gpu, as_json=arguments.json)
-    if plan is not None:
-        from megarl.launch.commands import warm
-
-        warm(plan)
+    return plan
 
 
 def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:

@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_outputs(arguments)
             plan = None if arguments.command in WITHOUT_CONFIG else _resolved(arguments)
         if plan is None:
-            WITHOUT_CONFIG[arguments.command].run(arguments)
-        else:
+            plan = WITHOUT_CONFIG[arguments.command].run(arguments)
+        if plan is not None:
             RUN[arguments.command](plan, arguments)
     except ConfigError as error:
         return _fail(error, 2)
@@ -332,6 +332,12 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     run(plan, **asked, as_json=arguments.json)
 
 
+def _warm(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    from megarl.launch.commands import warm
+
+    warm(plan)
+
+
 RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "sft": _sft,
     "run": _run,
@@ -342,6 +348,7 @@ RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
     "export": _export,
     "plan": _plan,
     "reshard": _reshard,
+    "doctor": _warm,
 }
 
 

@@ -37,7 +37,10 @@ TIERS = {
     )
     for name in names.split()
 }
-ONLY_IN = {"megatron": ["megarl.trainer", "megarl.lora.trainer"], "sglang": ["megarl.generator", "megarl.weight_sync.engine"]}
+ONLY_IN = {
+    "megatron": ["megarl.trainer", "megarl.lora.trainer"],
+    "sglang": ["megarl.generator", "megarl.weight_sync.engine", "megarl.lora.engine"],
+}
 
 
 def modules() -> dict[str, Path]:

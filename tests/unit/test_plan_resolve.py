@@ -217,7 +217,7 @@ def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_pa
 
 def test_without_sglang_its_arguments_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a laptop that only plans."""
-    monkeypatch.setattr(vendor_settings, "arguments", dict)
+    monkeypatch.setattr(vendor_settings, "sglang_arguments", dict)
     assert isinstance(resolve(config(tmp_path, "generator.server_args.enable_mixed_chunks=true")), RunPlan)
     assert problems_of(tmp_path, "generator.server_args.tp_size=2") == ["generator.server_args.tp_size=2: must be set by generator.tp"]
 

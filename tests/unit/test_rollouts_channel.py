@@ -337,6 +337,6 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
     step_s = time.monotonic() - began
     other.join(10)
     times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report, 0.0)
-    assert times["time/weights_wait_s"] >= 0.5 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
+    assert times["time/weights_wait_s"] >= 0.45 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
     assert times["time/trainer_wait_s"] >= 0.6
     assert times["time/trainer_wait_s"] + times["time/sync_s"] <= step_s
