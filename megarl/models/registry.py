@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import os
 import json
 import math
 import pkgutil
@@ -108,7 +109,7 @@ def is_own(spec: ModelSpec) -> bool:
 
 @functools.cache
 def _modules() -> tuple[str, ...]:
-    return tuple(info.name for info in pkgutil.iter_modules(importlib.import_module("megarl.models").__path__))
+    return tuple(info.name for info in pkgutil.iter_modules([os.path.dirname(__file__)]))
 
 
 @functools.cache
