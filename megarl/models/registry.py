@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import os
 import json
 import math
+import os
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping
