@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 # Why a process ended, as far as its host can tell.
 
 
@@ -45,6 +43,8 @@ def cause(code: int, ended_before: int) -> str:
     number = -code if code < 0 else code - 128
     found = []
     if number == signal.SIGKILL and (ended := ended_for_memory() - ended_before) > 0:
+        import psutil  # the kit of `make gpu` has none, and needs other parts of this file
+
         memory = psutil.virtual_memory()
         room = f"{memory.available // MIB} of {memory.total // MIB} MiB are free now"
         found.append(f"the kernel has ended {ended} of this host's processes for lack of memory meanwhile; {room}")
