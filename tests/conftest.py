@@ -1,7 +1,7 @@
 """What every test gets: one thread per process, a working directory without leftovers, an end to a test that hangs, and no process left
 behind.
 
-    pytest --meet=FOLDER & pytest --meet=FOLDER --part=1/2      each file by the one that comes to it first
+    pytest --meet=FOLDER & pytest --meet=FOLDER --backwards      each file by the one that comes to it first
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--meet", type=Path, metavar="FOLDER", help="leave out files that another pytest with this empty folder has begun")
     parser.addoption("--linger", type=float, default=20.0, help="seconds for processes to end after the last test")
-    parser.addoption("--part", default="0/1", metavar="K/N", help="begin with the file behind K of N equal parts, and go round")
+    parser.addoption("--backwards", action="store_true", help="the last file first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,10 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("--part").split("/"))
-    files = list(dict.fromkeys(item.path for item in items))
-    turns = {path: (number - len(files) * part // parts) % len(files) for number, path in enumerate(files)}
-    items.sort(key=lambda item: turns[item.path])
+    if config.getoption("--backwards"):
+        files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: -files[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
