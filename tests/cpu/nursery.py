@@ -47,10 +47,10 @@ MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
 
 
 class Nursery:
-    """Starts with the first process that is asked of it, in that one's environment. `preload` as above."""
+    """Starts with the first process that is asked of it, in that one's environment and `own`. `preload` as above."""
 
-    def __init__(self, *preload: str):
-        self._preload = preload
+    def __init__(self, *preload: str, **own: str):
+        self._preload, self._own = preload, own
         self._connection: socket.socket | None = None
 
     def start(self, function: str, argv: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> psutil.Process:
@@ -71,7 +71,7 @@ class Nursery:
         self._connection.settimeout(STARTED_S)
         argv = [sys.executable, __file__, str(theirs.fileno()), *self._preload]
         with theirs:
-            self._process = subprocess.Popen(argv, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(argv, env=environment | self._own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
 
 class _Forking(subprocess.Popen):

@@ -29,7 +29,12 @@ from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
 from megarl.weight_sync.audit import packed_shares
 
-ENGINES = Nursery("setproctitle:getproctitle", "megarl.generator.cpu_support:install", "sglang.srt.entrypoints.http_server")
+ENGINES = Nursery(
+    "setproctitle:getproctitle",
+    "megarl.generator.cpu_support:install",
+    "sglang.srt.entrypoints.http_server",
+    SGLANG_USE_CPU_ENGINE="1",  # SGLang asks for it once, when it is imported
+)
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT, VOCABULARY = 96, 500
 DEEPSEEK_V3: dict[str, Any] = {
