@@ -126,7 +126,7 @@ def sampling_lines(plan: RunPlan) -> list[str]:
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(
             f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} of the {MOST_KEPT} likeliest tokens, since no more are "
-            "recorded; the metric mask/overflow counts the tokens drawn from so many"
+            "recorded; the metric mask/overflow counts the tokens that were drawn from more"
         )
     if rollout.truncated and not rollout.replay_mask:
         lines.append(

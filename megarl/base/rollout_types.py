@@ -504,7 +504,7 @@ class TeacherFormat:
         return np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32).tobytes()
 
     def unpack(self, packed: bytes, tokens: int) -> list[TeacherScores]:
-        """Raises: ValueError if `packed` is not of so many tokens."""
+        """Raises: ValueError if `packed` is of another number of tokens."""
         numbers = np.frombuffer(packed, np.float32).reshape(tokens, self.teachers, self._width)
         return [
             TeacherScores(np.ascontiguousarray(one[:, : self.top_k]).view(np.int32), one[:, self.top_k :]) for one in numbers.swapaxes(0, 1)

@@ -39,7 +39,7 @@ class SourceConfig:
         "list of messages; to a list of messages it is applied in any case",
     )
     tools_key: str = setting("tools", "column of the tools that the chat template presents to the model, where rows have one")
-    size: int | None = setting(None, "use only so many first rows; null: all", at_least(1))
+    size: int | None = setting(None, "how many rows are used, from the first on; null: all", at_least(1))
 
 
 @dataclass
@@ -165,8 +165,8 @@ class RolloutConfig:
     )
     max_num_gen_batches: int | None = setting(
         10,
-        "with dynamic_sampling, the run ends if of so many times prompts_per_step prompts, generated for one step, fewer than "
-        "prompts_per_step are left; null: no limit",
+        "with dynamic_sampling, the run ends if prompts_per_step times this many prompts were generated for one step, and fewer than "
+        "prompts_per_step of them are left; null: no limit",
         at_least(1),
     )
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))

@@ -207,7 +207,7 @@ def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple
 
     def inside(record: Any) -> bool:
         date = record.get("contest_date") if isinstance(record, dict) else None
-        return not isinstance(date, str) or since <= date[:10] <= until  # what is no row, or has no date, is told of as such
+        return not isinstance(date, str) or since <= date[:10] <= until  # rows without a date, and what is no row, are reported elsewhere
 
     return ((where, record) for where, record in records if inside(record))
 

@@ -474,7 +474,7 @@ def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
 # Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache within mem_fraction, all else beside it.
 
 
-CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # SGLang's default below so many GiB: memory_hook.py
+CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # (GiB, SGLang's default on GPUs with less): memory_hook.py
 CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
 PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
 

@@ -189,7 +189,7 @@ class TrainModel:
         return max(1.0, longest * (1 + squares * longest) / share)
 
     def _rate(self, rows: float, columns: float) -> float:
-        """FLOP/s of a product with so many rows and columns."""
+        """FLOP/s of a product with this number of rows and columns."""
         k = self.constants
         return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
@@ -401,7 +401,7 @@ class GenerateModel:
         return self._prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
 
     def _prefilled_s(self, tokens: float, length: float) -> float:
-        """Of so many tokens in sequences of `length`. Chunks are large enough that products bind, not memory."""
+        """Of this many tokens, in sequences of `length`. Chunks are large enough that products bind, not memory."""
         return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
 
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:

@@ -230,7 +230,7 @@ Z95 = 1.959963984540054  # the normal distribution's 97.5% quantile
 
 
 def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | None = None) -> tuple[float, float]:
-    """The 95% confidence interval of the mean of `shares`, one of 0 to 1 a prompt, each from so many `samples`; prompts are draws from all
+    """The 95% confidence interval of the mean of `shares`, one of 0 to 1 a prompt, from `samples` samples; prompts are draws from all
     prompts there might be. `weights`: how many things each share is of, where the mean is over these.
 
     It is Wilson's interval (1927), with as many draws as would give the variance that the shares have. With one sample of one thing a

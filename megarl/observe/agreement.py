@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
 OWN_ROUTING = 2  # factor on the limit where trainer and generator each choose experts themselves
-FAR = 10  # at so many times the limit the run ends
+FAR = 10  # the run ends at this multiple of the limit
 
 
 def probe_limit(plan: RunPlan) -> float:
@@ -189,7 +189,7 @@ def _median(rows: Sequence[Row], key: str) -> float:
 
 FAILED_SHARE = 0.1  # of episodes or scores: more failures than that are no accident
 BINDS = 0.2  # of a step
-EQUAL_STEPS = 5  # so many steps in a row without two different rewards in any group are no accident
+EQUAL_STEPS = 5  # steps in a row without two different rewards in any group that are no accident
 
 
 def advisories(rows: Sequence[Row]) -> list[str]:

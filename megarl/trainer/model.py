@@ -47,8 +47,7 @@ from megarl.trainer.hf_io import Writing
 from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm, RoutingReplay, ScalarHead, packed_sequences, token_values
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
-from megarl.trainer.parallel import context_group, data_group
-from megarl.trainer.pipeline import PlannedShapes
+from megarl.trainer.parallel import PlannedShapes, context_group, data_group
 
 # Refuses models that the trainer cannot build on this machine. Those it can build nowhere are refused by megarl.plan.
 
@@ -165,7 +164,7 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         bias_dropout_fusion=cuda,
         apply_rope_fusion=fused and not spec.kv_lora_rank,
         attention_softmax_in_fp32=True,
-        # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (pipeline.py).
+        # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
         # There are two ways to communicate between virtual stages; the batched one gives wrong gradients on gloo.

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import distributed_c10d
 
 from megarl.base.geometry import TrainerTopology
 from megarl.trainer.distributed import groups_closed
+from megarl.trainer.microbatch import MicrobatchPlan
 
 # Megatron's process groups, with usable types: its own getters are typed as if they could return None or a number.
 
@@ -125,3 +127,31 @@ def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dic
         dist.broadcast_object_list(shared, src=last, group=pipeline_group())
         sums = shared[0]
     return sums
+
+
+# Messages between pipeline stages, whose shapes every stage knows from the plan of microbatches.
+
+Tensors = Any  # as P2PCommunicator has them: a list with one tensor
+
+
+class PlannedShapes(P2PCommunicator):
+    """Of one run of Megatron's schedule without virtual stages, which receives microbatches in their order in both directions. Megatron
+    itself knows one shape for all, or has stages tell each other the shapes of every message, for which the host waits twice."""
+
+    def __init__(self, config: TransformerConfig, plan: Sequence[MicrobatchPlan], split: int):
+        """`split`: over how many ranks the positions of a microbatch are cut."""
+        super().__init__(pipeline_group(), config)
+        shapes = [[(microbatch.positions // split, 1, config.hidden_size)] for microbatch in plan]
+        self._forward, self._backward = iter(shapes), iter(shapes)
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
+        return super().recv_forward(next(self._forward), is_first_stage)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
+        return super().recv_backward(next(self._backward), is_last_stage)
+
+    def send_forward_recv_backward(self, output_tensors: Tensors, tensor_shapes: Any, is_last_stage: bool) -> Tensors:
+        return super().send_forward_recv_backward(output_tensors, next(self._backward), is_last_stage)
+
+    def send_backward_recv_forward(self, input_tensor_grads: Tensors, tensor_shapes: Any, is_first_stage: bool) -> Tensors:
+        return super().send_backward_recv_forward(input_tensor_grads, next(self._forward), is_first_stage)

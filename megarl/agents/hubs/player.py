@@ -234,8 +234,8 @@ class Interpreter:
         return variables_for(self._python, {**self._own, **found})
 
     def run(self, do: str, limit_s: float, **more: Any) -> str:
-        """What it prints. Raises ConfigError with the last line of its errors if it fails. What it has started ends with it, and does not
-        hold up its end, as it would by holding a pipe open."""
+        """What it prints. Raises ConfigError with the last line of its errors if it fails. What it has started ends with it,
+        also if that keeps a pipe open."""
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
             status = self._status(self.command(do, **more), limit_s, printed, errors)
             told, wrong = _written(printed), _written(errors)
