@@ -31,6 +31,7 @@ import zmq
 
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import Prompt, Sample
+from megarl.bench.fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, TOOL, order, ordered_tool, taken
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WeightsOffer
@@ -42,51 +43,6 @@ from megarl.rollouts.buffer import Ledger
 from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.single_turn import single_turn
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
-
-# Orders by which `megarl bench faults` makes parts of its run do wrong, and the tool that obeys them.
-#
-# Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
-# names the folder to trainer ranks, an argument to the rollout. This module imports little, since tools start often.
-
-
-ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
-FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
-
-
-def order(folder: Path, name: str, text: str = "") -> None:
-    part = folder / f"{name}.part"
-    part.write_text(text)
-    part.rename(folder / name)
-
-
-def taken(folder: str | Path, name: str) -> str | None:
-    """Takes an order and returns its text; None if there is none or another process has taken it."""
-    path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
-    if not path.exists():
-        return None
-    try:
-        path.rename(mine)
-    except FileNotFoundError:
-        return None
-    text = mine.read_text()
-    mine.unlink()
-    return text
-
-
-def ordered_tool(orders: str) -> str:
-    """Runs in a worker process, which an order may make crash, hang, print for ever or answer too much."""
-    wrong = taken(orders, TOOL)
-    if wrong == "crash":
-        os._exit(3)
-    if wrong == "crash twice":  # another worker repeats the call once
-        order(Path(orders), TOOL, "crash")
-        os._exit(3)
-    if wrong == "hang":
-        time.sleep(3600)
-    while wrong == "print":
-        print("." * 80)
-    return "." * (1 << 21) if wrong == "answer too much" else "done"
-
 
 # A transport and a rollout for the run of `megarl bench faults`, which do wrong when an order tells them to (fault_orders).
 

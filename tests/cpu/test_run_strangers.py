@@ -40,9 +40,12 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_another_user_reaches_nothing(open_folder):
+def test_another_user_reaches_nothing(open_folder, monkeypatch):
     """A trainer of two ranks, and an engine with data-parallel attention, whose processes speak over TCP."""
-    run_dir, log = open_folder / "run", open_folder / "log"
+    run_dir, log, temporary = open_folder / "run", open_folder / "log", open_folder / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(temporary))
     shape = ["trainer.tp=2", "trainer.sequence_parallel=true", "generator.tp=2", "generator.ep=2", "generator.dp_attention=2"]
     model = make_model(open_folder / "model", "qwen3_moe")
     more = ["max_steps=100000", "checkpoint.every=0", "eval.limit=4", *shape]
@@ -50,7 +53,7 @@ def test_another_user_reaches_nothing(open_folder):
     try:
         wait_until(lambda: len(rows(run_dir)) >= 1, run, "first step", 240)
         processes = [psutil.Process(run.pid), *descendants(run)]
-        scratch = Path(next(folder for each in processes[1:] if (folder := each.environ().get("TMPDIR"))))
+        [scratch] = temporary.glob("megarl-*")
         listeners = {each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
         assert {address.ip for address in listeners} == {"127.0.0.1"}, listeners
         keys = secrets_of(run_dir)
@@ -107,7 +110,7 @@ def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> l
     found = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
     for process in processes:
         mapped = {entry.path for entry in process.memory_maps()} | {file.path for file in process.open_files()}
-        found += [path for path in mapped if path.startswith(("/dev/shm/", "/tmp/megarl")) and os.path.exists(path)]
+        found += [path for path in mapped if path.startswith(("/dev/shm/", f"{scratch}/")) and os.path.exists(path)]
         found += [f"/proc/{process.pid}/{name}" for name in ("environ", "mem", "maps", "fd", "auxv", "stack")]
     return sorted(set(found))
 

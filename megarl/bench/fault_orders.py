@@ -1,0 +1,49 @@
+"""Orders by which `megarl bench faults` makes parts of its run do wrong, and the tool that obeys them.
+
+Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
+names the folder to trainer ranks, an argument to the rollout. This module imports little: tools start often, and have a memory limit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+ORDERS = "MEGARL_FAULT_ORDERS"  # the folder
+FLIP, KILL_ENGINE, DIE, GARBLE, TOOL = "flip_a_bit", "kill_an_engine", "die", "garble", "tool"
+
+
+def order(folder: Path, name: str, text: str = "") -> None:
+    part = folder / f"{name}.part"
+    part.write_text(text)
+    part.rename(folder / name)
+
+
+def taken(folder: str | Path, name: str) -> str | None:
+    """Takes an order and returns its text; None if there is none or another process has taken it."""
+    path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
+    if not path.exists():
+        return None
+    try:
+        path.rename(mine)
+    except FileNotFoundError:
+        return None
+    text = mine.read_text()
+    mine.unlink()
+    return text
+
+
+def ordered_tool(orders: str) -> str:
+    """Runs in a worker process, which an order may make crash, hang, print for ever or answer too much."""
+    wrong = taken(orders, TOOL)
+    if wrong == "crash":
+        os._exit(3)
+    if wrong == "crash twice":  # another worker repeats the call once
+        order(Path(orders), TOOL, "crash")
+        os._exit(3)
+    if wrong == "hang":
+        time.sleep(3600)
+    while wrong == "print":
+        print("." * 80)
+    return "." * (1 << 21) if wrong == "answer too much" else "done"
