@@ -1,4 +1,4 @@
-"""The commands and snippets of README.md and docs/*.md, and where each is tried.
+"""The commands and snippets of README.md, CONTRIBUTING.md and docs/*.md, and where each is tried.
 
 Commands stand in blocks marked `sh`, and in the text between backticks. What only computes is run as it stands by tests/unit/test_docs.py,
 what trains by tests/cpu/test_docs_runs.py. A command that a document gains is run, or fails the tests until a list below names it.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("megarl", "make", "pytest", "python", "python3.12", "pip", "sbatch", "torchrun", "tensorboard", "source", "git", "hf")
 QUICK = re.compile(r"megarl (plan|reshard|--help)\b.*|megarl train .*--dry-run|python -m megarl\.config\..*|python tests/tools/.*")
 STAMP = ".megarl-setup"  # of the Makefile
@@ -101,7 +101,6 @@ LONG = {
     "megarl sft configs/offpolicy/gold.yaml": SHORT,
     "megarl reward-model configs/offpolicy/gold.yaml": "reward_model.steps=2 reward_model.eval.size=8",
     "megarl train configs/offpolicy/gold.yaml algorithm.name=online_dpo": SHORT,
-    "megarl bench overlap": "--steps 6 --step-s 0.2",
     "megarl bench overlap --picture overlap.png": "--steps 6 --step-s 0.2",
     "megarl bench channels": "",
     "megarl bench driver --engines 256": "--engines 4",
@@ -154,7 +153,6 @@ NOT_RUN = {
     "megarl engines remove runs/8b 3": FLEET,
     "megarl engines remove": FLEET,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
-    "sbatch slurm/405b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
     "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,
     "make rehearse": REHEARSED,

@@ -794,7 +794,7 @@ class RewardConfig:
         "how a response is scored. math: 1 if its final answer equals the reference mathematically, else 0; last_number: 1 if the last "
         "number of a list does; choice: 1 if it chooses the letter A to J that is the reference; ifeval: 1 if it follows all instructions "
         "of the reference; code: 1 if its program passes all tests of the reference (docs/evaluation.md); none: nothing is scored, for a "
-        "run that learns from teachers alone; a function of your own (docs/own_run.md); or a model of `roles` (docs/rewards.md)",
+        "run that learns from teachers alone; a function of your own (docs/extending.md); or a model of `roles` (docs/rewards.md)",
         _REWARDS,
         MODULE,
     )

@@ -99,7 +99,7 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
     [
         ("no_such_module_here:f", "cannot be imported: No module named 'no_such_module_here'"),
         (f"{__name__}:same_lenght", f"{__name__} has no function or class same_lenght; did you mean same_length?"),
-        (f"{__name__}:NotCallable", "must be a function; see docs/own_run.md"),
+        (f"{__name__}:NotCallable", "must be a function; see docs/extending.md"),
         (
             f"{__name__}:misspelt",
             "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "

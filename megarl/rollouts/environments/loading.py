@@ -37,7 +37,7 @@ def check_arguments(function: Callable[..., Any], positional: int, arguments: di
     keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(before) != positional or len(before) + len(keywords) != len(parameters):
         shape = f"{positional} positional argument{'s' * (positional > 1)}, and all others by keyword only"
-        raise ConfigError(f"{setting}: must take {shape}; see docs/environments.md")
+        raise ConfigError(f"{setting}: must take {shape}; see docs/extending.md")
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
     problems = [f"{setting}: its argument {name} has no type annotation" for name in keywords if name not in hints]
     problems += [_unknown(str(name), keywords, f"{key}.{name}={value}") for name, value in arguments.items() if name not in keywords]
@@ -86,10 +86,10 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
     make: Callable[..., Any] = found
     if inspect.isclass(found):
         if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  it is whether that is async
-            raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/environments.md")
+            raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/extending.md")
         return functools.partial(make, **check_arguments(found, 1, arguments, setting, "rollout.args"))
     if not inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{setting}: must be an async function or a class; see docs/environments.md")
+        raise ConfigError(f"{setting}: must be an async function or a class; see docs/extending.md")
     bound = functools.partial(found, **check_arguments(found, 4, arguments, setting, "rollout.args"))
     return lambda tokenizer: bound
 
@@ -105,7 +105,7 @@ def load_reward(part: Part) -> OwnReward | None:
         return None
     function = find_callable(part.name, part.setting)
     if inspect.isclass(function):
-        raise ConfigError(f"{part.setting}: must be a function; see docs/own_run.md")
+        raise ConfigError(f"{part.setting}: must be a function; see docs/extending.md")
     return OwnReward(function, parameters_of(function, part.setting))
 
 

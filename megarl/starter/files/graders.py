@@ -1,4 +1,4 @@
-"""The reward of run.yaml. Its parameters say what a function needs; docs/own_run.md lists all that it can ask for."""
+"""The reward of run.yaml. Its parameters say what a function needs; docs/extending.md lists all that it can ask for."""
 
 
 def share_right(response: str, answer: str) -> dict[str, float]:
