@@ -2,7 +2,7 @@
 
     pytest -m long -s tests/cpu/test_agreement_parts.py
 
-prints the table of docs/agreement.md: a real engine samples, a real trainer scores the same tokens.
+prints the table of docs/asynchrony.md: a real engine samples, a real trainer scores the same tokens.
 """
 
 from __future__ import annotations
