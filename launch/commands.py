@@ -108,11 +108,10 @@ def _critic_lines(plan: RunPlan) -> list[str]:
     critic = plan.config.critic
     if plan.critic is None:
         return []
-    head = "with a new head, " + ("of zeros" if critic.head == "zeros" else f"random by seed {plan.config.seed}")
     key, path = critic_path(plan.config)
     begins = "the policy's weights" if path is None else f"{key}={path}"
     first = f", {critic.warmup_steps} steps before the policy" if critic.warmup_steps else ""
-    return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else head}{first}"]
+    return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else 'with a new head of zeros'}{first}"]
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:

@@ -254,13 +254,56 @@ _FREE = tuple(  # mappings whose names are another's
         "trainer.megatron",
         "trainer.ddp",
         "trainer.optimizer.megatron",
-        "critic.optimizer.megatron",
-        "sft.optimizer.megatron",
-        "reward_model.optimizer.megatron",
         "roles.NAME.server_args",
         "roles.NAME.verdict_scores",
     )
 )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A setting of earlier versions. Its value, which a run of such a version has in its config.yaml, is still accepted."""
+
+    value: Any
+    instead: str
+
+
+_PAIRS_COLUMNS = "held-out pairs have the columns of reward_model.data"
+_SETS = ("data.train", "data.train.sources.NAME", "data.eval", "eval.suites.NAME", "sft.data", "sft.eval", "reward_model.data")
+_HELD_OUT = ("data.eval", "eval.suites.NAME")
+FIXED = {
+    **{f"{name}.tools_key": Fixed("tools", "the column is called tools") for name in (*_SETS, "reward_model.eval")},
+    **{f"{name}.size": Fixed(None, "eval.limit bounds all held-out sets") for name in _HELD_OUT},
+    **{f"{name}.demonstration_key": Fixed(None, "a held-out set is not learned; sft.eval is that of megarl sft") for name in _HELD_OUT},
+    **{f"{name}.learn": Fixed("all", "a held-out set is not learned; sft.eval is that of megarl sft") for name in _HELD_OUT},
+    "sft.data.sources": Fixed({}, "only data.train takes several sources, which megarl sft learns if sft.data is null"),
+    "reward_model.eval.prompt_key": Fixed(None, _PAIRS_COLUMNS),
+    "reward_model.eval.prompt_template": Fixed("{prompt}", _PAIRS_COLUMNS),
+    "reward_model.eval.chosen_key": Fixed("chosen", _PAIRS_COLUMNS),
+    "reward_model.eval.rejected_key": Fixed("rejected", _PAIRS_COLUMNS),
+    "reward_model.eval.margin_key": Fixed(None, _PAIRS_COLUMNS),
+    **{
+        f"{name}.optimizer.megatron": Fixed({}, "trainer.optimizer.megatron is of all optimizers")
+        for name in ("critic", "sft", "reward_model")
+    },
+    **{
+        f"{name}.max_tokens_per_microbatch": Fixed(None, "trainer.max_tokens_per_microbatch is of all commands")
+        for name in ("sft", "reward_model")
+    },
+    "critic.head": Fixed("zeros", "a new head begins with zeros"),
+    "roles.NAME.dtype": Fixed(None, "engines of roles compute in model.dtype"),
+    "rollout.tool_memory_mib": Fixed(1024, "it is the memory limit of every tool's process"),
+}
+
+
+def _fixed(key: str, value: Any) -> str | None:
+    """A problem with a key that is fixed now; empty if it has that value; None if `key` is none of these."""
+    name = general(key)
+    known = next((known for known in FIXED if name == known or name.startswith(f"{known}.")), None)
+    if known is None:
+        return None
+    fixed = FIXED[known]
+    return "" if name == known and value == fixed.value else f"{key}={yaml_text(value)}: can no longer be set: {fixed.instead}"
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
@@ -271,6 +314,9 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
         return
     setting = setting_of(key)
     free = general(key).startswith(_FREE)
+    if setting is None and (problem := _fixed(key, value)) is not None:
+        yield from [problem] if problem else ()
+        return
     if setting is None and not free and section_of(key) is None:
         yield f"{key}={yaml_text(value)}: unknown key; {_hint(key)}"
         return

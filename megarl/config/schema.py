@@ -38,15 +38,25 @@ class SourceConfig:
         "what the model sees; {prompt} stands for the column. chat: apply the model's chat template to the column, a user's message or a "
         "list of messages; to a list of messages it is applied in any case",
     )
-    tools_key: str = setting("tools", "column of the tools that the chat template presents to the model, where rows have one")
-    size: int | None = setting(None, "how many rows are used, from the first on; null: all", at_least(1))
+
+
+_SIZE = "use the first rows alone, this many; null: all"
 
 
 @dataclass
 class DatasetConfig(SourceConfig):
+    """Prompts with reference answers."""
+
     answer_key: str | None = setting(
         None, "column of the reference answer, written like prompt_key; null: answer, or what rows in a known format call it"
     )
+
+
+@dataclass
+class LearnedConfig(DatasetConfig):
+    """Prompts to train on. SFT learns their demonstrations."""
+
+    size: int | None = setting(None, _SIZE, at_least(1))
     demonstration_key: str | None = setting(
         None,
         "column that SFT learns: a text, or a list of texts by policy and environment in turn; null: answer_key, or all of a conversation",
@@ -75,10 +85,21 @@ class PreferenceConfig(SourceConfig):
     margin_key: str | None = setting(
         None, "column with the least difference of the two scores that a pair is to have, which the loss takes off it; null: 0 for all"
     )
+    size: int | None = setting(None, _SIZE, at_least(1))
 
 
 @dataclass
-class MixedConfig(DatasetConfig):
+class HeldOutPairsConfig:
+    """Pairs with the columns of those that are learned."""
+
+    source: str = setting(MISSING, "as that of any dataset (see data.eval.source)", path=INPUT)
+    split: str = setting("train", "which split of the source")
+    subset: str | None = setting(None, "hub configuration name")
+    size: int | None = setting(None, _SIZE, at_least(1))
+
+
+@dataclass
+class MixedConfig(LearnedConfig):
     """One of several sources."""
 
     weight: float | None = setting(
@@ -91,7 +112,7 @@ MIXED = "sources"  # as source
 
 
 @dataclass
-class MixtureConfig(DatasetConfig):
+class MixtureConfig(LearnedConfig):
     """One dataset, or several that are mixed."""
 
     source: str = setting(MIXED, "as that of any dataset (see data.eval.source), and must be set; sources: those of `sources`", path=INPUT)
@@ -200,7 +221,6 @@ class RolloutConfig:
     )
     tool_workers: int = setting(1, "processes for tools that compute; started at the first call", at_least(1))
     tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
-    tool_memory_mib: int = setting(1024, "memory limit of a tool process", at_least(256))
 
     @property
     def stops_on_text(self) -> bool:
@@ -404,7 +424,7 @@ def published(recipe: str) -> dict[str, Any]:
 
 
 @dataclass
-class OptimizerConfig:
+class AdamConfig:
     lr: float = setting(1e-6, "peak learning rate (AdamW)", at_least(0))
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of Adam's two moments", each(between(0, 1, open_high=True)))
     eps: float = setting(1e-8, "Adam's epsilon", above(0))
@@ -413,8 +433,15 @@ class OptimizerConfig:
     schedule: str = setting("constant", "learning rate after the warm-up", one_of("constant", "cosine", "linear"))
     min_lr_ratio: float = setting(0.1, "cosine and linear end at lr * min_lr_ratio", between(0, 1))
     clip_grad: float = setting(1.0, "global gradient norm to clip to; 0: no clipping", at_least(0))
+
+
+@dataclass
+class OptimizerConfig(AdamConfig):
+    """The policy's."""
+
     megatron: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "further settings, by the names of Megatron's OptimizerConfig"}
+        default_factory=dict,
+        metadata={"meaning": "further settings of all optimizers of a run, by the names of Megatron's OptimizerConfig"},
     )
 
 
@@ -423,19 +450,13 @@ class CriticConfig:
     """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the checkpoint
     of the role `critic`, or with the policy's weights if there is none."""
 
-    head: str = setting(
-        "zeros",
-        "what the head of a causal model's checkpoint begins with: zeros, or numbers of variance 1 / (hidden size + 1) by `seed`. A reward "
-        "model keeps its own",
-        one_of("random", "zeros"),
-    )
     warmup_steps: int = setting(0, "first steps of the run that train the critic alone, while the policy's weights stay", at_least(0))
     value_clip: float | None = setting(
         0.2,
         "how far a value may move from the one that the batch began with before its loss stops pushing it further; null: any distance",
         above(0),
     )
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: AdamConfig = field(default_factory=AdamConfig)
 
 
 @dataclass
@@ -445,13 +466,10 @@ class SftConfig:
     pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp", at_least(1))
     dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp", at_least(1))
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
-    max_tokens_per_microbatch: int | None = setting(
-        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
-    )
     adapters: bool = setting(True, "with lora.rank, megarl sft trains adapters too, and merges them into what it makes; false: all weights")
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    data: MixtureConfig | None = setting(None, "demonstrations; null: data.train")
-    eval: DatasetConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
+    optimizer: AdamConfig = field(default_factory=AdamConfig)
+    data: LearnedConfig | None = setting(None, "demonstrations; null: data.train")
+    eval: LearnedConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
     every: int = setting(0, "steps between measurements of `eval`, besides those before the first and after the last step", at_least(0))
     keep: str = setting(
         "best",
@@ -477,10 +495,7 @@ class RewardModelConfig:
     pp: int | None = setting(None, "pipeline parallel size; null: trainer.pp, or 1 if reward_model sets tp or dp", at_least(1))
     dp: int | None = setting(None, "data parallel size; null: trainer.dp, or 1 if reward_model sets tp or pp", at_least(1))
     batch_size: int = setting(64, "pairs per optimizer step", at_least(1))
-    max_tokens_per_microbatch: int | None = setting(
-        None, "token budget of a microbatch; null: trainer.max_tokens_per_microbatch", at_least(1)
-    )
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: AdamConfig = field(default_factory=AdamConfig)
     head: str = setting(
         "random",
         "what the head of a causal model's checkpoint begins with: numbers of variance 1 / (hidden size + 1) by `seed`, or zeros. A reward "
@@ -488,7 +503,9 @@ class RewardModelConfig:
         one_of("random", "zeros"),
     )
     data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
-    eval: PreferenceConfig | None = setting(None, "held-out pairs, scored before the first and after the last step; null: none")
+    eval: HeldOutPairsConfig | None = setting(
+        None, "held-out pairs with the same columns, scored before the first and after the last step; null: none"
+    )
     every: int = setting(0, "steps between further evaluations of the held-out pairs; 0: none", at_least(0))
     output: str = setting("${run_dir}/reward_model/hf", "folder of the HF checkpoint that megarl reward-model makes", path=OUTPUT)
 

@@ -67,9 +67,9 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
 
 def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
     """Loads the first weights."""
-    new_head = "zeros" if plan.config.critic.head == "zeros" else "random"
     assert plan.critic is not None
-    critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else new_head)
+    # A new head is zeros: the first values are 0, and the first advantages have no random part.
+    critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else "zeros")
 
 
 # The optimizer steps of a batch for a policy and its critic (PPO).

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import ConfigError
-from megarl.config.schema import MixtureConfig, PreferenceConfig, RunConfig
+from megarl.config.schema import LearnedConfig, PreferenceConfig, RewardModelConfig, RunConfig
 from megarl.data.datasets import load_rows, read_pairs
-from megarl.data.order import Mixture, mixture_of, train_mixture
+from megarl.data.order import Mixture, train_mixture
 from megarl.data.prompts import count_tokens, dropping, load_sources, row_index
 from megarl.data.rows import Pair, Row, RowProblem
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -42,14 +43,14 @@ def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
     return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
 
 
-def sft_data(config: RunConfig) -> tuple[MixtureConfig, str]:
+def sft_data(config: RunConfig) -> tuple[LearnedConfig, str]:
     """What is learned, and its section."""
     return (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
 
 
 def sft_mixture(config: RunConfig) -> Mixture:
-    """Quotas of sft.data are parts of a batch; those of data.train keep their proportions."""
-    return mixture_of(*sft_data(config), config.sft.batch_size, "sft.batch_size") if config.sft.data else train_mixture(config)
+    """sft.data is one source; sources and quotas of data.train keep their proportions."""
+    return Mixture() if config.sft.data else train_mixture(config)
 
 
 def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
@@ -92,10 +93,16 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
 # Pairs of responses for megarl reward-model: read, ordered, and as tokens.
 
 
+def held_out_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
+    """reward_model.eval as a whole dataset: its columns are those of reward_model.data."""
+    data, own = settings.data, settings.eval
+    return replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size) if data and own else None
+
+
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
     """(config key, dataset) of the pairs that are learned, and of the held-out ones."""
     settings = config.reward_model
-    given = {"reward_model.data": settings.data, "reward_model.eval": settings.eval}
+    given = {"reward_model.data": settings.data, "reward_model.eval": held_out_pairs(settings)}
     return [(key, dataset) for key, dataset in given.items() if dataset is not None]
 
 

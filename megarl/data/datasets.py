@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.files import HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
 from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows, asked, dates_of, files_of, wanted
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
@@ -262,16 +262,19 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     return {**call, "function": made} if inner is not call else made
 
 
-def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
+TOOLS = "tools"  # column of the tools that a chat template presents to the model, as TRL and Hugging Face's templates call it
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
     """The tools that a row offers, also where they are written as JSON; None without any. Raises RowProblem."""
-    tools = record.get(field)
+    tools = record.get(TOOLS)
     if isinstance(tools, str):
         try:
             tools = parsed(tools.encode())
         except RowProblem as problem:
-            raise RowProblem(f"field {field!r} is neither a list of tools nor JSON of one: {problem}") from problem
+            raise RowProblem(f"field {TOOLS!r} is neither a list of tools nor JSON of one: {problem}") from problem
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowProblem(f"field {field!r} must be a list of tools")
+        raise RowProblem(f"field {TOOLS!r} must be a list of tools")
     return tools or None
 
 
@@ -341,14 +344,15 @@ def read_pairs(
 
 
 Chat = Callable[[], ChatTemplate]
+_COLUMNS_OF = {"reward_model.eval": "reward_model.data"}  # section → the one that names its columns
 
 
 def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
     """Loads the chat template when it is first needed: at once if it is asked for, else with the first row that has messages."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
-        raise ConfigError(f"{key}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
+        raise ConfigError(f"{_COLUMNS_OF.get(key, key)}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.prompt_template == CHAT:
-        template = load_chat_template(tokenizer, f"{key}.prompt_template={CHAT}")
+        template = load_chat_template(tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}")
         return lambda: template
     return cache(lambda: load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"))
 
@@ -357,7 +361,8 @@ def _synthetic[R: (Row, Pair)](
     made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None
 ) -> tuple[Sequence[R], int]:
     """Rows are made when they are asked for, and so none is left out of all; some `kept` ones are checked."""
-    count = len(made) if config.size is None else min(config.size, len(made))
+    size = _size(config)
+    count = len(made) if size is None else min(size, len(made))
     if kept is None:
         return made if count == len(made) else [made[i] for i in range(count)], count
     some = ((made[i].where, made[i]) for i in range(min(kept, count)))
@@ -384,9 +389,14 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
     return "whole" if settings and "{answer}" in (settings.template or "") else "unused"
 
 
+def _size(config: SourceConfig) -> int | None:
+    """How many of the first rows are used; None: all. Held-out prompts have eval.limit instead."""
+    return config.size if isinstance(config, (LearnedConfig, PreferenceConfig)) else None
+
+
 def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, Any] | RowProblem]]:
     """(where, record) of each row that the section asks for."""
-    for where, record in islice(wanted(records(config, key), config), config.size):
+    for where, record in islice(wanted(records(config, key), config), _size(config)):
         if not isinstance(record, dict | RowProblem):
             record = RowProblem(f"a row must be an object with fields, not {_kind(record)}")
         yield where, record
@@ -440,7 +450,7 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
     named |= {"margin_key": config.margin_key} if config.margin_key else {}
     if config.prompt_key is None and field not in record:
         record = record | _prompt_of_both(record, field, config.chosen_key, config.rejected_key)
-    _check_columns(record, {"prompt_key": field} | named, key)
+    _check_columns(record, {"prompt_key": field} | named, _COLUMNS_OF.get(key, key))
     margin = _dig(record, config.margin_key) if config.margin_key else 0.0
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= sys.float_info.max:
         raise RowProblem(f"field {config.margin_key!r} must be a finite number, not {margin!r}")
@@ -485,20 +495,21 @@ def _response(record: dict[str, Any], field: str) -> str:
 def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
     columns = columns_of(record, config, key)
     keeping = answers == "whole" or answers in WITH_ROW.values()
+    demonstration = config.demonstration_key if isinstance(config, LearnedConfig) else None
     messages = _dig(record, columns.prompt)
     if columns.answer is None and not isinstance(messages, list):
         raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
-    if answers == "none" and not config.demonstration_key and columns.answer is None:
+    if answers == "none" and not demonstration and columns.answer is None:
         return _conversation(where, record, messages, columns.prompt, config, chat)
-    unneeded = answers in ("row", "unused") or (answers == "none" and config.demonstration_key) or columns.answer is None
+    unneeded = answers in ("row", "unused") or (answers == "none" and demonstration) or columns.answer is None
     wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
-    wanted |= {"demonstration_key": config.demonstration_key} if config.demonstration_key and answers not in ("row", "unused") else {}
+    wanted |= {"demonstration_key": demonstration} if demonstration and answers not in ("row", "unused") else {}
     _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     if answers in ("row", "unused"):
         return Row(prompt, "", "", where, record if answers == "row" else {})
     if answers == "none":
-        return Row(prompt, "", _demonstration(record, config.demonstration_key or columns.answer or ""), where)
+        return Row(prompt, "", _demonstration(record, demonstration or columns.answer or ""), where)
     if columns.answer is None:
         text = _last(messages, columns.prompt)
     else:
@@ -506,7 +517,7 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
     return Row(
         prompt=prompt,
         answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
-        demonstration=_demonstration(record, config.demonstration_key) if config.demonstration_key else text,
+        demonstration=_demonstration(record, demonstration) if demonstration else text,
         where=where,
         record=record if keeping else {},
     )
@@ -551,11 +562,11 @@ def _rendered[T](
     record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
 ) -> T:
     """What is `made` with the template and the row's tools. The template must show these and all messages. Raises RowProblem."""
-    template, tools = chat(), tools_of(record, config.tools_key)
+    template, tools = chat(), tools_of(record)
     try:
         template.check(messages, tools)
         if tools and template.render(messages, tools, answered=True) == template.render(messages, answered=True):
-            raise RowProblem(f"field {config.tools_key!r} has tools, but the model's chat template shows none")
+            raise RowProblem(f"field {TOOLS!r} has tools, but the model's chat template shows none")
         check_shown(messages, template.render(messages, tools, answered=True))
         return made(template, tools)
     except ValueError as error:
@@ -564,7 +575,8 @@ def _rendered[T](
 
 def _conversation(where: str, record: dict[str, Any], messages: list[Any], field: str, config: DatasetConfig, chat: Chat) -> Row:
     """A conversation to learn from: the prompt is what comes before the first learned turn."""
-    found, places = learned(_messages(messages, field, config), config.learn, field)
+    learn = config.learn if isinstance(config, LearnedConfig) else "all"
+    found, places = learned(_messages(messages, field, config), learn, field)
     pieces = _rendered(record, found, field, config, chat, lambda template, tools: template.pieces(found, tools, places))
     return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True)
 

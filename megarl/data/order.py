@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megarl.base.rollout_types import Ordinal
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.schema import MIXED, CurriculumConfig, DatasetConfig, MixedConfig, MixtureConfig, RunConfig
+from megarl.config.schema import MIXED, CurriculumConfig, LearnedConfig, MixedConfig, MixtureConfig, RunConfig
 
 # A shuffled order that is computed, not stored: position -> index, in constant time and memory.
 
@@ -110,28 +110,32 @@ def mixed(config: MixtureConfig) -> dict[str, MixedConfig]:
     return {name: source for name, source in config.sources.items() if source is not None}
 
 
-def source_sets(config: MixtureConfig, key: str) -> list[tuple[str, DatasetConfig]]:
+_TRAIN = "data.train"
+
+
+def source_sets(config: LearnedConfig, key: str) -> list[tuple[str, LearnedConfig]]:
     """(config key, dataset) of the sources that a section mixes, or of the one that it names."""
-    return [(f"{key}.sources.{name}", source) for name, source in mixed(config).items()] or [(key, config)]
+    sources = mixed(config) if isinstance(config, MixtureConfig) else {}
+    return [(f"{key}.sources.{name}", source) for name, source in sources.items()] or [(key, config)]
 
 
 def train_mixture(config: RunConfig) -> Mixture:
-    return mixture_of(config.data.train, "data.train", config.rollout.prompts_per_step, "rollout.prompts_per_step")
+    return mixture_of(config.data.train, config.rollout.prompts_per_step)
 
 
-def mixture_problems(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Iterable[str]:
+def mixture_problems(config: MixtureConfig, per_step: int) -> Iterable[str]:
     if (config.source == MIXED) == (not mixed(config)):
-        given = f"{key}.source={config.source}: must be {MIXED}, or left out, beside {key}.sources"
-        yield given if mixed(config) else f"{key}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
+        given = f"{_TRAIN}.source={config.source}: must be {MIXED}, or left out, beside {_TRAIN}.sources"
+        yield given if mixed(config) else f"{_TRAIN}.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"
         return
     for name in mixed(config):
         if not SOURCE_NAME.fullmatch(name):
-            yield f"{key}.sources.{name}: its name must be letters, digits, - and _"
-    yield from problems_of(lambda: mixture_of(config, key, per_step, per_step_key))
+            yield f"{_TRAIN}.sources.{name}: its name must be letters, digits, - and _"
+    yield from problems_of(lambda: mixture_of(config, per_step))
 
 
-def mixture_of(config: MixtureConfig, key: str, per_step: int, per_step_key: str) -> Mixture:
-    """The mixture that a section describes; of one source if it names only one. `per_step`: what quotas are parts of.
+def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
+    """The mixture that data.train describes; of one source if it names only one. `per_step`: rollout.prompts_per_step.
 
     Raises ConfigError with all problems: no source, one in two places, quotas that are not a step's number of prompts, too fine weights.
     """
@@ -140,19 +144,20 @@ def mixture_of(config: MixtureConfig, key: str, per_step: int, per_step_key: str
         return Mixture()
     for name, source in sources.items():
         if source.weight is not None and source.quota is not None:
-            raise ConfigError(f"{key}.sources.{name}.weight={source.weight:g}: must be null with a quota (quota={source.quota})")
+            raise ConfigError(f"{_TRAIN}.sources.{name}.weight={source.weight:g}: must be null with a quota (quota={source.quota})")
     quotas = {name: source.quota for name, source in sources.items() if source.quota is not None}
     weights = {name: Fraction(str(source.weight or 1)) for name, source in sources.items() if name not in quotas}
     rest = per_step - sum(quotas.values())
     if rest < 0 or (rest == 0) != (not weights):
-        wanted = f"be {per_step_key}={per_step}" if not weights else f"leave some of {per_step_key}={per_step} for the other sources"
-        given = " + ".join(f"{key}.sources.{name}.quota={quota}" for name, quota in quotas.items())
+        all_of = f"rollout.prompts_per_step={per_step}"
+        wanted = f"leave some of {all_of} for the other sources" if weights else f"be {all_of}"
+        given = " + ".join(f"{_TRAIN}.sources.{name}.quota={quota}" for name, quota in quotas.items())
         raise ConfigError(f"{given}: {'together they ' * (len(quotas) > 1)}must {wanted}")
     shares = [Fraction(quotas[name]) if name in quotas else weights[name] * rest / sum(weights.values()) for name in sources]
     try:
         return Mixture(shares, [*sources])
     except ValueError as error:
-        raise ConfigError(f"{key}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder weights") from error
+        raise ConfigError(f"{_TRAIN}.sources.NAME.weight: {error}; at most {LONGEST_PERIOD}: choose rounder weights") from error
 
 
 # Prompts that are too easy or too hard rest for some epochs, then come again.

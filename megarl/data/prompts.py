@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DROP, DatasetConfig, MixtureConfig, RunConfig
+from megarl.config.schema import DROP, DatasetConfig, LearnedConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
 from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_tokens
@@ -77,7 +77,7 @@ def dropping(config: RunConfig, tokens: Callable[[Any], int]) -> Reading | None:
 
 def load_sources(
     config: RunConfig,
-    dataset: MixtureConfig,
+    dataset: LearnedConfig,
     key: str,
     mixture: Mixture,
     answers: Answers,

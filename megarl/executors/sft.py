@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megarl.algorithms.losses import nll_loss
@@ -36,11 +35,10 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    budget = config.sft.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch
     trainer = make_trainer(
         plan.spec,
         plan.trainer_topology,
-        replace(config.trainer, max_tokens_per_microbatch=budget),
+        config.trainer,
         config.model.dtype,
         config.seed,
         total_steps=config.sft.steps,

@@ -262,9 +262,7 @@ def check_program(config: RunConfig) -> Iterable[str]:
 
 
 def check_mixtures(config: RunConfig) -> Iterable[str]:
-    yield from mixture_problems(config.data.train, "data.train", config.rollout.prompts_per_step, "rollout.prompts_per_step")
-    if config.sft.data:
-        yield from mixture_problems(config.sft.data, "sft.data", config.sft.batch_size, "sft.batch_size")
+    yield from mixture_problems(config.data.train, config.rollout.prompts_per_step)
 
 
 def check_curriculum(config: RunConfig) -> Iterable[str]:

@@ -244,14 +244,11 @@ _NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")
 
 def check_megatron_settings(config: RunConfig) -> Iterable[str]:
     """Refuses fields that Megatron does not have, that other keys decide, and that would break what the run relies on."""
-    trainer, of_optimizer = config.trainer, "trainer.optimizer.megatron"
+    trainer = config.trainer
     for key, table, settings in (
         ("trainer.megatron", "trainer.megatron", trainer.megatron),
         ("trainer.ddp", "trainer.ddp", trainer.ddp),
-        (of_optimizer, of_optimizer, trainer.optimizer.megatron),
-        ("critic.optimizer.megatron", of_optimizer, config.critic.optimizer.megatron),
-        ("sft.optimizer.megatron", of_optimizer, config.sft.optimizer.megatron),
-        ("reward_model.optimizer.megatron", of_optimizer, config.reward_model.optimizer.megatron),
+        ("trainer.optimizer.megatron", "trainer.optimizer.megatron", trainer.optimizer.megatron),
     ):
         known = megatron_arguments(table) if settings else {}
         for name, value in settings.items():
@@ -431,7 +428,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
                 for argument, of_generator in SGLANG_BY_KEY.items()
                 if argument in FROZEN
             }
-            by_key |= {"model_path": f"{key}.path", "tokenizer_path": f"{key}.path", "dtype": f"{key}.dtype", "random_seed": "seed"}
+            by_key |= {"model_path": f"{key}.path", "tokenizer_path": f"{key}.path", "dtype": "model.dtype", "random_seed": "seed"}
             yield from _check(
                 key,
                 role.server_args,

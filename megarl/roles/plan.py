@@ -40,7 +40,7 @@ TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is of lengths
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
-_OF_ENGINES = ("engines", "tp", "ep", "dtype", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
+_OF_ENGINES = ("engines", "tp", "ep", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
 _KEYS = {  # beside role, path, on, and on engines those of engines
     CRITIC: (),
@@ -236,7 +236,7 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
             spec = to_be(config, made, settings) if made else _spec(settings, role, key)
             problems += _misfits(config, name, settings, spec)
             problems += [f"{key}={settings.path}: {problem}" for problem in (_made_otherwise(made, spec, role) if made else ())]
-            found.append(ServedRole(name, settings, spec, settings.dtype or config.model.dtype))
+            found.append(ServedRole(name, settings, spec, config.model.dtype))
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -42,7 +42,6 @@ class RoleConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
-    dtype: str | None = setting(None, "dtype that engines compute in; null: model.dtype", one_of("float32", "bfloat16"))
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
     kv_cache_tokens: int | None = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
     mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.base.rollout_types import TrainSequence
-from megarl.data.batches import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.data.batches import batch_of, held_out_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.metrics import MetricsWriter
@@ -82,17 +81,15 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     config, settings, run_dir = plan.config, plan.config.reward_model, Path(plan.config.run_dir) / FOLDER
     status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
     status.set("reading the pairs")
-    pairs, held_out = (
-        load_pairs(config, data, key, plan.spec) for data, key in ((settings.data, f"{FOLDER}.data"), (settings.eval, f"{FOLDER}.eval"))
-    )
+    pairs = load_pairs(config, settings.data, f"{FOLDER}.data", plan.spec)
+    held_out = load_pairs(config, held_out_pairs(settings), f"{FOLDER}.eval", plan.spec)
     steps = training_steps(config, len(pairs))
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    budget = settings.max_tokens_per_microbatch or config.trainer.max_tokens_per_microbatch
     trainer = MegatronTrainer(
         plan.spec.with_scalar_head(),
         plan.trainer_topology,
-        replace(config.trainer, max_tokens_per_microbatch=budget),
+        config.trainer,
         config.model.dtype,
         config.seed,
         total_steps=steps,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -15,13 +16,15 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OptimizerConfig
+from megarl.config.schema import AdamConfig
 
 SCHEDULES = ("constant", "cosine", "linear")
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int) -> ChainedOptimizer:
-    """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks."""
+def build_optimizer(
+    config: AdamConfig, megatron: Mapping[str, Any], chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int
+) -> ChainedOptimizer:
+    """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks. `megatron`: trainer.optimizer.megatron."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -36,7 +39,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=zero == 1,
-            **config.megatron,
+            **megatron,
         ),
         [*chunks],
     )
@@ -129,7 +132,7 @@ class LearningRate:
     A run that is no longer than its warm-up ends in it. Raises ConfigError for an unknown schedule.
     """
 
-    def __init__(self, config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int):
+    def __init__(self, config: AdamConfig, optimizer: MegatronOptimizer, total_steps: int):
         if config.schedule not in SCHEDULES:
             raise ConfigError(f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}")
         self.optimizer = optimizer

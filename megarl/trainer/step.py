@@ -27,7 +27,7 @@ from megarl.algorithms.losses import segment_sums
 from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.config.errors import RunError
-from megarl.config.schema import OptimizerConfig, TrainerConfig
+from megarl.config.schema import AdamConfig, TrainerConfig
 from megarl.lora.layout import Lora
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
@@ -148,9 +148,9 @@ class MegatronTrainer(MegatronModel):
         *,
         total_steps: int,
         timeout_s: float,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: AdamConfig | None = None,
     ):
-        """`optimizer` replaces trainer.optimizer."""
+        """`optimizer` replaces trainer.optimizer, but for trainer.optimizer.megatron, which is of all."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
         self.saved_layout = self.layout  # of what checkpoints hold
         self.lora: Lora | None = None  # see LoraTrainer
@@ -163,8 +163,8 @@ class MegatronTrainer(MegatronModel):
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer
-        with passed_on("optimizer.megatron", settings.megatron):
-            self.optimizer = build_optimizer(settings, self.ddp, self.dtype, topology.zero)
+        with passed_on("trainer.optimizer.megatron", megatron := trainer.optimizer.megatron):
+            self.optimizer = build_optimizer(settings, megatron, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: list[torch.Tensor] | MegatronModel | None = None
 

@@ -23,7 +23,7 @@ CONFIG = "configs/offpolicy/gold.yaml"
 HELD_OUT = 64
 SHORT = [
     "sft.steps=30", "reward_model.steps=12", "reward_model.batch_size=16", "reward_model.optimizer.warmup_steps=2",
-    "reward_model.data.size=128", f"data.eval.size={HELD_OUT}", f"reward_model.eval.size={HELD_OUT}",
+    "reward_model.data.size=128", f"eval.limit={HELD_OUT}", f"reward_model.eval.size={HELD_OUT}",
 ]  # fmt: skip
 TOLERANCE = 2e-5
 

@@ -90,7 +90,7 @@ def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path
     done = run([
         "reward-model", "configs/examples/reward_model.yaml", f"model.path={path}", "model.random_init=false", f"run_dir={tmp_path}/run",
         "seed=3", f"reward_model.data.source={tmp_path}/pairs.jsonl", f"reward_model.eval.source={tmp_path}/pairs.jsonl",
-        "reward_model.eval.split=train", "reward_model.data.margin_key=by", "reward_model.eval.margin_key=by",
+        "reward_model.eval.split=train", "reward_model.data.margin_key=by",
         "reward_model.dp=null", sizes, "reward_model.head=zeros", f"reward_model.steps={STEPS}", f"reward_model.batch_size={BATCH}",
         "reward_model.every=4",
         f"reward_model.optimizer.lr={LR}", f"reward_model.optimizer.eps={EPS}", "reward_model.optimizer.weight_decay=0",

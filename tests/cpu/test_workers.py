@@ -17,7 +17,7 @@ from megarl.rollouts.environments.loading import ToolProcesses
 
 def test_functions_run_elsewhere_and_fail_with_a_reason(tmp_path: Path) -> None:
     async def body() -> None:
-        tools = ToolProcesses(RolloutConfig(tool_workers=1, tool_timeout_s=100.0, tool_memory_mib=2048))
+        tools = ToolProcesses(RolloutConfig(tool_workers=1, tool_timeout_s=100.0))
         try:
             waiting = asyncio.create_task(tools.run(wait_for, str(tmp_path / "go")))
             (name, pid), result = await asyncio.gather(tools.run(whose, "\u00e9"), tools.run(calculate, "6*7"))

@@ -218,10 +218,11 @@ def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, 
 
 
 def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What Megatron's own objects hold of `trainer.megatron`, `trainer.ddp` and `optimizer.megatron`."""
+    """What Megatron's own objects hold of `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`."""
     from megarl.trainer.model import transformer_config
 
-    trainer = make(scenario, OptimizerConfig(megatron=scenario["optimizer"]))
+    optimizer = OptimizerConfig(megatron=scenario["optimizer"])
+    trainer = make({**scenario, "trainer": {**scenario["trainer"], "optimizer": optimizer}}, optimizer)
     trainer.load_hf(scenario["model"])
     one_step(trainer, sequences(trainer.spec.vocab_size))
     flash = transformer_config(trainer.spec, trainer.topology, trainer.dtype, TrainerConfig(megatron={"attention_backend": "flash"}))

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig
+from megarl.config.schema import LearnedConfig
 from megarl.data.batches import sft_sequence
 from megarl.data.datasets import load_rows
 from megarl.data.rows import Answers, Row
@@ -65,7 +65,7 @@ def write(path: Path, *rows: Any) -> str:
 
 def load(tmp_path: Path, row: Any, answers: Answers = "none", template: str = PLAIN, **settings: Any) -> Row:
     source = write(tmp_path / "rows.jsonl", row)
-    (found,) = load_rows(DatasetConfig(source=source, **settings), "data.train", 0, answers, model(tmp_path, template))
+    (found,) = load_rows(LearnedConfig(source=source, **settings), "data.train", 0, answers, model(tmp_path, template))
     return found
 
 
@@ -248,7 +248,7 @@ def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
     assert "#user\n1+1?<eos>" in load(tmp_path, {"messages": talk}).prompt
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": [say("user", "9?"), say("assistant", "9", weight=1)]}]), path)
-    (row,) = load_rows(DatasetConfig(source=str(path)), "sft.data", 0, "none", model(tmp_path))
+    (row,) = load_rows(LearnedConfig(source=str(path)), "sft.data", 0, "none", model(tmp_path))
     assert learned(row) == ["9<eos>"]
 
 
@@ -281,7 +281,6 @@ def test_prompts_in_known_formats(row: dict[str, Any], tmp_path: Path) -> None:
 
 def test_prompts_with_tools(tmp_path: Path) -> None:
     assert load(tmp_path, {**VERL, "tools": TOOLS}, "final").prompt.startswith("#tools [{")
-    assert load(tmp_path, {**VERL, "functions": TOOLS}, "final", tools_key="functions").prompt.startswith("#tools [{")
 
 
 def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
@@ -302,5 +301,5 @@ def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", VERL)
     with pytest.raises(ConfigError) as error:
-        load_rows(DatasetConfig(source=source), "data.train", 0, "final", str(TINY))
+        load_rows(LearnedConfig(source=source), "data.train", 0, "final", str(TINY))
     assert error.value.problems == [f"data.train.source={source}: {TINY} has no chat template; its rows have messages, which need one"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.keys import settings
-from megarl.config.load import dump_config, load_config
+from megarl.config.load import FIXED, dump_config, load_config
 from megarl.config.schema import NAMES, RunConfig
 
 MINIMAL = "model: {path: m}\ndata: {train: {source: rows.jsonl}}\n"
@@ -39,6 +40,15 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> No
     path = write(tmp_path, MINIMAL + "trainer: {tp: 4, dp: 2}\n")
     config = load_config(path, ["trainer.tp=8", "trainer.tp=2", "trainer.optimizer.lr=1e-4"])
     assert (config.trainer.tp, config.trainer.dp, config.trainer.optimizer.lr) == (2, 2, 1e-4)
+
+
+def test_a_config_of_an_earlier_version_is_read_if_it_has_what_is_fixed_now(tmp_path: Path) -> None:
+    plain = load_config(write(tmp_path))
+    assert not FIXED.keys() & settings().keys()
+    for key, fixed in FIXED.items():
+        if "NAME" not in key:
+            assert load_config(write(tmp_path), [f"{key}={json.dumps(fixed.value)}"]) == plain, key
+            assert problems_of(write(tmp_path), f"{key}=other") == [f"{key}=other: can no longer be set: {fixed.instead}"]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +90,8 @@ def test_yaml_takes_on_and_off_for_true_and_false(tmp_path: Path, written: str, 
 
 
 def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.size=5"])
-    assert (config.data.eval.source, config.data.eval.size, config.data.eval.split) == ("held_out.jsonl", 5, "train")
+    config = load_config(write(tmp_path), ["data.eval.source=held_out.jsonl", "data.eval.subset=main"])
+    assert (config.data.eval.source, config.data.eval.subset, config.data.eval.split) == ("held_out.jsonl", "main", "train")
     assert load_config(write(tmp_path), ["data.eval.source=a.jsonl", "data.eval=null"]).data.eval is None
 
 
@@ -99,6 +109,12 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "weights.delta, weights.delta_refresh, weights.delta_shadow",
         ),
         ("zzz=1", "zzz=1: unknown key; docs/config.md lists every key"),
+        ("critic.head=random", "critic.head=random: can no longer be set: a new head begins with zeros"),
+        (
+            "sft.data.sources.a.source=x",
+            "sft.data.sources.a.source=x: can no longer be set: only data.train takes several sources, which megarl sft learns if sft.data "
+            "is null",
+        ),
         ("max_steps", "max_steps: an override must be of the form key=value, such as trainer.tp=2"),
         ("=3", "=3: an override must be of the form key=value, such as trainer.tp=2"),
         ("trainer=3", "trainer=3: is a section; set its keys, such as trainer.tp"),

@@ -41,13 +41,13 @@ def test_a_path_with_a_dot_is_relative_to_its_file_and_any_other_to_the_working_
     beside, here = folders
     more = "run_dir: ../runs/a\nreward: {name: './graders.py:f'}\n"
     more += "roles: {t: {role: teacher, path: ./t, sft: {model.path: ./m, sft.steps: 3}}}\n"
-    more += "rollout: {name: tool_calls, args: {tool: './tools.py:g', open: ./}}\nsft: {data: {sources: {a: {source: ./a.jsonl}}}}\n"
+    more += "rollout: {name: tool_calls, args: {tool: './tools.py:g', open: ./}}\nsft: {data: {source: ./a.jsonl}}\n"
     found = config(beside, NEEDED % ("./model", "data/train.jsonl") + more, "model.tokenizer=./tokenizer", "sft.output=../out")
     assert found.model.path == f"{beside}/model" and found.data.train.source == "data/train.jsonl"
     assert found.run_dir == f"{beside.parent}/runs/a" and found.reward.name == f"{beside}/graders.py:f"
     assert found.roles["t"].path == f"{beside}/t" and found.roles["t"].sft == {"model.path": f"{beside}/m", "sft.steps": 3}
     assert found.rollout.args == {"tool": f"{beside}/tools.py:g", "open": "./"}, "what is no path of ours stays as it is"
-    assert found.sft.data.sources["a"].source == f"{beside}/a.jsonl"
+    assert found.sft.data.source == f"{beside}/a.jsonl"
     assert found.model.tokenizer == f"{here}/tokenizer" and found.sft.output == f"{here.parent}/out"
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import DatasetConfig, EvalConfig, MixedConfig, MixtureConfig, ModelConfig, RunConfig, SuiteConfig
+from megarl.config.schema import DatasetConfig, EvalConfig, LearnedConfig, MixedConfig, MixtureConfig, ModelConfig, RunConfig, SuiteConfig
 from megarl.data.batches import sft_batches, sft_sequence
 from megarl.data.check import check_data
 from megarl.data.order import permute
@@ -212,7 +212,7 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     assert whole.max_tokens == config.rollout.max_tokens
     config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
     config.eval.suites = {
-        "other": SuiteConfig(source="synthetic:chain", split="eval", size=3, samples=4, temperature=1.0, max_tokens=9),
+        "other": SuiteConfig(source="synthetic:chain", split="eval", samples=4, temperature=1.0, max_tokens=9),
         "plain": SuiteConfig(source="synthetic:chain", split="eval"),
         "none": None,
     }
@@ -220,7 +220,7 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
     assert [(s.name, len(s.prompts), s.samples, s.temperature, s.max_tokens) for s in (first, other, plain)] == [
         ("", 8, 2, 0.5, 7),
-        ("other", 3, 4, 1.0, 9),
+        ("other", 8, 4, 1.0, 9),
         ("plain", 8, 2, 0.5, 7),
     ]
     config.data.eval = None
@@ -251,7 +251,7 @@ def test_sft_batches_differ_by_seed(spec: ModelSpec):
 def test_too_long_a_demonstration_is_refused_with_its_row(tmp_path: Path, spec: ModelSpec):
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2", "how": "1" * 600}) + "\n")
     config = chain_config()
-    config.sft.data = MixtureConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
+    config.sft.data = LearnedConfig(source=str(tmp_path / "d.jsonl"), demonstration_key="how")
     with pytest.raises(
         ConfigError, match=r"d.jsonl, line 1: prompt and demonstration have 606 tokens, more than the model's context of 512"
     ):
@@ -348,6 +348,6 @@ def test_a_run_leaves_out_the_rows_that_its_check_has_left_out(tmp_path: Path, s
     stream = train_prompts(config, tokenizer, spec)
     assert [stream[ordinal].text for ordinal in range(5)] == ["0+1=", "1+1=", "2+1=", "3+1=", "0+1="]
     assert [prompt.text for prompt in held_out_sets(config, tokenizer, spec)[0].prompts] == ["1+1=", "7+1="]
-    config.sft.data = MixtureConfig(source=str(tmp_path / "train.jsonl"))
+    config.sft.data = LearnedConfig(source=str(tmp_path / "train.jsonl"))
     assert [checked.dropped for checked in check_data(config, spec, "sft")] == [3]
     assert all(len(sequence.token_ids) < 10 for sequence in next(sft_batches(config, spec)))

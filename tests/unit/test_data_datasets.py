@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import DatasetConfig, PreferenceConfig
+from megarl.config.schema import LearnedConfig, PreferenceConfig
 from megarl.data.datasets import ROLES, load_rows, read_pairs, read_rows
 from megarl.data.rows import Reading, Row, RowProblem
 
@@ -30,7 +30,7 @@ def write(path: Path, *lines: Any) -> str:
 
 def problems(source: str, **settings: Any) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        load_rows(DatasetConfig(source=source, **settings), "data.train", seed=0)
+        load_rows(LearnedConfig(source=source, **settings), "data.train", seed=0)
     return error.value.problems
 
 
@@ -38,7 +38,7 @@ def test_gsm8k_shape(tmp_path: Path):
     source = write(
         tmp_path / "a.jsonl", {"question": "2+2?", "answer": "Add.\n#### 4"}, "", {"question": "Price?", "answer": "#### $1,250", "id": 7}
     )
-    rows = load_rows(DatasetConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0)
+    rows = load_rows(LearnedConfig(source=source, prompt_template="Q: {prompt} {x}\nA:"), "data.train", seed=0)
     assert [(row.prompt, row.answer, row.demonstration) for row in rows] == [
         ("Q: 2+2? {x}\nA:", "4", "Add.\n#### 4"),
         ("Q: Price? {x}\nA:", "1,250", "#### $1,250"),
@@ -54,14 +54,14 @@ def test_math_shape_in_parquet(tmp_path: Path):
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     got = load_rows(
-        DatasetConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train", seed=0
+        LearnedConfig(source=str(path), prompt_key="problem", answer_key="solution", demonstration_key="level"), "data.train", seed=0
     )
     assert [(row.prompt, row.answer, row.demonstration) for row in got] == [("Half?", "\\frac{1}{2}", "1"), ("Set?", "\\{1,2\\}", "2")]
 
 
 def test_plain_answers_and_size(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": 42}, {"question": "b", "answer": "x + 1"}, "broken beyond the size")
-    rows = load_rows(DatasetConfig(source=source, size=2), "data.train", seed=0)
+    rows = load_rows(LearnedConfig(source=source, size=2), "data.train", seed=0)
     assert [row.answer for row in rows] == ["42", "x + 1"]
 
 
@@ -97,7 +97,7 @@ def test_every_problem_is_reported_with_its_line(tmp_path: Path):
 def test_a_demonstration_may_be_turns(tmp_path: Path):
     row = {"question": "2*3=", "answer": "6"}
     source = write(tmp_path / "turns.jsonl", {**row, "how": ["<2*3>", "6;", "6"]}, {**row, "how": "6"})
-    rows = load_rows(DatasetConfig(source=source, demonstration_key="how"), "data.train", seed=0)
+    rows = load_rows(LearnedConfig(source=source, demonstration_key="how"), "data.train", seed=0)
     assert [row.demonstration for row in rows] == [("<2*3>", "6;", "6"), "6"]
     for turns in (["<2*3>", "6;"], [], ["6", 6, "6"], ["", "6;", "6"]):
         source = write(tmp_path / "bad.jsonl", {**row, "how": turns})
@@ -120,11 +120,11 @@ def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Pat
 def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
     rows = [{"question": "q", "answer": str(n)} for n in range(50)]
     source = write(tmp_path / "many.jsonl", *rows)
-    found, count = read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", kept=3)
+    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", kept=3)
     assert [row.answer for row in found] == ["0", "1", "2"] and count == 50
     source = write(tmp_path / "late.jsonl", *rows, "{")
     with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
-        read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", kept=3)
+        read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", kept=3)
 
 
 def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
     (tmp_path / "a.csv").write_text('\ufeffquestion,answer\n1 + 1?,2\n"Say ""a, b""\nor c",c\n')
     (tmp_path / "a.tsv").write_text('question\tanswer\n1 + 1?\t2\n"Say ""a, b""\nor c"\tc\n')
     for name, where in (("list.json", "row 2"), ("lines.json", "line 2"), ("a.csv", "line 4"), ("a.tsv", "line 4")):
-        found = load_rows(DatasetConfig(source=str(tmp_path / name)), "data.train", seed=0)
+        found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
         assert [(row.prompt, row.answer) for row in found] == [(row["question"], row["answer"]) for row in rows]
         assert found[1].where == f"{tmp_path / name}, {where}"
 
@@ -142,7 +142,7 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
 def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
     """As pandas writes its index, spreadsheets what is beside the table, and data sets of programs their tests."""
     (tmp_path / "a.csv").write_text(f",question,answer,tests,,\n0,1 + 1?,2,{'x' * 200_000},,\n")
-    [row] = load_rows(DatasetConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole")
+    [row] = load_rows(LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole")
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
     assert set(row.record) == {"question", "answer", "tests"} and len(row.record["tests"]) == 200_000
 
@@ -151,7 +151,7 @@ def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_pa
 def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
     rows = [json.dumps({"question": "1 + 1?", "answer": "2"})] * 2
     (tmp_path / name).write_text("\ufeff" + ("[" + ",".join(rows) + "]" if name == "list.json" else "\n".join(rows)))
-    found = load_rows(DatasetConfig(source=str(tmp_path / name)), "data.train", seed=0)
+    found = load_rows(LearnedConfig(source=str(tmp_path / name)), "data.train", seed=0)
     assert [row.prompt for row in found] == ["1 + 1?"] * 2
 
 
@@ -186,7 +186,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
         return len(row.prompt)
 
     reading = Reading(drop=True, tokens=tokens)
-    found, count = read_rows(DatasetConfig(source=source), "data.train", 0, "final", "", reading)
+    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", reading)
     assert [row.answer for row in found] == ["1", "2", "1"] and count == 8 and reading.lengths == [4, 4, 4]
     assert {kind: len(where) for kind, where in reading.dropped.items()} == {
         "malformed JSON": 1, "field 'question' is empty": 1, "field 'answer' must be text, not null": 2, "a long prompt": 1,
@@ -194,7 +194,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
     with pytest.raises(ConfigError, match="line 1: field 'question' is empty"):
-        read_rows(DatasetConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", "", Reading(drop=True))
+        read_rows(LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", "", Reading(drop=True))
 
 
 def test_what_is_no_dataset(tmp_path: Path):
@@ -240,13 +240,13 @@ def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", {"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "#### 2"})
-    rows = load_rows(DatasetConfig(source=str(tmp_path / "set")), "data.train", seed=0)
+    rows = load_rows(LearnedConfig(source=str(tmp_path / "set")), "data.train", seed=0)
     assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
     assert "cannot be loaded" in problems(str(tmp_path / "set"), split="validation")[0]
 
 
 def test_shipped_word_problems():
-    rows = load_rows(DatasetConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
+    rows = load_rows(LearnedConfig(source=str(ROOT / "configs/data/word_problems.jsonl")), "data.train", seed=0)
     assert len(rows) == 20 and [row.answer for row in rows[:5]] == ["22", "210", "30", "12.50", "16"]
 
 
@@ -254,20 +254,20 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
     """A reward function of one's own gets all of it, JSON where it is no text; demonstrations need none."""
     long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
     source = write(tmp_path / "a.jsonl", *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")))
-    assert [row.answer for row in load_rows(DatasetConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
-    rows = load_rows(DatasetConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
+    assert [row.answer for row in load_rows(LearnedConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
+    rows = load_rows(LearnedConfig(source=source, answer_key="cases"), "data.train", 0, "whole")
     assert [row.answer for row in rows] == ['[["1 2", "3"]]'] * 2
     plain = write(tmp_path / "sft.jsonl", {"question": "q", "text": "Once upon a time. " * 100})
-    (row,) = load_rows(DatasetConfig(source=plain, demonstration_key="text"), "sft.data", 0, "none")
+    (row,) = load_rows(LearnedConfig(source=plain, demonstration_key="text"), "sft.data", 0, "none")
     assert (row.answer, row.demonstration) == ("", "Once upon a time. " * 100)
-    (row,) = load_rows(DatasetConfig(source=plain, answer_key="text"), "sft.data", 0, "none")
+    (row,) = load_rows(LearnedConfig(source=plain, answer_key="text"), "sft.data", 0, "none")
     assert row.demonstration == "Once upon a time. " * 100
     with pytest.raises(ConfigError, match="no column 'answer' .data.train.answer_key."):
-        load_rows(DatasetConfig(source=plain), "data.train", 0, "whole")
+        load_rows(LearnedConfig(source=plain), "data.train", 0, "whole")
     dates = tmp_path / "dates.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "q", "answer": [datetime.date(2026, 1, 1)]}]), dates)
     with pytest.raises(ConfigError, match="row 1: field 'answer' holds what cannot be written as JSON: Object of type date"):
-        load_rows(DatasetConfig(source=str(dates)), "data.train", 0, "whole")
+        load_rows(LearnedConfig(source=str(dates)), "data.train", 0, "whole")
 
 
 TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
@@ -297,7 +297,7 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
     columns = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "prompt_template": "chat"}
     source = write(tmp_path / "a.jsonl", *rows)
-    found = load_rows(DatasetConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
+    found = load_rows(LearnedConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
     reference = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
     both = (conversation, conversation[1:])
     wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
@@ -315,14 +315,14 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     ):
         bad = write(tmp_path / "bad.jsonl", {**rows[0], "prompt": turns})
         with pytest.raises(ConfigError) as error:
-            load_rows(DatasetConfig(source=bad, **columns), "data.train", 0, tokenizer=str(model))
+            load_rows(LearnedConfig(source=bad, **columns), "data.train", 0, tokenizer=str(model))
         assert error.value.problems == [f"{bad}, line 1: {problem}"]
 
 
 def test_a_model_without_chat_template(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(ConfigError) as error:
-        load_rows(DatasetConfig(source=source, prompt_template="chat"), "data.eval", 0, tokenizer=str(TINY))
+        load_rows(LearnedConfig(source=source, prompt_template="chat"), "data.eval", 0, tokenizer=str(TINY))
     assert error.value.problems == [f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"]
 
 

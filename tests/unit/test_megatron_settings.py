@@ -55,7 +55,7 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
         ("trainer.ddp.zzz=1", f"unknown to megatron-core {megatron_version()}; it is no field of DistributedDataParallelConfig"),
         ("trainer.optimizer.megatron.lr=1", "must be set by trainer.optimizer.lr"),
         ("trainer.optimizer.megatron.decoupled_lr=0.1", "must be left out; all parameters have the same learning rate"),
-        ("sft.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),
+        ("trainer.optimizer.megatron.loss_scale=2", "must be left out; float16 is not trained in: model.dtype is float32 or bfloat16"),
     ],
 )
 def test_what_is_refused(setting: str, wanted: str) -> None:

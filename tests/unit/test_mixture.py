@@ -35,7 +35,7 @@ def test_of_every_first_ordinals_each_source_has_its_share_give_or_take_less_tha
 
 def mixture(per_step: int = 16, **sources: dict[str, float]) -> Mixture:
     found = {name: MixedConfig(source=f"{name}.jsonl", **settings) for name, settings in sources.items()}  # type: ignore[arg-type]
-    return mixture_of(MixtureConfig(sources=found), "data.train", per_step, "rollout.prompts_per_step")  # type: ignore[arg-type]
+    return mixture_of(MixtureConfig(sources=found), per_step)  # type: ignore[arg-type]
 
 
 def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> None:
@@ -66,7 +66,7 @@ def test_what_is_refused(sources: dict[str, dict[str, float]], problem: str) -> 
 
 def test_one_source_or_several() -> None:
     def of(config: MixtureConfig) -> list[str]:
-        return [*mixture_problems(config, "data.train", 4, "rollout.prompts_per_step")]
+        return [*mixture_problems(config, 4)]
 
     a = MixedConfig(source="a.jsonl")
     assert of(MixtureConfig()) == ["data.train.source: must be set: synthetic:<task>, a file such as rows.jsonl, or a hub name"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.config.schema import OptimizerConfig, RunConfig
-from megarl.data.batches import batch_of, load_pairs, pair_tokens, training_steps
+from megarl.config.schema import AdamConfig, RunConfig
+from megarl.data.batches import batch_of, held_out_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import find_spec
@@ -49,14 +49,14 @@ def load(folder: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
 
 
-def _adamw(model: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
+def _adamw(model: Any, settings: AdamConfig) -> torch.optim.AdamW:
     """Only matrices decay, as in Megatron."""
     matrices, others = ([each for each in model.parameters() if (each.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
-def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
+def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
     """Of step 1, 2, … of so many."""
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
@@ -70,7 +70,7 @@ def learning_rate(settings: OptimizerConfig, step: int, steps: int) -> float:
 @torch.no_grad()
 def accuracy(model: Any, config: RunConfig) -> float:
     """The share of held-out pairs in the right order."""
-    pairs = load_pairs(config, config.reward_model.eval, "reward_model.eval", find_spec(config))
+    pairs = load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", find_spec(config))
     each = [pairs[number] for number in range(len(pairs))]
     right = sum(int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum()) for at in range(0, len(each), AT_ONCE))
     return right / len(each)

@@ -471,7 +471,6 @@ class Study:
         from megarl.plan.resolve import find_spec
 
         tokenizer = load_tokenizer(config.model)
-        config.eval.limit = None
         prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
         assert config.data.eval is not None  # judge_of has seen it
         rows = load_rows(config.data.eval, "data.eval", config.seed, "none", tokenizer.source)

@@ -131,6 +131,9 @@ def _tried(config: RunConfig) -> None:
 # Worker processes for the functions that rollouts call.
 
 
+TOOL_MEMORY_MIB = 1024  # of a tool's process: room for Python with NumPy, and a bound on what a call of the model's can take
+
+
 class ToolProcesses:
     """Runs each function in rollout.tool_workers processes of its own, started at its first call. Use it in one event loop; close it."""
 
@@ -146,7 +149,7 @@ class ToolProcesses:
             raise ValueError(f"{path}: only a function of a module can be called in another process")
         if path not in self._pools:
             config = self._config
-            limits = (config.tool_workers, config.tool_timeout_s, config.tool_memory_mib)
+            limits = (config.tool_workers, config.tool_timeout_s, TOOL_MEMORY_MIB)
             paths = [place for place in sys.path if place]
             self._pools[path] = WorkerPool(path, "megarl.sandbox.process", [path], *limits, paths, self._log_folder)
             self._pools[path].open()
