@@ -179,11 +179,12 @@ if [ ! -e $(STAMP) ] || ! usable .venv/bin/python; then
     say "1/4 virtual environment in .venv, $$(.venv/bin/python --version)"
 fi
 rm -f $(STAMP)
-.venv/bin/python -m pip install --disable-pip-version-check --no-compile -qq "$$(grep ^uv== requirements/cpu.txt)"
 endef
+WITH_UV := .venv/bin/python -m pip install --disable-pip-version-check --no-compile -qq "$$(grep ^uv== requirements/cpu.txt)"
 
 $(STAMP): pyproject.toml requirements/cpu.txt
 	@$(ENVIRONMENT)
+	$(WITH_UV)
 	torch=$$(grep ^torch== requirements/cpu.txt)
 	say "2/4 $$torch"
 	if ! UV_HTTP_RETRIES=0 $(INSTALL) --no-deps --index $(TORCH_CPU_INDEX) "$$torch" 2>/dev/null; then
@@ -213,6 +214,7 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 setup-gpu:
 	@$(ENVIRONMENT)
 	PYTHONPATH=. .venv/bin/python -m megarl.launch.doctor
+	$(WITH_UV)
 	say "2/4 the $$(grep -c == requirements/gpu.txt) packages of requirements/gpu.txt (about 6 GB to download, 11 GB on disk)"
 	wheels=$$(mktemp) source=$$(mktemp) environment=$$PWD/.venv
 	trap 'rm -f "$$wheels" "$$source"' EXIT

@@ -22,10 +22,11 @@ from megarl.data.batches import load_pairs, training_steps
 from megarl.data.check import Checked
 from megarl.data.rows import held_out
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sets
+from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
 from megarl.launch.meeting import NodeReport, scratch_folder
-from megarl.launch.nodes import Node, NodePlan, gpus, interface_with, this_node
+from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.resuming import EXPORTING, Resume, check_resume_point, held_checkpoint, latest_checkpoint
 from megarl.launch.start import NodePart

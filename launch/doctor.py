@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.launch.nodes import gpus, nvidia_smi
+from megarl.launch.gpus import gpus, nvidia_smi
 
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
@@ -52,7 +52,7 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.state:<6}{self.what:<22}{self.found}" + (f"\n{'':<28}-> {self.remedy}" if self.remedy else "")
+        return f"{self.state:<6}{self.what:<21} {self.found}" + (f"\n{'':<28}-> {self.remedy}" if self.remedy else "")
 
 
 Check = Callable[[], Iterator[Finding]]
@@ -187,7 +187,10 @@ def _cuda_compilers() -> Iterator[Finding]:
     if (nvcc := find_nvcc()) is None:
         yield Finding("nvcc", LACKS, "is not there", toolkit)
     else:
-        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TRY_S).stdout
+        try:
+            told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TRY_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            told = ""
         release = found[1] if (found := re.search(r"release (\d+\.\d+)", told)) else "unknown"
         right = _numbers(release)[:1] == (CUDA,)
         yield Finding("nvcc", OK if right else LACKS, f"release {release}, {nvcc}", "" if right else toolkit)
@@ -199,6 +202,8 @@ def _cuda_compilers() -> Iterator[Finding]:
 
 def _compilers() -> Iterator[Finding]:
     """Triton compiles its launchers with C, nvcc calls C++, and Transformer Engine's extension is compiled when it is installed."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for it
+    yield Finding("C compiler", OK if compiler else LACKS, compiler or "is not there", "" if compiler else "apt-get install gcc; or set CC")
     compiler = shutil.which("c++") or shutil.which("g++")
     yield Finding("C++ compiler", OK if compiler else LACKS, compiler or "is not there", "" if compiler else "apt-get install g++")
     header = Path(sysconfig.get_path("include")) / "Python.h"

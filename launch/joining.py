@@ -23,9 +23,10 @@ from msgspec.structs import replace
 
 from megarl.config.errors import ConfigError, unreadable
 from megarl.config.load import load_config
+from megarl.launch.gpus import gpus
 from megarl.launch.launcher import addresses, disagreements, engine_keeper, failing_together, host_name, report_of, start_engines
 from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scratch_folder
-from megarl.launch.nodes import EngineFleet, Node, NodePlan, gpus, interface_with, place, slots_per_node, this_node
+from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.start import NodePart
 from megarl.launch.watch import termination_as_exit, watch

@@ -24,8 +24,9 @@ from megarl.estimate.estimate import estimate, generate_parts, to_json, train_pa
 from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
+from megarl.launch.gpus import gpus
 from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
-from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, gpus, interface_with, place, slots_per_node
+from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, interface_with, place, slots_per_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
 from megarl.launch.resuming import Resume
 from megarl.launch.start import NodePart

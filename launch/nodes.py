@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -212,75 +208,3 @@ def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int
     if wanted is not None and gpus and wanted > gpus:
         raise ConfigError(f"launch.ranks_per_node={wanted}: must be at most the GPUs of a node, {gpus}")
     return wanted or gpus or -(-ranks // nodes)
-
-
-# Chooses the cores of a rank: those of its GPU's NUMA node, so that memory it pins lies near the GPU and its NIC.
-
-
-PCI_DEVICES = Path("/sys/bus/pci/devices")
-NVIDIA_SMI_S = 60.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str  # as in CUDA_VISIBLE_DEVICES: an index or a UUID
-    address: str  # on PCI, such as 0000:1b:00.0; empty if unknown
-
-
-@functools.cache
-def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this launch may use, in CUDA's order, found without torch."""
-    shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
-    return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
-
-
-def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
-    """Those of the driver's GPUs, (index, UUID, bus id) each, that CUDA_VISIBLE_DEVICES=`wanted` admits; None: it is not set.
-
-    The variable is read as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
-    """
-    if wanted is None:
-        return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
-    found = []
-    for name in wanted.split(","):
-        buses = [bus for index, uuid, bus in shown if name == index or (name.startswith("GPU-") and uuid.startswith(name))]
-        if not buses and not name.startswith("MIG-"):
-            break
-        found.append(Gpu(name, sysfs_address(buses[0]) if buses else ""))
-    return tuple(found)
-
-
-def nvidia_smi(*arguments: str) -> str:
-    """Output of nvidia-smi; empty on a machine without it, or without a driver or a GPU (it then prints that, and fails).
-
-    Raises TimeoutError.
-    """
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?") from error
-    return done.stdout if done.returncode == 0 else ""
-
-
-def sysfs_address(bus_id: str) -> str:
-    """Converts a bus id from the driver's form (domain of eight digits) to the kernel's (four digits, lower case)."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
-
-
-def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
-    """The cores of the NUMA node that the PCI device is attached to; () if the kernel does not know them."""
-    path = devices / address / "local_cpulist"
-    return parse_cpulist(path.read_text()) if path.exists() else ()
-
-
-def parse_cpulist(text: str) -> tuple[int, ...]:
-    """Parses the kernel's notation for a set of cores: 0-3,8,10-11"""
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)

@@ -15,7 +15,7 @@ from megarl.base.files import write_whole
 from megarl.config.load import load_config
 from megarl.controller import Controller
 from megarl.evaluation.scores import evaluation_plan
-from megarl.launch.nodes import gpus
+from megarl.launch.gpus import gpus
 from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import find_weights

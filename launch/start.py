@@ -14,8 +14,9 @@ from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
 from megarl.launch import doctor
+from megarl.launch.gpus import VISIBLE, cores_near, gpus
 from megarl.launch.meeting import NodeReport
-from megarl.launch.nodes import VISIBLE, EnginePart, NodePlan, cores_near, gpus
+from megarl.launch.nodes import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import CORES, PARENT
 from megarl.lora.files import empty_adapter

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.load import load_config
 from megarl.launch import roles, worker
-from megarl.launch.nodes import cores_near, gpus, nvidia_smi, parse_cpulist, sysfs_address, visible
+from megarl.launch.gpus import cores_near, gpus, nvidia_smi, parse_cpulist, sysfs_address, visible
 from megarl.plan.resolve import resolve
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,25 @@ def test_a_compiler_of_another_cuda_does_not_do(tmp_path, monkeypatch, release, 
     path.rename(tmp_path / "bin/nvcc")
     found = next(iter(doctor.look([doctor._cuda_compilers])))
     assert (found.state, found.found) == (state, f"release {release}, {tmp_path}/bin/nvcc")
+
+
+def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    Path(program(tmp_path / "bin", "exec sleep 600")).rename(tmp_path / "bin/nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "TRY_S", 0.05)
+    for of_nvcc in (b"#!/bin/sh\nexec sleep 600\n", b"#!/no/such/shell\n"):
+        (tmp_path / "bin/nvcc").write_bytes(of_nvcc)
+        nvcc, ninja = doctor.look([doctor._cuda_compilers])
+        assert (nvcc.state, nvcc.found) == (doctor.LACKS, f"release unknown, {tmp_path}/bin/nvcc") and "set CUDA_HOME" in nvcc.remedy
+        assert ninja.what == "ninja"
+
+
+def test_an_installation_asks_before_it_has_any_package():
+    """`make setup-gpu` does, in an environment that holds nothing."""
+    command = [sys.executable, "-S", "-m", "megarl.launch.doctor"]
+    asked = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60)
+    assert "Traceback" not in asked.stderr and "glibc" in asked.stdout and "Python.h" in asked.stdout
 
 
 def test_the_environments_own_nvcc_is_taken_before_that_of_path(tmp_path, monkeypatch):
