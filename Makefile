@@ -39,7 +39,7 @@ check: setup .venv/.megarl-check
 	touch $@
 
 # Two processes at once, one from the first file on and one from the last, until they meet (tests/conftest.py). What the second one prints
-# comes when both are done.
+# comes when both are done; the last lines name what failed in either.
 test: MARKS = (not matrix or sample) and not long
 test-all: MARKS = not matrix or sample
 test test-all: setup libraries interpreters
@@ -50,9 +50,11 @@ test test-all: setup libraries interpreters
 	mkdir "$$folder/begun"
 	tests --meet="$$folder/begun" --backwards >"$$folder/second" 2>&1 &
 	failed=0
-	tests --meet="$$folder/begun" || failed=$$?
-	wait $$! || failed=$$?
+	second=$$!
+	tests --meet="$$folder/begun" | tee "$$folder/first" || failed=$$?
+	wait $$second || failed=$$?
 	cat "$$folder/second"
+	grep -hE '^(FAILED|ERROR) ' "$$folder/first" "$$folder/second" || true
 	exit $$failed
 
 matrix: setup libraries

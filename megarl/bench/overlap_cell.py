@@ -27,7 +27,7 @@ from megarl.executors.trainer import step_times
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
-from megarl.messaging.messages import ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
+from megarl.messaging.messages import ProbeReady, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten
 from megarl.models.registry import load_spec
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -39,7 +39,6 @@ from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
 from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsReceiver, Writes
 from megarl.weight_sync.sender import SyncReport, WeightsSender
-from megarl.weight_sync.writing import Found
 
 SPEC = {  # any model would do: the channels only need some map
     "architectures": ["LlamaForCausalLM"],
@@ -217,9 +216,13 @@ class _NoTransport:
         """Nothing is open."""
 
 
-class _NoAmax:
-    def table(self, tensors: dict[str, torch.Tensor]) -> None:
-        return None
+class _NoUpdates:
+    """It offers every version, and has nothing to write."""
+
+    compares, transport = False, _NoTransport()
+
+    def offer(self, version: Version, *_: Any) -> WeightsOffer:
+        return WeightsOffer(version)
 
 
 class EmulatedSender(WeightsSender):
@@ -227,11 +230,10 @@ class EmulatedSender(WeightsSender):
 
     write_s = 0.0
 
-    def _prepare(self, executor: Any) -> None:
-        no_amax: Any = _NoAmax()
-        self._transport, self._amax = _NoTransport(), no_amax
+    def _prepare(self, executor: Any) -> Any:
+        return _NoUpdates()
 
-    def _write(self, executor: Any, grant: WeightsGrant, found: Found | None) -> int:
+    def _write(self, executor: Any, updates: Any, grant: WeightsGrant) -> int:
         time.sleep(self.write_s)
         self._link.send(WeightsWritten(grant.version, 0, self.write_s))
         return 0

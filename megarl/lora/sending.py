@@ -1,50 +1,53 @@
-"""Updates of adapters alone, at the trainer rank: the frozen weights are written once to each set of engines, in full.
-
-From then on the rank offers every version as what has changed since the last one, like a delta (`deltas`): the generator grants that if its
-engines hold the version before, in memory that need not be opened anew. The audit covers all that an engine computes with, the frozen
-weights too: their hashes must be those of what was sent to it.
-"""
+"""Updates of adapters alone, at the trainer rank: the frozen weights are written once to each set of engines, in full."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from megarl.base.rollout_types import Version
-from megarl.kernels.audit import MASK
 from megarl.lora.layout import is_adapter
-from megarl.messaging.messages import WeightsOffer
-from megarl.reshard.map import Copy
-from megarl.weight_sync.writing import Sent
+from megarl.messaging.messages import WeightsGrant, WeightsOffer
+from megarl.observe.status import TraceWriter
+from megarl.reshard.map import Copy, ReshardMap
+from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.writing import FullUpdates, Part, Sent, Shares
 
 
-class AdaptersAlone:
-    """`begin` for each set of engines; then a full update, whose parts are `note`d; after that `copies` alone are sent."""
+class AdapterUpdates(FullUpdates):
+    """Once connected, the rank offers every version as what has changed since the last one, like a delta.
 
-    def __init__(self) -> None:
-        self.copies: list[Copy] = []  # of adapters, in sending order
-        self.begun = False
-        self._bytes = self._full_bytes = 0
-        self._base: dict[int, dict[str, int]] = {}  # shares of the frozen weights, as of `Sent`
+    The generator grants that if its engines hold the version before, in memory that need not be opened anew. The audit covers all that an
+    engine computes with, the frozen weights too: their hashes must be those of what was sent to it.
+    """
 
-    def begin(self, copies: Sequence[Copy]) -> None:
-        self.begun = True
-        self.copies = [copy for copy in copies if is_adapter(copy.destination_tensor)]
-        self._bytes, self._full_bytes = (sum(copy.bytes for copy in some) for some in (self.copies, copies))
-        self._base = {}
+    _adapters: Sequence[Copy] | None = None  # in sending order; None until it is connected
+    _frozen: Shares = {}  # of the frozen weights, as written last  # noqa: RUF012  it is replaced, never changed
 
-    def note(self, parts: Sequence[Sent]) -> None:
-        """Of a full update. A tensor's boxes may be in both parts, those that land and all others."""
-        self._base = {}
-        for rank, shares in ((rank, shares) for sent in parts for rank, shares in sent.shares.items()):
-            base = self._base.setdefault(rank, {})
-            base |= {name: (base.get(name, 0) + share) & MASK for name, share in shares.items() if not is_adapter(name)}
+    def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
+        if self._adapters is None:
+            return super().offer(version, base, model, trace)
+        # The maxima of tiles stay as they are, since the weights are frozen.
+        adapter_bytes, all_bytes = (sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies))
+        return WeightsOffer(version, version - 1, adapter_bytes, adapter_bytes, all_bytes)
 
-    def with_base(self, sent: Sent) -> Sent:
-        """What the engines should hold after an update of `copies`."""
-        ranks = self._base.keys() | sent.shares.keys()
-        return Sent(sent.bytes, {rank: self._base.get(rank, {}) | sent.shares.get(rank, {}) for rank in ranks})
+    def connect(self, map: ReshardMap, endpoints: Sequence[Endpoint], model: Mapping[str, torch.Tensor]) -> None:
+        super().connect(map, endpoints, model)
+        self._adapters = [copy for copy in self.copies if is_adapter(copy.destination_tensor)]
 
-    def offer(self, version: Version) -> WeightsOffer:
-        if not self.begun:
-            return WeightsOffer(version)
-        return WeightsOffer(version, version - 1, self._bytes, self._bytes, self._full_bytes)
+    def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+        if grant.delta:
+            assert self._adapters is not None  # it has offered them alone
+            sent = self._send(self._adapters, model)
+            yield sent, with_frozen(self._frozen, sent)
+            return
+        for sent, shares in super().write(grant, model):
+            if shares is not None:
+                self._frozen = {rank: {name: share for name, share in own.items() if not is_adapter(name)} for rank, own in shares.items()}
+            yield sent, shares
+
+
+def with_frozen(frozen: Shares, sent: Sent) -> Shares:
+    """The shares of what engines should hold after adapters were `sent`."""
+    return {rank: frozen.get(rank, {}) | sent.shares.get(rank, {}) for rank in frozen.keys() | sent.shares.keys()}

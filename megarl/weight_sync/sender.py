@@ -8,10 +8,8 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-With `lora.sync=adapter` the frozen weights are written once to each engine, with the adapters; after that only the adapters are.
-
-With `weights.delta` the trainer ranks work out before they offer what has changed since the version confirmed last, and write only that if
-the generator grants it (`deltas`).
+What an update has, and what is worked out before it is offered, is the matter of `FullUpdates`, `DeltaUpdates` (`weights.delta`) or
+`AdapterUpdates` (`lora.sync`).
 
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
 what has landed while the rest is written.
@@ -23,7 +21,6 @@ same quantisation tile exchange its amax before they offer.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,36 +32,20 @@ from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
 from megarl.lora.plan import sends_adapters
-from megarl.lora.sending import AdaptersAlone
+from megarl.lora.sending import AdapterUpdates
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.messaging.process_groups import StopRequest
 from megarl.messaging.rendezvous import GENERATOR
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.execute import Payloads
 from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import Layout, LayoutError
-from megarl.reshard.map import Copy, ReshardMap
-from megarl.reshard.proof import prove_exactly_once
-from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.audit import packed_shares
 from megarl.weight_sync.common import is_probe_version, weights_map
 from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.choice import PairwiseTransport, this_host
-from megarl.weight_sync.writing import (
-    AmaxExchange,
-    Deltas,
-    Found,
-    Sent,
-    Shares,
-    landing_first,
-    offer_of,
-    send,
-    send_changes,
-    shapes_of,
-    shares_of,
-)
+from megarl.weight_sync.writing import DeltaUpdates, FullUpdates, compares
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 
@@ -114,17 +95,12 @@ class WeightsSender:
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        self._transport, self._payloads = None, Payloads()
-        self._scheduled: list[Copy] = []  # in sending order
-        self._writes: tuple[list[Copy], list[Copy]] = [], []  # those that land, all others
         self._engines = plan.generator_topology.engines  # how many the map is for
+        self._updates: FullUpdates | None = None  # from the first offer on
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
         self._applied: WeightsApplied | None = None  # the newest confirmation
         self._offered = self._written = -1  # the newest versions
-        self._deltas = Deltas(config.weights)
-        self._adapters = AdaptersAlone() if sends_adapters(config, plan.spec) else None
-        self._amax: AmaxExchange | None = None  # for the map
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
@@ -150,40 +126,25 @@ class WeightsSender:
     def _bring(self, executor: WeightsExecutor, report: SyncReport, again: bool = False) -> WeightsGrant | None:
         """Offers the weights, and writes them if they are wanted. Returns the grant; None if the run stops before it comes."""
         version, grant_s = executor.version, self._plan.config.timeouts.rollouts_s
-        if self._transport is None:
+        if self._updates is None:
             grant_s += self._plan.config.generator.startup_timeout_s
-            self._prepare(executor)
-        if self._adapters is None or not self._adapters.begun:  # otherwise the weights are frozen, and so are the maxima of their tiles
-            assert self._amax is not None  # `_prepare` has made it
-            self._cut_amax = self._amax.table(executor.get_model())  # before the offer, so that no engine is paused for it
-        base, found = -1, None
-        if self._deltas.on and not again:
-            base, found = self._find_changes(executor)
+            self._updates = self._prepare(executor)
+        base = self._base() if self._updates.compares and not again else -1
+        offer = self._updates.offer(version, base, executor.get_model(), executor.trace)
         self._offered = version
-        self._link.send(self._adapters.offer(version) if self._adapters else offer_of(version, base, found))
-        grant = self._send_granted(executor, report, grant_s, found)
+        self._link.send(offer)
+        grant = self._send_granted(executor, self._updates, report, grant_s)
         if grant is not None and grant.engines:
             self._unconfirmed, self._applied, self._written = version, None, version
         return grant
 
-    def _find_changes(self, executor: WeightsExecutor) -> tuple[Version, Found | None]:
-        """(the version that it can send the changes from, or -1; the changes, if it has looked for them)"""
-        if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:  # the run is to stop
-            return -1, None
-        if self._applied is None or self._transport is None:
-            return -1, None
-        base, ranks = self._applied.version, {copy.destination_rank for copy in self._scheduled}
-        if not all(self._transport.room(rank) for rank in ranks):
-            return -1, None
-        model = executor.get_model()
-        self._payloads.begin(model)
-        with executor.trace.span(f"compare weights {executor.version} with {base}"):
-            audited = self._plan.config.weights.audited
-            found = self._deltas.find(base, self._scheduled, self._shapes, audited, self._cut_amax, self._payloads)
-        fits = found is not None and all(size <= self._transport.room(rank) for rank, size in found.sizes.items())
-        return base if fits else -1, found
+    def _base(self) -> Version:
+        """The version that all engines hold; -1 if there is none, or if the run stops before the generator confirms it."""
+        if self._unconfirmed is not None and self._await_applied(self._unconfirmed) is None:
+            return -1
+        return -1 if self._applied is None else self._applied.version
 
-    def _send_granted(self, executor: WeightsExecutor, report: SyncReport, timeout_s: float, found: Found | None) -> WeightsGrant | None:
+    def _send_granted(self, executor: WeightsExecutor, updates: FullUpdates, report: SyncReport, timeout_s: float) -> WeightsGrant | None:
         """Waits for the grant, and writes unless there is nothing to write to. Returns the grant; None if the run stops first."""
         version, began = executor.version, time.monotonic()
         with executor.trace.span(f"wait for {self.of}engines to take weights {version}"):
@@ -197,9 +158,9 @@ class WeightsSender:
         report.wait_s += granted - began
         if grant.engines == 0:
             return grant
-        with executor.trace.span(f"write {self.of}weights {version}") as told:
+        with executor.trace.span(f"write {self.of}weights {version}") as noted:
             try:
-                told["bytes"] = self._write(executor, grant, found)
+                noted["bytes"] = self._write(executor, updates, grant)
             except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, error=str(error) or repr(error)))
                 raise
@@ -232,89 +193,43 @@ class WeightsSender:
         self._unconfirmed = None
         return self._applied
 
-    def _prepare(self, executor: WeightsExecutor) -> None:
+    def _prepare(self, executor: WeightsExecutor) -> FullUpdates:
         """Before any write: computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs."""
+        config = self._plan.config
         self._whole = weights_map(self._plan, executor.layout)  # whatever engines pass on of it
-        self._use(self._whole, executor.rank)
-        check_held(executor.get_model(), self._map.source, executor.rank)
-        host = this_host()
-        may_lose = self._plan.config.generator.on_failure != "fail"
-        self._transport = PairwiseTransport(self._plan.config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
-        self._link.send(Hello(self._map.plan_hash, host))
+        host, may_lose = this_host(), config.generator.on_failure != "fail"
+        transport = PairwiseTransport(config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
+        if sends_adapters(config, self._plan.spec):
+            updates = AdapterUpdates(transport, self._whole, executor.rank, config)
+        elif compares(config.weights):
+            updates = DeltaUpdates(transport, self._whole, executor.rank, config)
+        else:
+            updates = FullUpdates(transport, self._whole, executor.rank, config)
+        check_held(executor.get_model(), self._whole.source, executor.rank)
+        self._link.send(Hello(self._whole.plan_hash, host))
+        return updates
 
-    def _use(self, map: ReshardMap, rank: int) -> None:
-        self._map = map
-        prove_exactly_once(map)
-        self._amax = AmaxExchange(map, rank, self._timeout_s, self._amax)
-
-    def _write(self, executor: WeightsExecutor, grant: WeightsGrant, found: Found | None) -> int:
+    def _write(self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant) -> int:
         """Returns the bytes written."""
-        assert self._transport is not None  # `send` has prepared it
-        model = executor.get_model()
-        self._deltas.begin_write()
-        audited = self._plan.config.weights.audited
-        if self._adapters and grant.delta:
-            started = time.monotonic()
-            sent = send(self._transport, self._adapters.copies, model, self._shapes, audited, payloads=self._payloads)
-            whole = self._adapters.with_base(sent)
-            return self._tell(grant, whole, started, whole.shares)
-        if grant.delta:
-            assert found is not None  # it has offered a base
-            started = time.monotonic()
-            size_bytes = self._tell(grant, send_changes(self._transport, found, grant.version, model), started, found.shares)
-            self._deltas.keep_changes(grant.version, found)
-            return size_bytes
         if grant.plan_hash:
-            if self._connect(executor, grant):
-                assert self._amax is not None
-                self._cut_amax = self._amax.table(model)
-            executor.trace.mark(f"{self.of}weights map", to=self._bytes_by_receiver())
-        landing, others = self._writes
-        parts = []
-        for copies, more in [(landing, True), (others, False)] if landing else [(others, False)]:
-            started = time.monotonic()
-            parts.append(send(self._transport, copies, model, self._shapes, audited, self._cut_amax, self._payloads))
-            self._tell(grant, parts[-1], started, None if more else shares_of(parts))
-        if self._adapters:
-            self._adapters.note(parts)
-        declined = found is not None and not grant.plan_hash
-        self._deltas.keep(grant.version, self._scheduled, self._cut_amax, self._payloads, declined)
-        return sum(sent.bytes for sent in parts)
+            self._connect(executor, updates, grant)
+        size_bytes, started = 0, time.monotonic()
+        for sent, shares in updates.write(grant, executor.get_model()):
+            write_s, more = time.monotonic() - started, shares is None
+            unwritten = sorted(updates.transport.unwritten)
+            self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, packed_shares(shares or {}), unwritten=unwritten, more=more))
+            size_bytes, started = size_bytes + sent.bytes, time.monotonic()
+        return size_bytes
 
-    def _tell(self, grant: WeightsGrant, sent: Sent, started: float, shares: Shares | None) -> int:
-        """Of a part; `shares` of all parts go with the last (None: more follow). Returns the bytes written."""
-        assert self._transport is not None
-        write_s, unwritten = time.monotonic() - started, sorted(self._transport.unwritten)
-        more, packed = shares is None, packed_shares(shares or {})
-        self._link.send(WeightsWritten(grant.version, sent.bytes, write_s, packed, unwritten=unwritten, more=more))
-        return sent.bytes
-
-    def _bytes_by_receiver(self) -> list[list[int]]:
-        """[[generator rank, bytes of a whole update], …]"""
-        found: Counter[int] = Counter()
-        for copy in self._scheduled:
-            found[copy.destination_rank] += copy.bytes
-        return [list(pair) for pair in sorted(found.items())]
-
-    def _connect(self, executor: WeightsExecutor, grant: WeightsGrant) -> bool:
-        """Connects to the engines that take part from now on. Returns whether the map has changed."""
-        assert self._transport is not None
+    def _connect(self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant) -> None:
+        """Connects to the engines that take part from now on."""
         if grant.engines != self._engines:
             self._whole, self._engines = weights_map(self._plan, executor.layout, grant.engines), grant.engines
         map = self._whole if grant.relay is None else relayed(self._whole, RelayRule(*grant.relay))[0]
         if map.plan_hash != grant.plan_hash:
             raise RuntimeError(f"trainer.{executor.rank} computed map {map.plan_hash} for these engines, {self.receiver} {grant.plan_hash}")
-        if changed := map.plan_hash != self._map.plan_hash:
-            self._use(map, executor.rank)
-        endpoints = decode_endpoints(grant.endpoints)
-        self._transport.close()
-        self._transport.connect(endpoints)
-        self._shapes = shapes_of(endpoints)
-        self._scheduled = scheduled_writes(map, executor.rank)
-        self._writes = landing_first(self._scheduled, endpoints)
-        if self._adapters:
-            self._adapters.begin(self._scheduled)
-        return changed
+        updates.connect(map, decode_endpoints(grant.endpoints), executor.get_model())
+        executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
         """Waits until the last weights are in use: the generator could not tell a rank that left early from a lost one."""
@@ -323,8 +238,8 @@ class WeightsSender:
         # (An offer that was left keeps the engines paused.) After the last version the generator looks of itself.
         if self._stop.asked and self._link.name == "trainer.0" and -1 < self._offered == self._written < self._plan.config.max_steps:
             self._look_again()
-        if self._transport is not None:
-            self._transport.close()
+        if self._updates is not None:
+            self._updates.transport.close()
 
     def _look_again(self) -> None:
         """When the run stops: no update will follow whose audit finds what has changed in the engines since the last one. Raises RunError

@@ -1,9 +1,12 @@
-"""Writes one update from a trainer rank: its copies of the reshard map, one after the other, through a transport."""
+"""What a trainer rank writes in an update: all weights (`FullUpdates`), or what has changed of them (`DeltaUpdates`).
+
+Adapters alone are in `megarl.lora.sending`. The sending end of the weights channel (`megarl.weight_sync.sender`) has one of the three.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -12,19 +15,22 @@ import torch
 import torch.distributed as dist
 
 from megarl.base.rollout_types import Version
-from megarl.config.schema import WeightsConfig
+from megarl.config.schema import RunConfig, WeightsConfig
 from megarl.kernels.audit import MASK, Hashes
 from megarl.kernels.changes import bits_of
 from megarl.messaging.members import members_only
-from megarl.messaging.messages import WeightsOffer
+from megarl.messaging.messages import WeightsGrant, WeightsOffer
+from megarl.observe.status import TraceWriter
 from megarl.reshard.deltas import MOST_OF_FULL, Changes, Delta, blob_bytes, find_deltas, spread
 from megarl.reshard.execute import AmaxPart, AmaxTable, Entry, Payloads, amax_parts, peers
 from megarl.reshard.map import Copy, ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+from megarl.reshard.schedule import scheduled_writes
 from megarl.weight_sync.transports.base import Endpoint
 
 
 class Writer(Protocol):
-    """A connected Transport, or several behind one interface (PairwiseTransport)."""
+    """A connected Transport, or several behind one interface."""
 
     def prepare(self, sources: Iterable[torch.Tensor]) -> None: ...
 
@@ -33,6 +39,21 @@ class Writer(Protocol):
     def write_changes(self, rank: int, changes: Changes, version: int) -> None: ...
 
     def fence(self) -> None: ...
+
+
+class Connected(Writer, Protocol):
+    """All transports of a trainer rank behind one interface (PairwiseTransport)."""
+
+    @property
+    def unwritten(self) -> Collection[int]:
+        """Generator ranks that have been lost since the last fence."""
+        ...
+
+    def connect(self, endpoints: Sequence[Endpoint]) -> None: ...
+
+    def room(self, rank: int) -> float: ...
+
+    def close(self) -> None: ...
 
 
 Shares = dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash
@@ -100,15 +121,15 @@ def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, .
     return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}
 
 
-# Exchanges the amax of tiles that several trainer ranks hold parts of, before an update is quantised: over gloo, in a group of its own.
-#
-# Messages are point to point, between ranks that share a tile: one per pair and direction. It holds the amax of all tiles of the parts
-# they share, in forward order. Both ends derive its content from the map, so it carries no names.
-
-
 class AmaxExchange:
-    """Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group, unless the exchange
-    for the map `before` has a group already. (A group that is not used any more keeps its connections all the same.)"""
+    """The amax of tiles that several trainer ranks hold parts of, exchanged before an update is quantised, over gloo.
+
+    Ranks that share a tile send each other one message, with the amax of all tiles of the parts they share, in forward order. Both ends
+    derive its content from the map, so it carries no names.
+
+    Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group, unless the exchange
+    for the map `before` has a group already. (A group that is not used any more keeps its connections all the same.)
+    """
 
     def __init__(self, map: ReshardMap, rank: int, timeout_s: float, before: AmaxExchange | None = None):
         self._rank, self._timeout_s = rank, timeout_s
@@ -160,15 +181,9 @@ def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) 
     return [(part.tiles_of, part.tiles, piece.view(part.tiles.shape)) for part, piece in zip(parts, pieces)]
 
 
-# Deltas, at the trainer rank: what it sent last, and what has changed since (`weights.delta`).
-#
-# Trainer ranks work out what has changed before they offer an update, so no engine is paused for it. Each offers a delta from the version
-# that the generator has confirmed last, with its size. The generator grants it if all ranks offer one from the very version that all
-# engines
-# hold, and if it saves enough; otherwise every rank writes everything.
-#
-# What is kept are the bytes that were written, cast or quantised: once for all engines that get them. They count as those of a version only
-# when all of them were written, and that version was confirmed; so after an update that failed comes a full one.
+# Deltas (`weights.delta`). Trainer ranks work out what has changed before they offer an update, so no engine is paused for it. Each offers
+# a delta from the version that the generator confirmed last, with its size. The generator grants it if all ranks offer one from the version
+# that all engines hold, and if it saves enough; otherwise every rank writes everything.
 
 
 @dataclass(frozen=True)
@@ -183,11 +198,20 @@ class Found:
     full_bytes: int
 
 
+def compares(weights: WeightsConfig) -> bool:
+    """Whether updates are compared with earlier ones."""
+    return weights.delta != "off" and weights.delta_refresh > 1
+
+
 class Deltas:
-    """`find` before the offer; then either `send_changes` and `keep_changes`, or a full update and `keep`. Version by version."""
+    """What was sent last. Version by version: `find` before the offer; then `send_changes` and `keep_changes`, or a full update and `keep`.
+
+    It keeps the bytes that were written, cast or quantised, once for all engines that get them. They count as those of a version when all
+    of them were written. An update that fails is followed by a full one.
+    """
 
     def __init__(self, weights: WeightsConfig):
-        self.on = weights.delta != "off" and weights.delta_refresh > 1
+        self.on = compares(weights)
         self._refresh, self._on_host = weights.delta_refresh, weights.delta_shadow == "host"
         self._kept: dict[tuple, torch.Tensor] = {}
         self._version: Version = -1  # that they are the bytes of
@@ -259,12 +283,6 @@ class Deltas:
         self._version = -1
 
 
-def offer_of(version: Version, base: Version, found: Found | None) -> WeightsOffer:
-    if found is None:
-        return WeightsOffer(version)
-    return WeightsOffer(version, base, sum(found.sizes.values()), found.changed_bytes, found.full_bytes)
-
-
 def worth_it(offers: Sequence[WeightsOffer], serving: Version) -> bool:
     """Whether every rank can send what has changed since the version that all engines hold, and the busiest saves enough by it."""
     most, full = max(offer.delta_bytes for offer in offers), max(offer.full_bytes for offer in offers)
@@ -297,3 +315,102 @@ def _alike(copies: Sequence[Copy]) -> dict[tuple, list[Copy]]:
     for copy in copies:
         alike[_key(copy)].append(copy)
     return alike
+
+
+# How a run's updates are made.
+
+
+Part = tuple[Sent, Shares | None]  # (what has been written, the shares of all parts, or None if more parts follow)
+
+
+class FullUpdates:
+    """Every update has all weights, cast or quantised. Version by version: `offer`, perhaps `connect`, `write`."""
+
+    compares = False  # whether `offer` looks for what has changed since a base
+
+    def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
+        """Proves the map. Collective, as `AmaxExchange` is."""
+        self.transport, self.copies = transport, list[Copy]()  # in sending order
+        self._rank, self._timeout_s, self._audited = rank, config.timeouts.weights_s, config.weights.audited
+        self._payloads = Payloads()
+        self._landing, self._others = list[Copy](), list[Copy]()
+        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._exchange: AmaxExchange | None = None
+        self._use(map)
+
+    def _use(self, map: ReshardMap) -> None:
+        prove_exactly_once(map)
+        self._map, self._exchange = map, AmaxExchange(map, self._rank, self._timeout_s, self._exchange)
+
+    def _measure(self, model: Mapping[str, torch.Tensor]) -> None:
+        assert self._exchange is not None  # `_use` has made it
+        self._amax = self._exchange.table(model)
+
+    def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
+        """Does what it can before any engine is paused. `base` is the version that all engines hold, or -1. Collective."""
+        self._measure(model)
+        return WeightsOffer(version)
+
+    def connect(self, map: ReshardMap, endpoints: Sequence[Endpoint], model: Mapping[str, torch.Tensor]) -> None:
+        """Connects to the engines that take part from now on; `map` leads to them."""
+        if map.plan_hash != self._map.plan_hash:
+            self._use(map)
+            self._measure(model)
+        self.transport.close()
+        self.transport.connect(endpoints)
+        self._shapes = shapes_of(endpoints)
+        self.copies = scheduled_writes(map, self._rank)
+        self._landing, self._others = landing_first(self.copies, endpoints)
+
+    def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+        """Writes what was granted, part by part: boxes that go through landing memory first."""
+        sent = []
+        if self._landing:
+            sent.append(self._send(self._landing, model))
+            yield sent[0], None
+        sent.append(self._send(self._others, model))
+        yield sent[-1], shares_of(sent)
+
+    def _send(self, copies: Sequence[Copy], model: Mapping[str, torch.Tensor]) -> Sent:
+        return send(self.transport, copies, model, self._shapes, self._audited, self._amax, self._payloads)
+
+    def bytes_by_receiver(self) -> list[list[int]]:
+        """[[generator rank, bytes of a whole update], …]"""
+        found: Counter[int] = Counter()
+        for copy in self.copies:
+            found[copy.destination_rank] += copy.bytes
+        return [list(pair) for pair in sorted(found.items())]
+
+
+class DeltaUpdates(FullUpdates):
+    """An update has only what has changed since the version that all engines hold, where that is known and saves enough."""
+
+    compares = True
+
+    def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
+        super().__init__(transport, map, rank, config)
+        self._deltas = Deltas(config.weights)
+        self._found: Found | None = None
+
+    def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
+        self._measure(model)
+        self._found, room = None, {copy.destination_rank: self.transport.room(copy.destination_rank) for copy in self.copies}
+        if base >= 0 and all(room.values()):
+            self._payloads.begin(model)
+            with trace.span(f"compare weights {version} with {base}"):
+                self._found = self._deltas.find(base, self.copies, self._shapes, self._audited, self._amax, self._payloads)
+        if (found := self._found) is None:
+            return WeightsOffer(version)
+        fits = all(size <= room[rank] for rank, size in found.sizes.items())
+        return WeightsOffer(version, base if fits else -1, sum(found.sizes.values()), found.changed_bytes, found.full_bytes)
+
+    def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+        self._deltas.begin_write()
+        if grant.delta:
+            assert self._found is not None  # it has offered a base
+            yield send_changes(self.transport, self._found, grant.version, model), self._found.shares
+            self._deltas.keep_changes(grant.version, self._found)
+        else:
+            yield from super().write(grant, model)
+            declined = self._found is not None and not grant.plan_hash
+            self._deltas.keep(grant.version, self.copies, self._amax, self._payloads, declined)

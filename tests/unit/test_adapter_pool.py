@@ -14,14 +14,17 @@ from resolving import MODEL, config, problems_of
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.layout import Lora, is_adapter, unserved
 from megarl.lora.plan import sends_adapters, why_merged
-from megarl.lora.sending import AdaptersAlone
-from megarl.messaging.messages import WeightsOffer
+from megarl.lora.sending import AdapterUpdates
+from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.reshard.layout import generator_layout, hf_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.weight_sync.writing import Sent, worth_it
+from megarl.weight_sync import writing
+from megarl.weight_sync.common import sent_layout, weights_map
+from megarl.weight_sync.transports.base import Endpoint, Landing, RemoteTensor
+from megarl.weight_sync.writing import FullUpdates, worth_it
 
 MODELS = MODEL.parent
 ALL = Lora(4, 8.0, ("all",))
@@ -134,16 +137,64 @@ def test_how_a_run_sends_its_adapters(tmp_path) -> None:
     ]
 
 
-def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone() -> None:
-    idle = AdaptersAlone()
-    assert idle.offer(4) == WeightsOffer(4) and not worth_it([idle.offer(4)], 3)
-    idle.begin([])
-    assert worth_it([idle.offer(5), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
+class Discard:
+    """A transport to nowhere."""
+
+    unwritten = ()
+
+    def connect(self, endpoints: Any) -> None: ...
+
+    def prepare(self, sources: Any) -> None: ...
+
+    def write(self, copy: Any, values: Any) -> None: ...
+
+    def write_changes(self, rank: int, changes: Any, version: int) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def room(self, rank: int) -> float:
+        return 0
+
+    def close(self) -> None: ...
 
 
-def test_a_tensor_whose_boxes_land_in_part_is_expected_whole() -> None:
-    """Later updates, of adapters alone, are audited with what both parts have brought; a full update begins anew."""
-    alone, last = AdaptersAlone(), 2**64 - 1
-    for _ in range(2):
-        alone.note([Sent(4, {0: {"down.weight": 5, "a.lora_A": 7}}), Sent(8, {0: {"down.weight": last}, 1: {"up.weight": 3}})])
-    assert alone.with_base(Sent(2, {0: {"a.lora_A": 9}})).shares == {0: {"down.weight": 4, "a.lora_A": 9}, 1: {"up.weight": 3}}
+def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tmp_path) -> None:
+    """The frozen weights' part of it comes from the full update, some of whose boxes landed; it is as if all were sent once more."""
+    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64")
+    plan = resolve(run)
+    map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
+    model = {tensor.name: torch.randn(tensor.shape) for tensor in map.source.tensors(0)}
+    tensors = [RemoteTensor(tensor.name, tensor.shape, tensor.dtype, ()) for tensor in map.destination.tensors(0)]
+    landings = [
+        Landing(name, copy.destination_box.start, 0) for copy in map.copies_from(0) if "gate_up" in (name := copy.destination_tensor)
+    ]
+    trace: Any = None  # nothing is compared
+    adapters, reference = (kind(Discard(), map, 0, run) for kind in (AdapterUpdates, FullUpdates))
+    adapters.offer(3, -1, model, trace)
+    adapters.connect(map, [Endpoint(0, "mooncake", "", 0, tensors, landings)], model)
+    reference.connect(map, [Endpoint(0, "mooncake", "", 0, tensors)], model)
+
+    for version in (4, 6):
+        reference.offer(version, -1, model, trace)
+        [(whole, expected)] = reference.write(WeightsGrant(version), model)
+        [(landed, unfinished), (others, shares)] = adapters.write(WeightsGrant(version), model)
+        assert unfinished is None and shares == expected and landed.bytes + others.bytes == whole.bytes and landed.bytes > 0
+        for name in filter(is_adapter, model):
+            model[name] = torch.randn_like(model[name])
+        offer = adapters.offer(version + 1, -1, model, trace)
+        assert worth_it([offer], version) and not worth_it([offer], version + 1) and 0 < offer.delta_bytes < offer.full_bytes
+        [(sent, shares)] = adapters.write(WeightsGrant(version + 1, delta=True), model)
+        [(_, expected)] = reference.write(WeightsGrant(version + 1), model)
+        assert shares == expected and sent.bytes == offer.delta_bytes
+
+
+def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(tmp_path, monkeypatch) -> None:
+    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64")
+    plan = resolve(run)
+    map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
+    monkeypatch.setattr(writing, "scheduled_writes", lambda *_: [])
+    trace: Any = None
+    idle = AdapterUpdates(Discard(), map, 0, run)
+    assert not worth_it([idle.offer(4, -1, {}, trace)], 3)
+    idle.connect(map, [], {})
+    assert worth_it([idle.offer(5, -1, {}, trace), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
