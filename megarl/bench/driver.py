@@ -29,7 +29,7 @@ from megarl.messaging.messages import GenerateFrom, GroupReady
 from megarl.messaging.waiting import Background, Pulse
 from megarl.rollouts.channel import RolloutsSender
 from megarl.rollouts.stream import Admission, RolloutStream
-from megarl.weight_sync.sessions import WeightUpdate
+from megarl.weight_sync.updates import WeightUpdate
 from megarl.weight_sync.workers import Workers
 
 LENGTHS = (128, 512, 2048)  # tokens of a response

@@ -37,8 +37,9 @@ from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender
 from megarl.rollouts.rollout import Rollouts
 from megarl.rollouts.stream import RolloutStream
-from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsReceiver, Writes
+from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsReceiver
 from megarl.weight_sync.sender import SyncReport, WeightsSender
+from megarl.weight_sync.updates import Writes
 
 SPEC = {  # any model would do: the channels only need some map
     "architectures": ["LlamaForCausalLM"],

@@ -51,11 +51,12 @@ from megarl.reshard.forwarding import SentTensors
 from megarl.reshard.layout import ITEM_BYTES, hf_layout
 from megarl.weight_sync import workers
 from megarl.weight_sync.audit import packed_shares
-from megarl.weight_sync.sessions import WeightUpdate, open_memory
+from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY, Endpoint
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.shared_memory import view_at
+from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import shapes_of, shares_of
 
 # The ways that `megarl bench sync` compares on one live engine; `sync` says what they are.
@@ -133,7 +134,7 @@ class Bench:
         self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
         await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
         self.workers = workers.Workers([self.client], tp, hub, TIMEOUT_S)
-        self.session = WeightUpdate(self.workers, version=0)
+        self.session, self.changes = WeightUpdate(self.workers, version=0), DeltaUpdate(self.workers, version=0)
         await self.session.open()
         await workers.connect(self.workers, str(self.folder / "key"))
         await workers.watch(self.workers, strict=True)
@@ -176,11 +177,11 @@ class Bench:
     async def write_delta(self, kind: str, share: float) -> list[Any]:
         writing = self.on_trainers("write_delta", kind, share)
         if kind == GLOO:
-            sent, _ = await asyncio.gather(writing, self.session.receive(changes=True))
+            sent, _ = await asyncio.gather(writing, self.changes.receive())
             return sent
         sent = await writing
         if kind == MOONCAKE:
-            await self.session.spread(changes=True)
+            await self.changes.spread()
         return sent
 
     async def audited(self, kind: str) -> None:

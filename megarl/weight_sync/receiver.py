@@ -27,7 +27,6 @@ from megarl.messaging.messages import (
     WeightsGrant,
     WeightsOffer,
     WeightsWanted,
-    WeightsWritten,
 )
 from megarl.messaging.waiting import Pulse
 from megarl.observe.status import StatusBoard, TraceWriter
@@ -36,7 +35,8 @@ from megarl.plan.topologies import run_ahead
 from megarl.reshard.layout import Layout
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import is_probe_version
-from megarl.weight_sync.sessions import EngineSessions, Pause, Session
+from megarl.weight_sync.sessions import EngineSessions, Session
+from megarl.weight_sync.updates import Pause, Writes
 from megarl.weight_sync.writing import changed_fraction, worth_it
 
 # Offers of weight versions by the trainer ranks.
@@ -81,44 +81,6 @@ class Offers:
 
     def _missing(self) -> list[str]:
         return [name for name in self._trainers if name not in self._pending]
-
-
-# The trainer ranks' reports of what they have written, collected at the generator.
-
-
-class Writes:
-    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last has no `more`.
-
-    `parts` lists (rank's name, message)."""
-
-    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
-        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
-        self._version = version
-        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks of which nothing has come, or not yet everything
-        self.parts: list[tuple[str, WeightsWritten]] = []
-
-    async def landed(self) -> None:
-        """Returns when each rank has written its first part, so that all landing boxes are there. Raises as `done` does."""
-        await self._until_none_of(self._unheard)
-
-    async def done(self) -> None:
-        """Returns when all is written. Raises RuntimeError where a rank failed or wrote another version, TimeoutError where it is late."""
-        await self._until_none_of(self._unfinished)
-
-    async def _until_none_of(self, missing: set[str]) -> None:
-        def awaited() -> str:
-            return f"{', '.join(name for name in self._trainers if name in missing)} to write weights version {self._version}"
-
-        while missing:
-            for sender, message in await self._link.arrivals(WeightsWritten, self._timeout_s, awaited):
-                if sender not in self._unfinished or message.version != self._version:
-                    raise RuntimeError(f"{self._link.name} waited for {awaited()}, but {sender} has written version {message.version}")
-                if message.error:
-                    raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
-                self._unheard.discard(sender)
-                if not message.more:
-                    self._unfinished.discard(sender)
-                self.parts.append((sender, message))
 
 
 @dataclass(frozen=True)
@@ -337,7 +299,6 @@ class WeightsReceiver:
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""
         opened, update, grant = session.opened, session.update, session.grant
-        changes = grant.delta and not update.adapters
         if self._plan.config.weights.audit == STRICT:
             await update.recall()
         if session.opens:
@@ -345,23 +306,13 @@ class WeightsReceiver:
             await self._link.send_each(zip(self._trainers, of_rank))
         else:
             await self._tell(grant)
-        if not opened.one_sided:
-            await update.receive(changes)
         writes = Writes(self._link, self._trainers, grant.version, self._plan.config.timeouts.weights_s)
-        if opened.lands and not grant.delta:
-            await writes.landed()
-            await asyncio.gather(update.spread(), writes.done())  # landed boxes are spread while the rest is written
-        else:
-            await writes.done()
-        await update.give_up({rank: f"{sender} could not write" for sender, message in writes.parts for rank in message.unwritten})
-        if opened.lands_changes and grant.delta:
-            await update.spread(changes)
+        await update.take(opened, writes)
         if opened.relays:
             await update.pass_on(opened.relays)
         if self._plan.config.weights.audited:
-            shares = {sender: message.shares for sender, message in writes.parts if not message.more}
-            await update.audit([shares[name] for name in self._trainers], opened.tensors, opened.relays)
-        return sum(message.bytes_written for _, message in writes.parts)
+            await update.audit(writes.shares(), opened.tensors, opened.relays)
+        return writes.bytes_written
 
     async def _meet_trainers(self) -> list[Host]:
         """Checks, before the first byte is written, that both ends have computed the same map. Returns where each trainer rank runs."""

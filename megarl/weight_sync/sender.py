@@ -32,7 +32,7 @@ from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
 from megarl.lora.plan import sends_adapters
-from megarl.lora.sending import AdapterUpdates
+from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.messaging.process_groups import StopRequest

@@ -1,6 +1,6 @@
 """What a trainer rank writes in an update: all weights (`FullUpdates`), or what has changed of them (`DeltaUpdates`).
 
-Adapters alone are in `megarl.lora.sending`. The sending end of the weights channel (`megarl.weight_sync.sender`) has one of the three.
+Adapters alone are in `megarl.lora.updates`. The sending end of the weights channel (`megarl.weight_sync.sender`) has one of the three.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from megarl.reshard.forwarding import SentTensors
 from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.commands import Arrange
-from megarl.weight_sync.sessions import WeightUpdate, open_memory
+from megarl.weight_sync.opening import open_memory
+from megarl.weight_sync.updates import WeightUpdate
 from megarl.weight_sync.workers import Workers, check_layout, connect, describe
 
 PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(7 + i)] for i in range(5)]

@@ -21,8 +21,9 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, RunKey
 from megarl.models.routing import RoutingFormat
-from megarl.weight_sync.sessions import WeightUpdate, open_memory
+from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.transports.base import SHARED_MEMORY
+from megarl.weight_sync.updates import WeightUpdate
 from megarl.weight_sync.workers import Workers, connect
 
 pytestmark = pytest.mark.timeout(900)

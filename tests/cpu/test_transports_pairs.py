@@ -23,9 +23,10 @@ from megarl.messaging.host import Host
 from megarl.messaging.link import Hub, RunKey
 from megarl.reshard.forwarding import RelayRule, SentTensors, relayed
 from megarl.weight_sync.audit import AuditError, compare, pack_shares, packed, packed_shares
-from megarl.weight_sync.sessions import Opened, WeightUpdate, open_engines
+from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.updates import WeightUpdate
 from megarl.weight_sync.workers import Workers, connect
 
 

@@ -19,9 +19,9 @@ from test_transports_pairs import Run, host
 from megarl.config.schema import WeightsConfig
 from megarl.messaging.host import Host
 from megarl.weight_sync.audit import packed_shares
-from megarl.weight_sync.sessions import WeightUpdate
 from megarl.weight_sync.transports import mooncake
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
+from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import Sent, shares_of
 
 LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough to leave some bits
@@ -32,15 +32,15 @@ class DeltaRun(Run):
     """One update after the other."""
 
     def update(self, version: int, full: bool = False, keeps: bool = False) -> None:
-        session = WeightUpdate(self.workers, version)
+        session = (WeightUpdate if full else DeltaUpdate)(self.workers, version)
         for process in self.trainers:
             process.start(*(("write_all", keeps) if full else ("write_changes",)))
-        self.do(session.receive(changes=not full))
+        self.do(session.receive())
         while self.connecting:
             self.connecting.pop().result()
         shares = [process.result() for process in self.trainers]
         if self.opened.lands if full else self.opened.lands_changes:
-            self.do(session.spread(changes=not full))
+            self.do(session.spread())
         if self.opened.relays:
             self.do(session.pass_on(self.opened.relays))
         whole = [shares_of([Sent(0, part) for part in (parts if full else [parts])]) for parts in shares]

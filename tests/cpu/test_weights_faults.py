@@ -36,10 +36,10 @@ from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.common import weights_map
 from megarl.weight_sync.sender import check_held
-from megarl.weight_sync.sessions import VersionError
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.choice import this_host
 from megarl.weight_sync.transports.mooncake import open_engine
+from megarl.weight_sync.updates import VersionError
 
 try:
     open_engine("127.0.0.1", "tcp")

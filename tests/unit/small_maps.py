@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import ModelSpec
 from megarl.reshard.layout import generator_layout, trainer_layout
@@ -18,3 +20,24 @@ def tiny_map(spec=TINY, tp=2, pp=2, dp=2, cp=1, engines=2, generator_tp=4, sourc
 
 def all_copies(map: ReshardMap) -> list[Copy]:
     return [copy for rank in range(map.source.world_size) for copy in map.copies_from(rank)]
+
+
+class Discard:
+    """A transport to nowhere."""
+
+    unwritten = ()
+
+    def connect(self, endpoints: Any) -> None: ...
+
+    def prepare(self, sources: Any) -> None: ...
+
+    def write(self, copy: Any, values: Any) -> None: ...
+
+    def write_changes(self, rank: int, changes: Any, version: int) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def room(self, rank: int) -> float:
+        return 0
+
+    def close(self) -> None: ...

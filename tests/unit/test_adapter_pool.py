@@ -10,11 +10,12 @@ import torch
 from adapter_reference import expected_on
 from copies_reference import apply_copy
 from resolving import MODEL, config, problems_of
+from small_maps import Discard
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.lora.layout import Lora, is_adapter, unserved
 from megarl.lora.plan import sends_adapters, why_merged
-from megarl.lora.sending import AdapterUpdates
+from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
@@ -135,27 +136,6 @@ def test_how_a_run_sends_its_adapters(tmp_path) -> None:
     assert problems_of(tmp_path, *delta, "lora.sync=adapter") == [
         "lora.sync=adapter: must be merge or auto: weights.delta=auto looks for changes in all weights"
     ]
-
-
-class Discard:
-    """A transport to nowhere."""
-
-    unwritten = ()
-
-    def connect(self, endpoints: Any) -> None: ...
-
-    def prepare(self, sources: Any) -> None: ...
-
-    def write(self, copy: Any, values: Any) -> None: ...
-
-    def write_changes(self, rank: int, changes: Any, version: int) -> None: ...
-
-    def fence(self) -> None: ...
-
-    def room(self, rank: int) -> float:
-        return 0
-
-    def close(self) -> None: ...
 
 
 def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tmp_path) -> None:

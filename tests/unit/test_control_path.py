@@ -16,10 +16,11 @@ from megarl.messaging.host import Host
 from megarl.messaging.messages import Hello, WeightsOffer, WeightsWritten, WorkerReply
 from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
 from megarl.weight_sync import commands
-from megarl.weight_sync.receiver import Offers, WeightsReceiver, Writes
-from megarl.weight_sync.sessions import Opened
+from megarl.weight_sync.opening import Opened
+from megarl.weight_sync.receiver import Offers, WeightsReceiver
 from megarl.weight_sync.transports.base import Endpoint, Endpoints, Inbox, Landing, Members, RemoteTensor, decode_endpoints, forms_of, pack
 from megarl.weight_sync.transports.choice import AUTO, transport_pairs
+from megarl.weight_sync.updates import Writes
 from megarl.weight_sync.workers import Workers
 
 AT_ONCE = 4  # messages that arrive together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fake_fleets import Engine, of, run
 from loops import settle
-from small_maps import tiny_map
+from small_maps import Discard, tiny_map
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import RunConfig
@@ -28,6 +29,7 @@ from megarl.weight_sync import sessions
 from megarl.weight_sync.sender import WeightsSender
 from megarl.weight_sync.sessions import EngineSessions
 from megarl.weight_sync.transports.choice import Pairs
+from megarl.weight_sync.writing import FullUpdates
 
 
 def test_an_engine_that_joins_serves_when_it_has_started_and_has_the_weights():
@@ -156,13 +158,16 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
         relayed(written, rule)
     plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=4), spec=None)
     link: Any = None
-    executor: Any = SimpleNamespace(rank=0, layout=whole.source)
-    sender: Any = WeightsSender(plan, link)
-    sender._transport, sender._whole = SimpleNamespace(close=lambda: None, connect=lambda endpoints: None), whole
-    sender._use(whole, 0)
-    ways = [(rule, written), (rule, written), (None, whole)]
-    changes = [sender._connect(executor, WeightsGrant(1, b"", 4, way, map.plan_hash)) for way, map in ways]
-    assert changes == [True, False, True]
+    trace = SimpleNamespace(mark=lambda *_, **__: None)
+    executor: Any = SimpleNamespace(rank=0, layout=whole.source, trace=trace, get_model=dict)
+    sender, transport = WeightsSender(plan, link), Discard()
+    sender._whole = whole
+    updates, made = FullUpdates(transport, whole, 0, plan.config), []
+    for way, map in [(rule, written), (rule, written), (None, whole)]:
+        sender._connect(executor, updates, WeightsGrant(1, b"", 4, way, map.plan_hash))
+        made.append((updates._exchange, Counter(copy.destination_rank for copy in updates.copies)))
+        assert sum(copy.bytes for copy in updates.copies) == sum(copy.bytes for copy in map.copies_from(0))
+    assert made[0] == made[1] and made[2][0] is not made[0][0]  # it is proven anew only where it is another map
 
 
 def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(monkeypatch):
@@ -175,12 +180,17 @@ def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(mon
 
     monkeypatch.setattr(torch.distributed, "new_group", new_group)
     spec = ModelSpec("llama", 2, 192, 384, 4, 2, 64, 100, 64, False, 1e-6, 1e4)  # at tp 2: 64 rows of k and v
-    source, link = trainer_layout(spec, TrainerTopology(tp=2), "float32"), None
-    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=1), spec=None)
-    sender = WeightsSender(plan, link)  # type: ignore[arg-type]
-    for engines in (1, 2, 1):
-        sender._use(ReshardMap.build(source, generator_layout(spec, GeneratorTopology(engines), "bfloat16", "cpu", "fp8_block")), 0)
-        assert sender._amax._group is made[0] and len(made) == 1
+    source, transport = trainer_layout(spec, TrainerTopology(tp=2), "float32"), Discard()
+
+    def map_to(engines: int) -> ReshardMap:
+        return ReshardMap.build(source, generator_layout(spec, GeneratorTopology(engines), "bfloat16", "cpu", "fp8_block"))
+
+    updates = FullUpdates(transport, map_to(1), 0, RunConfig())
+    monkeypatch.setattr(updates, "_measure", lambda model: None)
+    for engines in (2, 1):
+        before = updates._exchange
+        updates.connect(map_to(engines), [], {})
+        assert updates._exchange is not before and updates._exchange._group is made[0] and len(made) == 1
 
 
 @pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])

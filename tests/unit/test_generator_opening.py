@@ -11,7 +11,7 @@ from megarl.models import ModelSpec
 from megarl.reshard.forwarding import Relay, RelayRule
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.weight_sync.sessions import passing_on, relay_ways
+from megarl.weight_sync.opening import passing_on, relay_ways
 from megarl.weight_sync.transports.choice import Pairs
 
 SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)

@@ -7,8 +7,8 @@ from megarl.base.geometry import Box
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import WeightsWritten
 from megarl.reshard.map import Copy
-from megarl.weight_sync.receiver import Writes
 from megarl.weight_sync.transports.base import Endpoint, Landing
+from megarl.weight_sync.updates import Writes
 from megarl.weight_sync.writing import landing_first
 
 NAMES = ["trainer.0", "trainer.1"]

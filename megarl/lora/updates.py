@@ -1,8 +1,9 @@
-"""Updates of adapters alone, at the trainer rank: the frozen weights are written once to each set of engines, in full."""
+"""Updates of adapters alone, at both ends: the frozen weights are written once to each set of engines, in full."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +12,9 @@ from megarl.lora.layout import is_adapter
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.observe.status import TraceWriter
 from megarl.reshard.map import Copy, ReshardMap
+from megarl.weight_sync.commands import PassOn, Receive, Spread
 from megarl.weight_sync.transports.base import Endpoint
+from megarl.weight_sync.updates import DeltaUpdate
 from megarl.weight_sync.writing import FullUpdates, Part, Sent, Shares
 
 
@@ -51,3 +54,15 @@ class AdapterUpdates(FullUpdates):
 def with_frozen(frozen: Shares, sent: Sent) -> Shares:
     """The shares of what engines should hold after adapters were `sent`."""
     return {rank: frozen.get(rank, {}) | sent.shares.get(rank, {}) for rank in frozen.keys() | sent.shares.keys()}
+
+
+class AdapterUpdate(DeltaUpdate):
+    """At the generator: nothing but the policy's adapter is written."""
+
+    passing_on: ClassVar = PassOn(adapters=True)
+
+    async def receive(self) -> None:
+        await self.workers.run_all(Receive(adapters=True))
+
+    async def spread(self) -> None:
+        await self.workers.run_all(Spread(adapters=True))

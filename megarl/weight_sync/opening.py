@@ -1,0 +1,248 @@
+"""Chooses which rank writes to which by what transport, and opens the engines' memory accordingly, before the first update.
+
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write only to the leaders, whose workers
+pass tensors on once everything is written. By default a host relays if it holds several engines and the trainer runs elsewhere, so that
+every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import WeightsConfig
+from megarl.messaging.host import Host
+from megarl.reshard.forwarding import AUTO, BETWEEN_ENGINES, ENGINES, INSIDE_HOSTS, Relay, RelayRule, SentTensors, relayed
+from megarl.reshard.map import ReshardMap
+from megarl.weight_sync import commands
+from megarl.weight_sync.commands import MeetNeighbours, Open
+from megarl.weight_sync.transports.base import Endpoint, Endpoints, Form, Opening, Packed, digest_of
+from megarl.weight_sync.transports.choice import (
+    TABLE,
+    Pairs,
+    describe_pairs,
+    this_host,
+    transport_between,
+    transport_class,
+    transport_pairs,
+)
+from megarl.weight_sync.workers import Workers, arranged_forms
+
+OFFSET_BYTES = 8
+_decode_opened = msgspec.msgpack.Decoder(commands.Opened).decode
+
+Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
+Ways = dict[str, set[int]]  # kind of transport → generator ranks that receive relayed tensors by it
+
+
+@dataclass(frozen=True)
+class Opened:
+    map: ReshardMap  # what the trainer ranks write: everything that is not passed on
+    endpoints: Endpoints  # where trainer ranks write, and where engines pass tensors on to
+    relay: RelayRule | None  # the rule that engines pass tensors on by
+    relays: list[Relay]  # the tensors they pass on
+
+    @property
+    def kinds(self) -> set[str]:
+        """The transports in use."""
+        return {each.endpoint.kind for each in self.endpoints.packed}
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether all transports in use are one-sided."""
+        return all(transport_class(kind).one_sided for kind in self.kinds)
+
+    @cached_property
+    def lands(self) -> bool:
+        """Whether some boxes are written to landing memory first."""
+        return any(transport_class(each.endpoint.kind).lands_at(each.endpoint) for each in self.endpoints.packed)
+
+    @property
+    def lands_changes(self) -> bool:
+        """Whether changes are written to landing memory first."""
+        return any(transport_class(kind).lands for kind in self.kinds)
+
+    def endpoints_of(self, trainer: int) -> bytes:
+        """What a trainer rank needs of the endpoints (base.decode_endpoints): of the ranks that it writes to, and only the tensors that it
+        writes, and one of each group that it belongs to. (At 405B all endpoints together are 100 MB, for each of 512 ranks.)"""
+        places = self.tensors.sent_by(trainer)
+        ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
+        begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # of each rank's places
+        wanted: list[tuple[int, np.ndarray | None]] = []
+        for begin, end in zip(begins, [*begins[1:], len(places)]):
+            rank = int(ranks[begin])
+            first, after = self.tensors.places[rank : rank + 2].tolist()
+            for at, held in self._of_rank[rank]:  # (a transport of somebody's own may list other tensors)
+                wanted.append((at, places[begin:end] - first if held == after - first else None))
+        reached = {self._group(at) for at, _ in wanted}
+        for group, at in self._groups.items():
+            members = self.endpoints.packed[at].endpoint.members
+            if group not in reached and members is not None and trainer in members.trainers:
+                wanted.append((at, np.array([], dtype=np.int64)))
+        return self.endpoints.towards(wanted, trainer)
+
+    @cached_property
+    def tensors(self) -> SentTensors:
+        return SentTensors(self.map, self.relays)
+
+    @cached_property
+    def _of_rank(self) -> dict[int, list[tuple[int, int]]]:
+        """The endpoints of a generator rank: places in the list, and numbers of tensors."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, each in enumerate(self.endpoints.packed):
+            found[each.endpoint.rank].append((at, len(each.offsets) // OFFSET_BYTES))
+        return found
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str], int]:
+        """The first endpoint of each process group."""
+        return {self._group(at): at for at in reversed(range(len(self.endpoints.packed))) if self.endpoints.packed[at].endpoint.members}
+
+    def _group(self, at: int) -> tuple[str, str]:
+        endpoint = self.endpoints.packed[at].endpoint
+        return endpoint.kind, endpoint.address
+
+
+async def open_engines(
+    workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
+) -> Opened:
+    """Opens the memory of all engines. `trainers` and `engines` say where each rank runs. Needs an open update session.
+
+    Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
+    """
+    pairs = transport_pairs(weights.transport, trainers, engines)
+    whole = map
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp)
+    passed_on = sum(relay.bytes for relay in relays)
+    print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
+    ways, forms = relay_ways(relays, engines), arranged_forms(whole.destination, workers.count)
+    endpoints = await _open_in_all_ways(workers, pairs, map, [*trainers, *engines], ways, weights.delta != "off", forms)
+    if relays:
+        await _meet(workers, relays, endpoints)
+    return Opened(map, endpoints, rule, relays)
+
+
+async def _open_in_all_ways(
+    workers: Workers,
+    pairs: Pairs,
+    map: ReshardMap,
+    hosts: Sequence[Host],
+    relayed: Ways,
+    deltas: bool,
+    forms: Sequence[list[Form]],
+) -> Endpoints:
+    """Opens every generator rank to each transport that trainer ranks write by, or that other engines pass tensors on by."""
+    asked = {*pairs.kinds} | relayed.keys()
+    digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
+    known = {rank: digests[id(own)] for rank, own in enumerate(forms)}
+    packed: list[Packed] = []
+    for kind in (kind for kind in (*TABLE, *sorted(asked - TABLE.keys())) if kind in asked):
+        of_rank = enumerate(pairs.trainers(kind))
+        writers = {rank: trainers for rank, trainers in of_rank if trainers or rank in relayed.get(kind, ())}
+        packed += await _open_memory(workers, kind, Opening(map, writers, hosts, *_of(workers), deltas), known)
+    return Endpoints(packed, {digests[id(own)]: own for own in forms})
+
+
+def _of(workers: Workers) -> tuple[str, float, list[dist.Store]]:
+    return workers.address, workers.timeout_s, workers.stores
+
+
+async def open_memory(
+    workers: Workers,
+    kind: str,
+    map: ReshardMap | None,
+    writers: Writers | None = None,
+    hosts: Sequence[Host] = (),
+    deltas: bool = False,
+) -> list[Endpoint]:
+    """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
+
+    `writers` says which trainer ranks will write to which generator ranks by it (None: all to all), `hosts` where all ranks run (empty:
+    on this host), `deltas` whether updates may come as changes. Needs an open update session.
+    """
+    if writers is None:
+        writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
+    opening = Opening(map, writers, hosts or [this_host()], *_of(workers), deltas)
+    return list(Endpoints(await _open_memory(workers, kind, opening, {}), {}))
+
+
+async def _open_memory(workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]) -> list[Packed]:
+    """`known`: the digest of the forms that are expected of each generator rank, and need not be answered."""
+    transport = transport_class(kind)
+    offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
+    of_engines = [
+        Open(kind, memory, {rank: offers[rank] for rank in ranks if rank in offers}, {rank: known[rank] for rank in ranks if rank in known})
+        for ranks in workers.ranks
+    ]
+    opened = [_decode_opened(payload) for payload in await workers.run(of_engines)]
+    return [packed for packed in opened if packed is not None]
+
+
+def passing_on(
+    relay: str, pairs: Pairs, engines: Sequence[Host], map: ReshardMap, tp: int
+) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
+    """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
+
+    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when every host holds
+    several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
+    """
+    rule = None
+    if relay == ENGINES:
+        rule = RelayRule(BETWEEN_ENGINES, tp)
+    elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
+        rule = RelayRule(INSIDE_HOSTS, per_host)
+    if rule is not None:
+        with contextlib.suppress(ValueError):  # raised when replicas are spread unevenly over the hosts
+            written, forwarding = relayed(map, rule)
+            if forwarding.relays:
+                return rule, written, forwarding.relays
+    return None, map, []
+
+
+def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
+    """The transports that relays take. Raises ConfigError where two engines on different hosts have no one-sided transport between them."""
+    ways: Ways = defaultdict(set)
+    for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
+        kind = transport_between(AUTO, engines[source], engines[destination])
+        if not transport_class(kind).one_sided:
+            ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
+            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} takes Mooncake on both hosts")
+        ways[kind].add(destination)
+    return ways
+
+
+def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
+    """How many generator ranks share a host; 0 if hosts hold unequal numbers, or if a trainer rank shares a host with engines."""
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
+    hosts = len({(host.memory, host.network) for host in engines})
+    even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
+    near = any(transport_class(kind).same_host for kind in pairs.kinds)
+    return runs[0] if even and not near else 0
+
+
+async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
+    """Connects the engines' workers to those they pass tensors on to. Each engine is told only its own part."""
+    of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
+    for relay in relays:
+        of_rank[relay.source_rank].append(relay)
+    at: dict[int, list[int]] = defaultdict(list)  # the endpoints of a generator rank
+    for place, each in enumerate(endpoints.packed):
+        at[each.endpoint.rank].append(place)
+    commands = []
+    for ranks in workers.ranks:
+        own = {rank: of_rank[rank] for rank in ranks}
+        passed_on: dict[int, set[str]] = defaultdict(set)  # by the rank that gets them
+        for relay in itertools.chain.from_iterable(own.values()):
+            passed_on[relay.destination_rank].add(relay.tensor)
+        wanted = [(place, endpoints.numbers(place, names)) for rank, names in passed_on.items() for place in at[rank]]
+        commands.append(MeetNeighbours(endpoints.towards(wanted), own, workers.timeout_s))
+    await workers.run(commands)

@@ -1,0 +1,271 @@
+"""One update of the engines' weights, as the generator sees it: pause, be written to, be audited, go on under the new version.
+
+A class for what is written: all weights (`WeightUpdate`) or what has changed (`DeltaUpdate`); adapters alone are in `megarl.lora.updates`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from megarl.base.rollout_types import Version
+from megarl.generator.client import EngineClient, EngineUnreachable
+from megarl.generator.completions import EngineError
+from megarl.messaging.link import Hub
+from megarl.messaging.messages import WeightsWritten
+from megarl.reshard.forwarding import Relay, SentTensors
+from megarl.weight_sync import commands
+from megarl.weight_sync.audit import AuditError, check_unchanged, compare, differing, expected
+from megarl.weight_sync.commands import Audit, End, PassOn, Recall, Receive, Spread
+from megarl.weight_sync.opening import Opened
+from megarl.weight_sync.workers import Workers
+
+# In order:
+#
+# update = WeightUpdate(workers, version)
+# await update.open(serving)         # checks the version they hold → pause → SGLang's update session
+# await update.recall()              # weights.audit=strict: nothing has changed since the last audit; raises AuditError
+# await update.take(opened, writes)  # while the trainer ranks write
+# await update.pass_on(relays)       # engines write to engines
+# await update.audit(shares, map)    # raises AuditError
+# await update.close()               # end of session → version → prefix cache emptied → resume
+# await update.abandon(reason)       # instead, when any of it failed: half-written weights never generate
+
+
+ENDED_S = 10.0  # for an engine to end that was told to; after that it is left to its launcher
+
+_decode_found = msgspec.msgpack.Decoder(commands.Found).decode
+_decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
+
+Pause = tuple[float, float]  # when the first engine stopped and the last one went on, by time.perf_counter
+
+
+class VersionError(RuntimeError):
+    """An engine holds another version of the weights than it should."""
+
+
+# The trainer ranks' reports of what they have written, collected at the generator.
+
+
+class Writes:
+    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last has no `more`.
+
+    `parts` lists (rank's name, message)."""
+
+    def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
+        self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
+        self._version = version
+        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks of which nothing has come, or not yet everything
+        self.parts: list[tuple[str, WeightsWritten]] = []
+
+    async def landed(self) -> None:
+        """Returns when each rank has written its first part, so that all landing boxes are there. Raises as `done` does."""
+        await self._until_none_of(self._unheard)
+
+    async def done(self) -> None:
+        """Returns when all is written. Raises RuntimeError where a rank failed or wrote another version, TimeoutError where it is late."""
+        await self._until_none_of(self._unfinished)
+
+    async def _until_none_of(self, missing: set[str]) -> None:
+        def awaited() -> str:
+            return f"{', '.join(name for name in self._trainers if name in missing)} to write weights version {self._version}"
+
+        while missing:
+            for sender, message in await self._link.arrivals(WeightsWritten, self._timeout_s, awaited):
+                if sender not in self._unfinished or message.version != self._version:
+                    raise RuntimeError(f"{self._link.name} waited for {awaited()}, but {sender} has written version {message.version}")
+                if message.error:
+                    raise RuntimeError(f"{sender} could not write weights version {self._version}: {message.error}")
+                self._unheard.discard(sender)
+                if not message.more:
+                    self._unfinished.discard(sender)
+                self.parts.append((sender, message))
+
+    @property
+    def bytes_written(self) -> int:
+        """By all trainer ranks together."""
+        return sum(message.bytes_written for _, message in self.parts)
+
+    @property
+    def unwritten(self) -> dict[int, str]:
+        """Generator ranks that some trainer rank could not write to → why."""
+        return {rank: f"{sender} could not write" for sender, message in self.parts for rank in message.unwritten}
+
+    def shares(self) -> list[bytes]:
+        """Of each trainer rank: its share of the hashes of an update that is done."""
+        whole = {sender: message.shares for sender, message in self.parts if not message.more}
+        return [whole[name] for name in self._trainers]
+
+
+@dataclass
+class WeightUpdate:
+    """One update of all engines with all weights. Running requests are retracted, and their KV is recomputed under the new weights; with
+    `in_place` they keep it."""
+
+    workers: Workers
+    version: Version  # that is being written
+    in_place: bool = False
+
+    passing_on: ClassVar = PassOn()
+
+    async def open(self, serving: Version | None = None) -> None:
+        """Pauses the engines at a token boundary and opens SGLang's update session.
+
+        `serving` is the version that they must hold by now (-1: none of the run's yet; None: not checked). Raises VersionError where an
+        engine holds another: it is a new process, whose memory is not the one that is mapped.
+        """
+        if serving is not None:
+            await self._check_versions(serving, "was it restarted since the last update?")
+        mode = "in_place" if self.in_place else "retract"
+        await self._each(lambda engine: engine.pause(self.workers.timeout_s, mode))
+        stopped: list[float] = []
+
+        async def begin(engine: EngineClient) -> None:
+            await engine.begin_update(self.workers.timeout_s)  # it answers once its running step is over
+            stopped.append(time.perf_counter())
+
+        await self._each(begin)
+        self._began = min(stopped, default=time.perf_counter())
+
+    async def take(self, opened: Opened, writes: Writes) -> None:
+        """From the grant until everything is in place at the engines that the trainer ranks write to. Engines that lack a part
+        are given up. Raises as `Writes.done` does."""
+        if not opened.one_sided:
+            await self.receive()
+        if opened.lands:
+            await writes.landed()
+            await asyncio.gather(self.spread(), writes.done())  # landed boxes are spread while the rest is written
+        else:
+            await writes.done()
+        await self.give_up(writes.unwritten)
+
+    async def receive(self) -> None:
+        """Two-sided transports only: the workers receive what the trainer ranks are sending."""
+        await self.workers.run_all(Receive())
+
+    async def spread(self) -> None:
+        """Mooncake only, once all landing boxes are written: the workers copy them to where they belong."""
+        await self.workers.run_all(Spread())
+
+    async def pass_on(self, relays: Collection[Relay]) -> None:
+        """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
+        leading = {relay.source_rank // self.workers.tp for relay in relays}
+        places = range(len(self.workers.engines))
+        payloads = await self.workers.run([self.passing_on if place in leading else None for place in places])
+        lost = {rank for rank, payload in enumerate(payloads) if not payload and rank // self.workers.tp in leading}
+        by_lost = [relay for relay in relays if relay.source_rank in lost]
+        left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
+        for rank, payload in enumerate(payloads):
+            for other in msgspec.msgpack.decode(payload, type=commands.Unwritten) if payload else ():
+                left_out[other] = f"generator rank {rank} could not pass weights on"
+        await self.give_up(left_out)
+
+    async def give_up(self, left_out: Mapping[int, str]) -> None:
+        """Goes on without the engines of these generator ranks, which lack a part of the weights; the values say why. Those that still
+        answer are ended, so that they are started again. Raises EngineUnreachable where no engine may be lost."""
+        places = {rank // self.workers.tp: why for rank, why in left_out.items()}
+        missed = {place: why for place, why in places.items() if place not in self.workers.lost}
+        engines = {place: self.workers.engines[place] for place in missed}
+        losses = {place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}") for place, engine in engines.items()}
+        self.workers.go_on_without(losses)
+        for loss in losses.values():
+            print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
+        await asyncio.gather(*(self._end(engine) for engine in engines.values()))
+
+    async def _end(self, engine: EngineClient) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
+            await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
+
+    async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
+        """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares), and checks that tensors which no
+        update writes are unchanged. Raises AuditError naming tensors and ranks."""
+        payloads = await self.workers.run_all(Audit(self.version))
+        found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
+        check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
+        digests = [each.digest if payload else None for each, payload in zip(found, payloads)]
+        if wrong := differing(digests, expected(shares, tensors), tensors):
+            compare(await self._hashes(wrong), shares, tensors, relays)
+            raise AuditError(f"weight audit failed: the memory of generator rank {', '.join(map(str, wrong))} changes while it is hashed")
+
+    async def _hashes(self, ranks: Collection[int]) -> list[bytes | None]:
+        """The hashes of these ranks; None for others."""
+        per_engine = [[rank for rank in of_engine if rank in ranks] for of_engine in self.workers.ranks]
+        payloads = await self.workers.run([commands.Hashes() if asked else None for asked in per_engine])
+        return [msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None for rank, payload in enumerate(payloads)]
+
+    async def recall(self, unwritten: bool = False) -> None:
+        """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit; or where
+        other tensors have, if `unwritten`."""
+        payloads = await self.workers.run_all(Recall(unwritten))
+        changes = [_decode_changes(payload) if payload else commands.Changes([], -1) for payload in payloads]
+        check_unchanged(changes, [engine.url for engine in self.workers.engines])
+
+    async def close(self) -> Pause:
+        """Ends the session, which runs SGLang's post-load work, drops keys and values of older weights, and resumes as `version`. Returns
+        the pause.
+
+        With `in_place` running requests still use their keys and values, which are kept; the version in a request's cache key keeps other
+        requests from them (`EngineClient.complete`). Raises VersionError where an engine does not report `version`; none is resumed then.
+        """
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
+        if not self.in_place:
+            await self._each(lambda engine: engine.flush(self.workers.timeout_s))
+        await self._check_versions(self.version, "something else sets versions")
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+        return self._began, time.perf_counter()
+
+    async def look_again(self) -> None:
+        """Instead of writing: raises AuditError where anything has changed since the last audit. Otherwise the engines go on as before."""
+        await self.recall(unwritten=True)
+        await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
+        await self._each(lambda engine: engine.resume(self.workers.timeout_s))
+
+    async def cancel(self) -> None:
+        """Before anything was granted: ends the sessions that were begun, leaving the weights unchanged and the engines paused."""
+        called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
+        for outcome in await asyncio.gather(*called, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # it had begun no session, or is the lost one
+                raise outcome
+
+    async def abandon(self, reason: str) -> None:
+        """Leaves the engines as they are, most of them paused; their clients refuse all requests, running and new."""
+        await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
+
+    async def _check_versions(self, version: Version, why: str) -> None:
+        found: dict[EngineClient, Version] = {}
+
+        async def ask(engine: EngineClient) -> None:
+            found[engine] = await engine.version(self.workers.timeout_s)
+
+        await self._each(ask)
+        wrong = [f"engine {engine.url} holds weights version {v}" for engine, v in found.items() if v != version]
+        if wrong:
+            raise VersionError(f"{'; '.join(wrong)}, not {version}: {why}")
+
+    async def _each(self, call: Callable[[EngineClient], Awaitable[None]]) -> None:
+        self.workers.go_on_without(await self.workers.each(call))
+
+
+class DeltaUpdate(WeightUpdate):
+    """One with what has changed since the version before."""
+
+    async def take(self, opened: Opened, writes: Writes) -> None:
+        if not opened.one_sided:
+            await self.receive()
+        await writes.done()
+        await self.give_up(writes.unwritten)
+        if opened.lands_changes:
+            await self.spread()
+
+    async def receive(self) -> None:
+        await self.workers.run_all(Receive(self.version))
+
+    async def spread(self) -> None:
+        await self.workers.run_all(Spread(self.version))
