@@ -8,105 +8,43 @@ import json
 import re
 import resource
 import tempfile
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megarl.agents.endpoint import MODEL, Endpoint
-from megarl.agents.episode import Episode, Played, group_of
-from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Group, Prompt
-from megarl.config.errors import ConfigError, RunError
-from megarl.config.schema import MAX_REWARD
+from megarl.agents.endpoint import MODEL
+from megarl.agents.episode import Episode, Played
+from megarl.agents.player import MOST_METRICS, NoReward, Player, check_on_crash, numbers
+from megarl.base.rollout_types import UNANSWERED, Prompt
+from megarl.config.errors import ConfigError, RunError, problems_of
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
 from megarl.generator.tool_parsers import find_parser
-from megarl.rewards.score import Score, ScoreRequest, short
+from megarl.rewards.score import Score, ScoreRequest
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
-
-# What a program or an environment says of its episode: a reward, and further numbers.
-
-
-MOST_METRICS = 32
-_METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-
-
-class NoReward(Exception):
-    """Whoever was to say a reward has said none."""
-
-
-def said(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line, and what other numbers are beside it, as metrics. Raises NoReward."""
-    line = output.strip().rpartition("\n")[2]
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    form = f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, digits and _"
-    return numbers(
-        found if isinstance(found, dict) else {"reward": found}, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
-    )
-
-
-def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
-    """The reward and the metrics that an object has. Raises NoReward with the message `otherwise` if these are not all that it has."""
-    found = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
-    named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
-    if "reward" not in found or len(found) < len(told) or not named:
-        raise NoReward(otherwise)
-    return Score(found["reward"]), {name: value for name, value in found.items() if name != "reward"}
-
-
-# Prompts of which an episode has sampled nothing. They are dropped; many of them end the run.
-
-
-_RECENT = 100  # prompts
-
-
-class Unanswered:
-    """`most`: the share of the last 100 prompts that may be unanswered."""
-
-    def __init__(self, name: str, most: float):
-        self._name, self._most = name, most
-        self._recent = deque[bool](maxlen=_RECENT)
-        self.why = ""  # the last one was
-
-    def count(self, played: Sequence[Played]) -> None:
-        """Counts a prompt. Raises RunError if too many are unanswered."""
-        self._recent.append(not all(tree.turns for tree, _, _ in played))
-        if sum(self._recent) > self._most * _RECENT:
-            share = f"{sum(self._recent)} of the last {len(self._recent)} prompts"
-            limit = f"more than rollout.args.max_unanswered={self._most:g} of {_RECENT}"
-            raise RunError(f"{self._name} sampled nothing from the policy for {share}, {limit}; for example {self.why}")
-
-
-# Episodes that a program plays: any program, which calls the policy by OpenAI's or Anthropic's interface (docs/agents.md).
-
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
 _NOT_FOUND = "exit status 127"  # as Jail and shells tell of a command that is not there
 _INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")
 _LOOK = 'command -v "$1" >/dev/null || exit 3; test -z "$2" || test -e "$2" || exit 4'
 _LOOK_S = 60.0
-_MOST_TOLD = 20  # failures that are written to the log
 _MOST_WORD_BYTES = 128 << 10  # of a command, its end included: MAX_ARG_STRLEN of Linux
 _Positive = Annotated[int, Meta(ge=1)]
 
 
-class Program:
+class Program(Player):
     """Starts `command` once for each sample. A word {prompt} in it is replaced by the prompt; standard input has a JSON object with it.
 
     `reward` says what is scored: by the run's reward, what the program has printed (`output`) or the policy's last message (`message`); or
-    not at all, since its last line of output is the reward or a JSON object with it (`program`). A program that fails, by its exit status,
-    its memory, `deadline_s` or for want of a reward, has the reward `on_crash`. One that ends before a call of it is answered has sampled
-    nothing: it is started again, `retries` times; then its prompt is dropped. The run fails if that happens to more than `max_unanswered`
-    of the last 100 prompts.
+    not at all, since its last line of output is the reward or a JSON object with it (`program`). A program fails by its exit status, its
+    memory, `deadline_s` or for want of a reward.
     """
+
+    failures = ("exit", "deadline", "limits", "reward", UNANSWERED)
 
     def __init__(
         self,
@@ -138,14 +76,22 @@ class Program:
         problems += [
             f"rollout.args.{key}={path}: there is no such path" for key, all_ in paths.items() for path in all_ if not Path(path).exists()
         ]
-        if not abs(on_crash) <= MAX_REWARD:
-            problems.append(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+        problems += problems_of(lambda: check_on_crash(on_crash))
         if problems:
             raise ConfigError(problems)
-        self._template = load_chat_template(tokenizer.source, "rollout.name=program", "conversations cannot be rendered without one")
-        self._parser = find_parser(tool_parser, "rollout.args.tool_parser")
-        self._tokenizer, self._command, self._reward, self._on_crash = tokenizer, command, reward, on_crash
-        self._environment, self._retries, self._max_calls = environment, retries, max_calls
+        super().__init__(
+            rollout=PROGRAM,
+            name=command[0],
+            tokenizer=tokenizer,
+            template=load_chat_template(tokenizer.source, "rollout.name=program", "conversations cannot be rendered without one"),
+            parser=find_parser(tool_parser, "rollout.args.tool_parser"),
+            on_crash=on_crash,
+            max_calls=max_calls,
+            retries=retries,
+            at_once=at_once,
+            max_unanswered=max_unanswered,
+        )
+        self._command, self._reward, self._environment = command, reward, environment
         self._limits: dict[str, Any] = {
             "kind": kind,
             "memory_mib": memory_mib,
@@ -154,11 +100,7 @@ class Program:
             "folder": Path(folder).absolute() if folder else None,
             "paths": [Path(path).absolute() for path in readable],
         }
-        self._endpoint, self._opening = Endpoint(), asyncio.Lock()
-        self._places = asyncio.Semaphore(at_once)
-        self._jail: Jail | None = None
-        self._told = 0
-        self._unanswered = Unanswered(command[0], max_unanswered)
+        self._jail = Jail(**self._limits)
 
     async def check(self) -> None:
         """Raises ConfigError if the sandbox does not have the program, or the script that an interpreter is to run."""
@@ -176,40 +118,39 @@ class Program:
             seen = "" if cell.kind != jail.BWRAP else ", and sees no others of the host's files but those in rollout.args.readable"
             raise ConfigError(f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts in {where}{seen}")
 
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        played = await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
-        self._unanswered.count(played)
-        return group_of(prompt, played, self._tokenizer.decode_all)
+    async def open(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
+        await super().open()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._jail.close()
+
+    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
+        return await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
 
     async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Played:
         episode, ended = await self._attempt(context, prompt, sampling)
-        kind, why, score, own = ended.kind, ended.why, Score(self._on_crash), dict[str, float]()
+        kind, why = ended.kind, ended.why
         if not episode.tree.turns:
-            kind, why = UNANSWERED, episode.why_unanswered(ended.why)
+            kind, why = UNANSWERED, self.unanswered(prompt, episode, ended.why, ended.errors)
         if not kind:
             try:
-                score, own = await self._score(context, prompt, episode, ended, index)
+                return self.played(episode, *await self._score(context, prompt, episode, ended, index))
             except NoReward as error:
                 kind, why = "reward", str(error)
-                self._tell(prompt, ended._replace(why=why))
-        if kind:
-            score = Score(self._on_crash, failures=[Failure(kind, short(why, ended.errors), part=f"{EPISODE}{PROGRAM}")])
-        failures = {f"failed_{each}": float(kind == each) for each in ("exit", "deadline", "limits", "reward", UNANSWERED)}
-        return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
+                self.tell(prompt, why, ended.errors)
+        return self.played(episode, self.failed(kind, why, ended.errors), {})
 
     async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
         """Starts the program until a call of it is answered, at most 1 + `retries` times; not again if its row alone is to blame."""
-        left = self._retries
+        left = self.retries
         while True:
-            episode = Episode(context.generate, self._tokenizer, self._template, self._parser, sampling, self._max_calls)
-            unfit = self._unfit(prompt)
+            episode, unfit = self.episode(context, sampling), self._unfit(prompt)
             ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
-            why = ended.why
-            if not episode.tree.turns:
-                why = episode.why_unanswered(ended.why)
-                self._unanswered.why = f"prompt {prompt.ordinal}: {why}; the end of its errors:\n{ended.errors}"
-            if why:
-                self._tell(prompt, ended._replace(why=why))
+            if why := ended.why if episode.tree.turns else self.unanswered(prompt, episode, ended.why, ended.errors):
+                self.tell(prompt, why, ended.errors)
             if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may have been the cause
                 told = f"ended with {_NOT_FOUND}, as a command that is not there; the end of its errors: {ended.errors.strip() or 'none'}"
                 raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
@@ -232,7 +173,7 @@ class Program:
 
     async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
         """Raises whatever failed one of the program's calls."""
-        cell = await self._open()
+        cell = self._jail
         async with self._places, contextlib.AsyncExitStack() as context:
             own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
             path = None if cell.networked else Path(own) / "socket"
@@ -275,26 +216,18 @@ class Program:
         )
         return await context.score(request), {}
 
-    def _tell(self, prompt: Prompt, ended: Ended) -> None:
-        self._told += 1
-        if self._told <= _MOST_TOLD:
-            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
-            print(f"prompt {prompt.ordinal}: {self._command[0]} failed: {ended.why}{more}\n{ended.errors}", flush=True)
 
-    async def _open(self) -> Jail:
-        async with self._opening:
-            if self._jail is None:
-                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
-                await self._endpoint.open()
-                self._jail = Jail(**self._limits)
-            return self._jail
-
-    async def close(self) -> None:
-        await self._endpoint.close()
-        await self._parser.close()
-        if self._jail is not None:
-            await self._jail.close()
+def said(output: str) -> tuple[Score, dict[str, float]]:
+    """The reward in the last line, and what other numbers are beside it, as metrics. Raises NoReward."""
+    line = output.strip().rpartition("\n")[2]
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    form = f"a JSON object of numbers with one, with at most {MOST_METRICS} names of letters, digits and _"
+    return numbers(
+        found if isinstance(found, dict) else {"reward": found}, f"its last line of output is neither a reward nor {form}: {line[:200]!r}"
+    )
 
 
 def script_of(command: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from megarl.agents.hubs.player import HubRollout
+from megarl.agents.hubs.rollout import HubRollout
 from megarl.base.rollout_types import Group, Prompt
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import Completion, Sampling

@@ -27,7 +27,7 @@ SILENT = {"deadline_s": 8.0, "grace_s": 2.0, "retries": 0}
 
 def roll_out(generate: Any, row: dict[str, Any], n: int = 1, grace_s: float = 15.0, **arguments: Any) -> Group:
     with Played(lambda: Verifiers(TOKENIZER, **{**HERE, "deadline_s": 120.0, **arguments})) as played:
-        played.rollout.player.grace_s = grace_s
+        played.rollout.grace_s = grace_s
         return played(generate, row, n)
 
 

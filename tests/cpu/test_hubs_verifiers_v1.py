@@ -39,7 +39,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def play(row: dict[str, Any], policy: Saying, n: int = 1, grace_s: float = 15.0, **arguments: Any) -> Group:
     with Played(lambda: Verifiers(TOKENIZER, **{**HERE, "deadline_s": 120.0, **arguments})) as played:
-        played.rollout.player.grace_s = grace_s
+        played.rollout.grace_s = grace_s
         return played(policy, row, n)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from scripted_policy import SAMPLING, TOKENIZER, VOCABULARY, ScriptedPolicy, prompt
 
 from megarl.agents.episode import Episode, Played, Tree, group_of
-from megarl.agents.hubs.player import Player
+from megarl.agents.hubs.rollout import HubRollout
 from megarl.algorithms.batches import batch_metrics
 from megarl.base.rollout_types import Batch, Failure, GroupSummary, Sample
 from megarl.config.schema import RewardConfig, RolloutConfig, RunConfig
@@ -65,7 +65,7 @@ def test_an_episode_that_failed_is_no_failed_score_and_is_marked():
 
 
 def test_an_environment_that_raises_is_a_failed_episode_with_its_reason():
-    player = Player("verifiers", "the environment x", TOKENIZER, *[cast(Any, None)] * 3, 9.0, -0.5, 1, 0, 1, 0.1)
+    player = HubRollout("verifiers", "the environment x", TOKENIZER, *[cast(Any, None)] * 2, -0.5, 1, 0, 1, 0.1, cast(Any, None), 9.0)
     episode = Episode(ScriptedPolicy().generate, TOKENIZER, cast(Any, None), cast(Any, None), SAMPLING)
     episode.tree.add(None, [1], Completion([4], [-0.5], [0], "stop"))
     played = player._score(prompt(), episode, {"kind": "environment", "error": "RuntimeError: the board is broken"})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.agents.hubs.player import LOOK_S, Count, HubRollout, Interpreter, Player, Positive, Seconds, Share, Worker, check_on_crash
+from megarl.agents.hubs.rollout import LOOK_S, Count, HubRollout, Interpreter, Positive, Seconds, Share, Worker
+from megarl.agents.player import check_on_crash
 from megarl.config.errors import ConfigError, problems_of
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class OpenEnv(HubRollout):
         interpreter = _interpreter(server, asked, python, folder, variables)
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
             raise ConfigError(problems)
-        self.player = Player(
+        super().__init__(
             rollout="openenv",
             name=f"the environment {', '.join(_listed(server))}",
             tokenizer=tokenizer,

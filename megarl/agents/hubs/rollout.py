@@ -20,17 +20,12 @@ from typing import IO, Annotated, Any
 import psutil
 from msgspec import Meta
 
-from megarl.agents.endpoint import MODEL, Endpoint
-from megarl.agents.episode import Episode, Played, group_of
-from megarl.agents.program import MOST_METRICS, NoReward, Unanswered, numbers
-from megarl.base.rollout_types import EPISODE, UNANSWERED, Failure, Group, Prompt
+from megarl.agents.endpoint import MODEL
+from megarl.agents.episode import Episode, Played
+from megarl.agents.player import MOST_METRICS, NoReward, Player, numbers
+from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError
-from megarl.config.schema import MAX_REWARD
-from megarl.data.chat import ChatTemplate
-from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Sampling
-from megarl.generator.tool_parsers import Parser
-from megarl.rewards.score import Score, short
 from megarl.rollouts.environments.base import RolloutContext
 
 # A process of another interpreter that plays episodes: a JSON object a line goes in, and one comes out for each, in any order.
@@ -265,51 +260,38 @@ def _written(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-# Episodes that an environment in a worker process plays. The policy answers each at an endpoint of its own, as it does programs.
+# Episodes that an environment in a worker process plays.
 
 
-_FAILURES = ("environment", "deadline", "reward", "worker", UNANSWERED)
-_MOST_TOLD = 20  # failures that are written to the log
+LOOK_S = 120.0
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-@dataclass
-class Player:
-    """Plays the n episodes of a prompt at once. One that fails has the reward `on_crash`, and is trained on.
+@dataclass(eq=False)
+class HubRollout(Player):
+    """Rows, turns and reward are an environment's own, which a process of another interpreter plays. If that fails, or an episode has
+    sampled nothing, all episodes of the prompt are played again."""
 
-    If the worker fails, or an episode has sampled nothing, all n are played again, `retries` times; after that the prompt is dropped if an
-    episode has sampled nothing. The run fails if that happens to more than `max_unanswered` of the last 100 prompts, or if the worker
-    cannot be started.
-    """
-
-    rollout: str  # its name in rollout.name
-    name: str  # of the environment, for messages
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    parser: Parser
     worker: Worker
     deadline_s: float
-    on_crash: float
-    max_calls: int
-    retries: int
-    at_once: int  # episodes, of all prompts together
-    max_unanswered: float
     grace_s: float = 15.0  # in which the worker tells of episodes that it has cut at their deadline
-    _endpoint: Endpoint = field(default_factory=Endpoint)
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _opened: bool = False
-    _told: int = 0
+
+    failures = ("environment", "deadline", "reward", "worker", UNANSWERED)
 
     def __post_init__(self) -> None:
-        self._places, self._entering = asyncio.Semaphore(self.at_once), asyncio.Lock()
-        self._unanswered = Unanswered(self.name, self.max_unanswered)
+        super().__post_init__()
+        self._entering = asyncio.Lock()
 
-    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises RuntimeError if too many prompts are unanswered or there is no worker, and whatever failed a call of the policy."""
-        await self._open()
+    async def close(self) -> None:
+        await self.worker.close()
+        await super().close()
+
+    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
         episodes, told = await self._attempt(context, prompt, sampling, n)
-        played = [self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)]
-        self._unanswered.count(played)
-        return group_of(prompt, played, self.tokenizer.decode_all)
+        return [self._score(prompt, episode, each) for episode, each in zip(episodes, told, strict=True)]
 
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
@@ -318,7 +300,7 @@ class Player:
         not tried again."""
         left = self.retries
         while True:
-            episodes = [Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls) for _ in range(n)]
+            episodes = [self.episode(context, sampling) for _ in range(n)]
             try:
                 told, failed = await self._ask(episodes, prompt), False
             except WorkerFailed as failure:
@@ -330,17 +312,6 @@ class Player:
             if not left or (not failed and (not silent or hopeless)):
                 return episodes, told
             left -= 1
-
-    async def close(self) -> None:
-        await self.worker.close()
-        await self._endpoint.close()
-        await self.parser.close()
-
-    async def _open(self) -> None:
-        async with self._opening:
-            if not self._opened:
-                await self._endpoint.open()
-                self._opened = True
 
     async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
         """What the worker says of each. Raises WorkerFailed, and whatever failed a call."""
@@ -370,52 +341,13 @@ class Player:
     def _score(self, prompt: Prompt, episode: Episode, told: dict[str, Any]) -> Played:
         kind, why = told.get("kind", ""), told.get("error", "")
         if not episode.tree.turns:
-            kind, why = UNANSWERED, episode.why_unanswered(why)
-            self._unanswered.why = f"prompt {prompt.ordinal}: {why}"
-        score, own = Score(self.on_crash), dict[str, float]()
+            kind, why = UNANSWERED, self.unanswered(prompt, episode, why)
         if not kind:
+            reward = {"reward": told["reward"], **told["metrics"]}
+            form = f"finite numbers, with at most {MOST_METRICS} names"
             try:
-                reward = {"reward": told["reward"], **told["metrics"]}
-                form = f"finite numbers, with at most {MOST_METRICS} names"
-                score, own = numbers(reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}")
+                return self.played(episode, *numbers(reward, f"its reward and metrics are not all {form}: {str(reward)[:200]}"))
             except NoReward as error:
                 kind, why = "reward", str(error)
-        if kind:
-            self._tell(prompt, why)
-            score = Score(self.on_crash, failures=[Failure(kind, short(why), part=f"{EPISODE}{self.rollout}")])
-        failures = {f"failed_{each}": float(kind == each) for each in _FAILURES}
-        return Played(episode.tree, score, {**own, **episode.metrics(), **failures})
-
-    def _tell(self, prompt: Prompt, why: str) -> None:
-        self._told += 1
-        if self._told <= _MOST_TOLD:
-            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
-            print(f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}", flush=True)
-
-
-# What the rollouts of all hubs have in common.
-
-
-LOOK_S = 120.0
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-
-
-class HubRollout:
-    """Rows, turns and reward are an environment's own, which a process of another interpreter plays."""
-
-    player: Player
-
-    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        return await self.player.play(context, prompt, sampling, n)
-
-    async def close(self) -> None:
-        await self.player.close()
-
-
-def check_on_crash(on_crash: float) -> None:
-    """Raises ConfigError."""
-    if not abs(on_crash) <= MAX_REWARD:
-        raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+        self.tell(prompt, why)
+        return self.played(episode, self.failed(kind, why), {})

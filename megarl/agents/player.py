@@ -1,0 +1,133 @@
+"""Episodes that something outside plays, a program or a hub's environment. The policy answers each at an endpoint of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.episode import Episode, Played, group_of
+from megarl.base.rollout_types import EPISODE, Failure, Group, Prompt
+from megarl.config.errors import ConfigError, RunError
+from megarl.config.schema import MAX_REWARD
+from megarl.data.chat import ChatTemplate
+from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Sampling
+from megarl.generator.tool_parsers import Parser
+from megarl.rewards.score import Score, short
+from megarl.rollouts.environments.base import RolloutContext
+
+_RECENT = 100  # prompts
+_MOST_TOLD = 20  # failures that are written to the log
+
+
+@dataclass(eq=False)
+class Player:
+    """Plays the n episodes of each prompt. One that fails has the reward `on_crash`, and is trained on.
+
+    One in which no call of the policy was answered has sampled nothing. It is played again, `retries` times; then its prompt is dropped.
+    The run fails if that happens to more than `max_unanswered` of the last 100 prompts.
+    """
+
+    rollout: str  # its name in rollout.name
+    name: str  # of what plays, for messages
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    parser: Parser
+    on_crash: float
+    max_calls: int  # of an episode
+    retries: int
+    at_once: int  # episodes, of all prompts together
+    max_unanswered: float
+
+    failures: ClassVar[tuple[str, ...]]  # the kinds there are; each is a metric
+
+    def __post_init__(self) -> None:
+        self._endpoint, self._opening, self._is_open = Endpoint(), asyncio.Lock(), False
+        self._places = asyncio.Semaphore(self.at_once)
+        self._unanswered, self._why = deque[bool](maxlen=_RECENT), ""  # whether each of the last prompts was; why the last one was
+        self._told = 0
+
+    async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        """Raises RunError if too many prompts are unanswered or nothing can play, and whatever failed a call of the policy."""
+        async with self._opening:
+            if not self._is_open:
+                await self.open()
+                self._is_open = True
+        played = await self.play(context, prompt, sampling, n)
+        self._unanswered.append(not all(tree.turns for tree, _, _ in played))
+        if sum(self._unanswered) > self.max_unanswered * _RECENT:
+            share = f"{sum(self._unanswered)} of the last {len(self._unanswered)} prompts"
+            limit = f"more than rollout.args.max_unanswered={self.max_unanswered:g} of {_RECENT}"
+            raise RunError(f"{self.name} sampled nothing from the policy for {share}, {limit}; for example {self._why}")
+        return group_of(prompt, played, self.tokenizer.decode_all)
+
+    async def open(self) -> None:
+        """Before the first prompt."""
+        await self._endpoint.open()
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+        await self.parser.close()
+
+    async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
+        raise NotImplementedError
+
+    def episode(self, context: RolloutContext, sampling: Sampling) -> Episode:
+        return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)
+
+    def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:
+        """Why an episode has sampled nothing, whose player failed with `why`."""
+        found = episode.why_unanswered(why)
+        self._why = f"prompt {prompt.ordinal}: {found}" + (f"; the end of its errors:\n{errors}" if errors else "")
+        return found
+
+    def played(self, episode: Episode, score: Score, own: dict[str, float]) -> Played:
+        """What came of an episode that was scored, or failed (`failed`); `own` are its player's metrics."""
+        kinds = [failure.kind for failure in score.failures if failure.part == self._part]
+        return Played(
+            episode.tree, score, {**own, **episode.metrics(), **{f"failed_{kind}": float(kind in kinds) for kind in self.failures}}
+        )
+
+    def failed(self, kind: str, why: str, errors: str = "") -> Score:
+        return Score(self.on_crash, failures=[Failure(kind, short(why, errors), part=self._part)])
+
+    @property
+    def _part(self) -> str:
+        return f"{EPISODE}{self.rollout}"
+
+    def tell(self, prompt: Prompt, why: str, errors: str = "") -> None:
+        """Writes a failure to the log, unless there were many."""
+        self._told += 1
+        if self._told <= _MOST_TOLD:
+            more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
+            print("\n".join([f"prompt {prompt.ordinal}: {self.name} failed: {why}{more}", *([errors] if errors else [])]), flush=True)
+
+
+def check_on_crash(on_crash: float) -> None:
+    """Raises ConfigError."""
+    if not abs(on_crash) <= MAX_REWARD:
+        raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
+
+
+# What a player says of an episode: a reward, and further numbers.
+
+
+MOST_METRICS = 32
+_METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+
+
+class NoReward(Exception):
+    """Whoever was to say a reward has said none."""
+
+
+def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
+    """The reward and the metrics that an object has. Raises NoReward with the message `otherwise` if these are not all that it has."""
+    found = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
+    named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
+    if "reward" not in found or len(found) < len(told) or not named:
+        raise NoReward(otherwise)
+    return Score(found["reward"]), {name: value for name, value in found.items() if name != "reward"}
