@@ -82,14 +82,23 @@ WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": joining, "report": 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = parse(argv)
+    return status_of(lambda: _do(arguments))
+
+
+def _do(arguments: argparse.Namespace) -> None:
+    with _paths_looked_at():
+        _check_outputs(arguments)
+        plan = None if arguments.command in WITHOUT_CONFIG else _resolved(arguments)
+    if plan is None:
+        plan = WITHOUT_CONFIG[arguments.command].run(arguments)
+    if plan is not None:
+        RUN[arguments.command](plan, arguments)
+
+
+def status_of(command: Callable[[], None]) -> int:
+    """Runs a command; prints why it ends if it fails. Returns the exit status: 2 for a mistake in the input, 1 for what failed later."""
     try:
-        with _paths_looked_at():
-            _check_outputs(arguments)
-            plan = None if arguments.command in WITHOUT_CONFIG else _resolved(arguments)
-        if plan is None:
-            plan = WITHOUT_CONFIG[arguments.command].run(arguments)
-        if plan is not None:
-            RUN[arguments.command](plan, arguments)
+        command()
     except ConfigError as error:
         return _fail(error, 2)
     except (RuntimeError, TimeoutError) as error:

@@ -23,7 +23,7 @@ STAMP = ".megarl-setup"  # of the Makefile
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
 MENTION = re.compile(
-    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|pip|pytest|sbatch|torchrun)(…| …)?"
+    r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/studies( \w+)?|pip|pytest|sbatch|torchrun)(…| …)?"
 )  # of a program, not a command of it
 
 SHORT = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 eval.limit=8"
@@ -107,14 +107,14 @@ LONG = {
     "megarl bench fleet 128+64": "",
     "megarl bench logprobs": "",
     "megarl bench packing --sequences 32": "--repeats 1",
-    "megarl bench staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
+    "python tests/studies staleness configs/quickstart.yaml": f"--seeds 1 {SHORT}",
     "megarl bench sync --model-size tiny": "--repeats 1",
     "megarl bench sync --model-size small": "--repeats 1",
     "megarl bench sync --model-size small --picture sync.png": "--repeats 1",
     "megarl bench sync --model-size small --dtype bfloat16 --repeats 5": "--repeats 1",
     "python tests/tools/saving_time.py": "64 2",
-    "megarl bench faults": ONE_FAULT,
-    "megarl bench faults --faults 120 --seed 3": ONE_FAULT,
+    "python tests/studies faults": ONE_FAULT,
+    "python tests/studies faults --faults 120 --seed 3": ONE_FAULT,
 }
 
 PAGES = "run by tests/unit/test_report_page.py on runs of its own"
@@ -124,7 +124,7 @@ FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
 OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
-STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_bench_offpolicy_runs.py"
+STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_studies_offpolicy.py"
 REHEARSED = "takes an hour; tests/rehearsal/test_rehearsal.py does it with one layer"
 NOT_RUN = {
     "make check": ITSELF,
@@ -139,10 +139,12 @@ NOT_RUN = {
     "make setup": "has made the environment that these tests run in",
     "pytest -s -m matrix tests/cpu/test_several_hosts.py -k pass_on": "is one of the tests of make matrix",
     "megarl bench sync --model-size 1b --dtype bfloat16 --repeats 5": "takes 20 GiB; the smaller sizes are run",
-    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": STUDY,
-    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses --seeds 1 --lanes 2": STUDY,
-    "megarl bench offpolicy configs/offpolicy/chain.yaml --runs runs/offpolicy": STUDY,
-    "megarl bench offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": STUDY,
+    "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1": STUDY,
+    "python tests/studies offpolicy configs/offpolicy/gold.yaml --parts losses --seeds 1 --lanes 2": STUDY,
+    "python tests/studies offpolicy configs/offpolicy/chain.yaml --runs runs/offpolicy": STUDY,
+    "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": (
+        STUDY
+    ),
     "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
@@ -221,7 +223,7 @@ def snippets(document: str, kind: str) -> list[str]:
 def checkout(folder: Path) -> Path:
     """What of this checkout the commands use, at `folder`, with the environment that runs the tests: they write into it."""
     folder.mkdir()
-    for name in ("configs", "docs", "slurm", "requirements", "tests/tools"):
+    for name in ("configs", "docs", "slurm", "requirements", "tests/studies", "tests/tools"):
         shutil.copytree(ROOT / name, folder / name)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, folder)
@@ -233,7 +235,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def run(command: str, folder: Path, timeout_s: float = 300) -> subprocess.CompletedProcess:
+def run(command: str, folder: Path, timeout_s: float = 900) -> subprocess.CompletedProcess:
     """As a person would at a prompt, the environment activated."""
     environment = os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)

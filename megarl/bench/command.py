@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from megarl.config.errors import ConfigError
 
@@ -17,9 +16,6 @@ MEANINGS = {
     "fleet": "what weight updates cost the event loop, by trainer ranks and engine workers (thousands): CPU time, bytes, blocks",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
     "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
-    "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
-    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds; a night's work, in parts",
-    "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
 }
 EXAMPLES = [
     "megarl bench sync",
@@ -31,11 +27,6 @@ EXAMPLES = [
     "megarl bench fleet 512+64 4096+1024 --json",
     "megarl bench logprobs",
     "megarl bench packing --sequences 256",
-    "megarl bench staleness configs/quickstart.yaml --seeds 3",
-    "megarl bench offpolicy configs/offpolicy/chain.yaml --parts losses,lags --seeds 1",
-    "megarl bench offpolicy configs/offpolicy/gold.yaml --parts losses,reward_models --seeds 1",
-    "megarl bench faults --faults 50 --seed 1",
-    "megarl bench faults --faults 3 --kinds 'engine killed,SIGTERM'",
 ]
 
 
@@ -45,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in MEANINGS.items():
         by_name[name] = bench = benches.add_parser(name, help=meaning, description=meaning)
         bench.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-    sync, overlap, packing, staleness, faults = (by_name[name] for name in ("sync", "overlap", "packing", "staleness", "faults"))
-    _offpolicy_arguments(by_name["offpolicy"])
+    sync, overlap, packing = (by_name[name] for name in ("sync", "overlap", "packing"))
     sync.add_argument("--transport", metavar="NAME", action="append", help="shared_memory, gloo or mooncake; repeatable; default: all")
     sync.add_argument("--model-size", choices=("tiny", "small", "medium", "1b"), default="small", help="of a random Llama; default: small")
     sync.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights; 1b: take bfloat16 below 32 GiB")
@@ -62,34 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     by_name["fleet"].add_argument("sizes", metavar="TRAINERS+WORKERS", nargs="*", help=sizes)
     packing.add_argument("--sequences", metavar="N", type=int, default=32, help="of a step; default: 32")
     packing.add_argument("--repeats", metavar="N", type=int, default=7, help="steps of each way; their median counts; default: 7")
-    staleness.add_argument("config", metavar="CONFIG", help="YAML file of the run")
-    staleness.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting, as in max_steps=40")
-    staleness.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete runs are not repeated")
-    faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
-    faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
-    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
-    faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
-    kept = "a new folder in which the run and its logs are kept; default: kept only when something is wrong"
-    faults.add_argument("--keep", metavar="DIR", help=kept)
-
-
-def _offpolicy_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("config", metavar="CONFIG", help="YAML file of the task")
-    bench.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
-    bench.add_argument(
-        "--parts",
-        metavar="PART,…",
-        default="",
-        help="losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model rewards); default: all",
-    )
-    bench.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    bench.add_argument(
-        "--lanes", metavar="N", type=int, default=1, help="runs side by side; their times mean something only with 1, the default"
-    )
-    kept = "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the name of CONFIG"
-    bench.add_argument("--runs", metavar="DIR", type=Path, help=kept)
-    bench.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -155,32 +117,6 @@ def _packing(arguments: argparse.Namespace) -> None:
     run(arguments.sequences, arguments.repeats, arguments.json)
 
 
-def _staleness(arguments: argparse.Namespace) -> None:
-    from megarl.bench.staleness import run
-
-    if arguments.seeds < 1:
-        raise ConfigError(f"--seeds {arguments.seeds}: must be at least 1")
-    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
-
-
-def _offpolicy(arguments: argparse.Namespace) -> None:
-    from megarl.bench.offpolicy.study import run
-
-    for name in ("seeds", "lanes"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
-    parts = [part.strip() for part in arguments.parts.split(",") if part.strip()]
-    chosen = parts, arguments.seeds, arguments.lanes, arguments.json, arguments.picture
-    run(arguments.config, arguments.overrides, arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem), *chosen)
-
-
-def _faults(arguments: argparse.Namespace) -> None:
-    from megarl.bench.faults import run
-
-    kinds = [kind.strip() for kind in arguments.kinds.split(",") if kind.strip()]
-    run(arguments.faults, arguments.seed, kinds, arguments.minutes, arguments.json, arguments.keep)
-
-
 RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "sync": _sync,
     "overlap": _overlap,
@@ -189,7 +125,4 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "fleet": _fleet,
     "logprobs": _logprobs,
     "packing": _packing,
-    "staleness": _staleness,
-    "offpolicy": _offpolicy,
-    "faults": _faults,
 }

@@ -150,8 +150,6 @@ def test_options_may_stand_anywhere() -> None:
     for argv in ("--json C a=1 b=2", "C --json a=1 b=2", "C a=1 --json b=2", "C a=1 b=2 --json"):
         arguments = cli.parse(["plan", *argv.split()])
         assert (arguments.config, arguments.overrides, arguments.json) == ("C", ["a=1", "b=2"], True)
-    arguments = cli.parse(["bench", "staleness", "C", "--seeds", "1", "a=1"])
-    assert (arguments.config, arguments.overrides, arguments.seeds) == ("C", ["a=1"], 1)
 
 
 def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
@@ -167,8 +165,6 @@ def test_what_cannot_be_written_ends_with_2_before_anything_is_computed(
         (f"reshard C --dump {tmp_path}", f"--dump {tmp_path}: is a folder, must be a file"),
         ("bench sync --picture sync.pdf", "--picture sync.pdf: must end in .svg or .png"),
         (f"export C --output {tmp_path}/full", f"--output {full}"),
-        (f"bench faults --keep {tmp_path}/full", f"--keep {full}"),
-        ("bench faults --minutes 0", "--minutes 0: must be above 0"),
         (f"export C --output {tmp_path}/file/x", f"--output {tmp_path}/file/x: {tmp_path}/file is a file, must be a folder"),
         (f"sft C sft.steps=1 sft.output={tmp_path}/full", f"sft.output={full}"),
         (f"train C run_dir={tmp_path}/file", f"run_dir={tmp_path}/file: is a file, must be a folder"),

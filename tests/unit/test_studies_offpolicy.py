@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from megarl.algorithms.recipes import needs_reference
-from megarl.base.rollout_types import Prompt
-from megarl.bench.offpolicy.plain import learning_rate, scores
-from megarl.bench.offpolicy.study import (
+from offpolicy import (
     LOSSES,
     MINIBATCHES,
     OF_REWARD_MODELS,
@@ -25,6 +21,10 @@ from megarl.bench.offpolicy.study import (
     render,
     run,
 )
+from plain_reward_model import learning_rate, scores
+
+from megarl.algorithms.recipes import needs_reference
+from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import OptimizerConfig

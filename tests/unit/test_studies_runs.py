@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from offpolicy import Study
+from whole_runs import check_settings, note_settings
 
-from megarl.bench.offpolicy.study import Study
-from megarl.bench.runs import check_settings, note_settings
-from megarl.cli import main
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 
@@ -22,16 +22,18 @@ CHAIN, GOLD = "configs/offpolicy/chain.yaml", "configs/offpolicy/gold.yaml"
 
 STUDY = """
 import sys
+import runpy
 from pathlib import Path
-from megarl import cli
-from megarl.bench.offpolicy import study
+sys.path.insert(0, "tests/studies")
+import offpolicy as study
 
 class Quick(study.Study):
     def prepare(self, cells):
         return []
 
 study.Study = Quick
-raise SystemExit(cli.main(["bench", "offpolicy", sys.argv[1], "--parts", "lags", "--seeds", "1", "--lanes", "2", "--runs", sys.argv[2]]))
+main = runpy.run_path("tests/studies/__main__.py")["main"]
+raise SystemExit(main(["offpolicy", sys.argv[1], "--parts", "lags", "--seeds", "1", "--lanes", "2", "--runs", sys.argv[2]]))
 """
 
 # In the place of the program: it stays until it is told to stop, and notes how often it was.
@@ -61,17 +63,33 @@ def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
 
 
 def test_each_task_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    from megarl.bench.offpolicy import study
+    import offpolicy as study
 
-    found = []
+    found, main = [], runpy.run_path("tests/studies/__main__.py")["main"]
     monkeypatch.setattr(study, "run", lambda config, overrides, runs, *rest: found.append(runs))
     for config in (CHAIN, GOLD):
-        assert main(["bench", "offpolicy", config]) == 0
+        assert main(["offpolicy", config]) == 0
     assert found == [Path("runs/offpolicy/chain"), Path("runs/offpolicy/gold")]
 
 
+def test_mistakes_end_with_2_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    study = runpy.run_path("tests/studies/__main__.py")
+    arguments = study["parse"](["staleness", "C", "--seeds", "1", "a=1"])
+    assert (arguments.config, arguments.overrides, arguments.seeds) == ("C", ["a=1"], 1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").touch()
+    for command, message in (
+        (f"faults --keep {tmp_path}/full", f"--keep {tmp_path}/full: is there already, and is not empty; remove it, or name another"),
+        ("faults --minutes 0", "--minutes 0: must be above 0"),
+        (f"staleness {CHAIN} --seeds 0", "--seeds 0: must be at least 1"),
+        (f"offpolicy {CHAIN} --picture a.gif", "--picture a.gif: must end in .svg or .png"),
+    ):
+        assert study["main"](command.split()) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_damaged_result_is_named(tmp_path: Path):
-    from megarl.bench.offpolicy.study import Cell
+    from offpolicy import Cell
 
     cell, study = Cell("rloo"), Study(CHAIN, [], tmp_path, learned=False)
     study.folder(cell).mkdir()
@@ -81,7 +99,7 @@ def test_a_damaged_result_is_named(tmp_path: Path):
 
 
 def test_a_full_disk_ends_no_study_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from megarl.bench.offpolicy import study
+    import offpolicy as study
 
     def full(*_: object) -> dict:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -98,7 +116,9 @@ def test_a_signal_ends_the_runs_each_once_and_begins_no_others(number: signal.Si
     package = tmp_path / "path" / "megarl_program.py"
     package.parent.mkdir()
     package.write_text(PROGRAM)
-    script = STUDY.replace("import sys\n", f"import sys\nimport megarl.bench.runs as runs\nruns.PROGRAM = [{str(package)!r}]\n", 1)
+    script = STUDY.replace(
+        "import offpolicy as study\n", f"import offpolicy as study\nimport whole_runs as runs\nruns.PROGRAM = [{str(package)!r}]\n", 1
+    )
     command = [sys.executable, "-c", script, str(Path(CHAIN).resolve()), str(tmp_path / "runs")]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:

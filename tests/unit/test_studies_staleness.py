@@ -1,4 +1,4 @@
-"""`megarl bench staleness`: what counts as the same reward. Pure; the runs themselves are those of `megarl train`."""
+"""`python tests/studies staleness`: what counts as the same reward. Pure; the runs themselves are those of `megarl train`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-
-from megarl.bench.staleness import SETTINGS, SYNCHRONOUS, Comparison, Result, Setting, compare, render
+from staleness import SETTINGS, SYNCHRONOUS, Comparison, Result, Setting, compare, render
 
 BASELINE = (0.98, 0.90, 0.95)  # seeds differ by more than settings do
 

@@ -1,4 +1,4 @@
-"""What `megarl bench faults` chooses and counts, without a run."""
+"""What `python tests/studies faults` chooses and counts, without a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import fault_kinds
 import msgspec
 import pytest
+from fault_kinds import KINDS, PROMPTS, FaultRun
+from faults import Fault, plan, render, run, table
 
 from megarl.base.processes import BEATS
-from megarl.bench import fault_kinds
-from megarl.bench.fault_kinds import KINDS, PROMPTS, FaultRun
-from megarl.bench.faults import Fault, plan, render, run, table
 from megarl.config.errors import ConfigError
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 

@@ -1,4 +1,4 @@
-"""The faults of `megarl bench faults`: what the run must say about each, and how it must go on or end."""
+"""The faults of `python tests/studies faults`: what the run must say about each, and how it must go on or end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ import msgspec
 import psutil
 import torch
 import zmq
+from fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, TOOL, order, ordered_tool, taken
 
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import Prompt, Sample
-from megarl.bench.fault_orders import DIE, FLIP, GARBLE, KILL_ENGINE, ORDERS, TOOL, order, ordered_tool, taken
 from megarl.generator.completions import Sampling
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WeightsOffer
@@ -44,7 +44,7 @@ from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.single_turn import single_turn
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-# A transport and a rollout for the run of `megarl bench faults`, which do wrong when an order tells them to (fault_orders).
+# A transport and a rollout for the run of `python tests/studies faults`, which do wrong when an order tells them to (fault_orders).
 
 
 FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # orders are carried out before this tensor is written
@@ -125,7 +125,7 @@ def empty(file_system: Path) -> None:
     (file_system / _FILLER).unlink(missing_ok=True)
 
 
-# The run that `megarl bench faults` harms: one run directory, continued by one launcher after another.
+# The run that `python tests/studies faults` harms: one run directory, continued by one launcher after another.
 
 
 ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
@@ -169,10 +169,10 @@ class FaultRun:
         """Starts or resumes the run; returns at once."""
         settings = {
             "model.path": self.model, "run_dir": self.run_dir, "max_steps": max_steps, "checkpoint.every": CHECKPOINT_EVERY,
-            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES, "rollout.name": "megarl.bench.fault_kinds:rollout",
+            "rollout.prompts_per_step": PROMPTS, "rollout.n": SAMPLES, "rollout.name": "fault_kinds:rollout",
             "rollout.args.orders": self.orders, "rollout.tool_timeout_s": TOOL_S, "reward.timeout_s": TOOL_S,
             "generator.engines": ENGINES, "generator.health_s": HEALTH_S, "generator.max_restarts": ENDLESS,
-            "weights.transport": "megarl.bench.fault_kinds:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
+            "weights.transport": "fault_kinds:FaultyTransport", "async.capacity": 2, "async.partial_rollout": "in_flight",
             "timeouts.rollouts_s": BATCH_S, "eval.every": 0, "eval.limit": 8, "observe.probe_every": 0, "observe.trackers": "[]",
             "observe.rollouts_per_step": 0, "trainer.optimizer.schedule": "constant",
         }  # fmt: skip
@@ -182,7 +182,11 @@ class FaultRun:
         self.launches, self.seen, self._read, self._heard = self.launches + 1, set(), {}, ""
         with open(self.output, "wb") as file:
             self.started = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, ORDERS: str(self.orders)}, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {ORDERS: str(self.orders), "PYTHONPATH": str(Path(__file__).parent)},
+                start_new_session=True,
             )
 
     @property
@@ -382,8 +386,6 @@ def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
 
 def _rotary_row(model: ModelSpec) -> bytes:
     """The beginning of row POSITION: cos(position / theta^(2i/d)), computed in float32 as SGLang does."""
-    import torch  # not at the top: `megarl bench --help` does without
-
     frequencies = 1.0 / (model.rope_theta ** (torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim))
     row = (torch.arange(POSITION + 1, dtype=torch.float32)[:, None] * frequencies)[POSITION].cos()
     return struct.pack(f"{len(row)}f", *row.tolist())

@@ -1,4 +1,4 @@
-"""`megarl bench offpolicy CONFIG`: how losses bear data that older weights have sampled. Real runs over losses, mini-batches, seeds, sizes.
+"""`python tests/studies offpolicy CONFIG`: how losses bear data that older weights have sampled. Real runs of many kinds.
 
 Every run is a `megarl train` by the shipped program; runs with the same seed and size begin from the same warm start. What a run has led to
 is kept in its folder's result.json, and its weights are removed. The same command continues an interrupted study: complete runs are not
@@ -20,12 +20,12 @@ from statistics import fmean
 from threading import Lock
 from typing import Any
 
+import plain_reward_model as plain
 import torch
+from whole_runs import check_settings, ending_runs, note_settings, run_megarl
 
 from megarl.base.files import write_whole
 from megarl.base.rollout_types import Prompt
-from megarl.bench.offpolicy import plain
-from megarl.bench.runs import check_settings, ending_runs, note_settings, run_megarl
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.load import load_config
@@ -37,7 +37,7 @@ from megarl.rewards.verify import VERIFIERS
 from megarl.roles.plan import roles_of
 from megarl.roles.settings import REWARD_MODEL, role_of
 
-# The runs of `megarl bench offpolicy`, each by its settings: what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
+# The runs of `python tests/studies offpolicy`, each by its settings: what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
 #
 # All runs of a part see as many samples, in as many optimizer steps. A run with N mini-batches samples N of them at once from one version
 # of
@@ -261,7 +261,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 
 
-# Pictures of `megarl bench offpolicy`: score against divergence, as in figures 3 to 5 of arXiv:2410.18252.
+# Pictures of `python tests/studies offpolicy`: score against divergence, as in figures 3 to 5 of arXiv:2410.18252.
 
 
 COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b03a48")
@@ -299,7 +299,7 @@ def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> N
     panel.legend(frameon=False, fontsize=7)
 
 
-# The tables of `megarl bench offpolicy`: one of each part, in Markdown.
+# The tables of `python tests/studies offpolicy`: one of each part, in Markdown.
 
 
 Result = Mapping[str, Any]
@@ -433,7 +433,7 @@ class Study:
 
     def _make_reward_model(self, cell: Cell) -> dict[str, Any]:
         """The share of held-out pairs that it orders rightly, beside a plain PyTorch run's."""
-        from megarl.bench.offpolicy import plain
+        import plain_reward_model as plain
 
         folder = self.reward_model(cell)
         run_dir, path = Path(f"{folder}.run"), Path(f"{folder}.run") / RESULT

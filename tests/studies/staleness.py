@@ -1,4 +1,4 @@
-"""`megarl bench staleness CONFIG`: does the reward depend on how far generation runs ahead? Real runs over settings and seeds.
+"""`python tests/studies staleness CONFIG`: does the reward depend on how far generation runs ahead? Real runs over settings and seeds.
 
 Every run is a `megarl train` by the shipped program; runs with the same seed begin from the same warm start. Complete runs are not
 repeated and interrupted ones go on, so the same command continues an interrupted table.
@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.bench.runs import check_settings, note_settings, run_megarl
+from whole_runs import check_settings, note_settings, run_megarl
+
 from megarl.config.keys import yaml_text
 from megarl.config.load import load_config
 from megarl.evaluation.scores import read_results

@@ -1,4 +1,4 @@
-"""Orders by which `megarl bench faults` makes parts of its run do wrong, and the tool that obeys them.
+"""Orders by which `python tests/studies faults` makes parts of its run do wrong, and the tool that obeys them.
 
 Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
 names the folder to trainer ranks, an argument to the rollout. This module imports little: tools start often, and have a memory limit.

@@ -1,4 +1,4 @@
-"""`megarl bench faults`: a campaign of faults against one real run on this machine: trainer at TP2, two SGLang engines, a tiny Llama.
+"""`python tests/studies faults`: a campaign of faults against one real run: trainer at TP2, two SGLang engines, a tiny Llama.
 
 Faults come at random times, each after the previous one is over. A fault is *survived* when the run names the cause (if one is
 expected), is whole again (a lost engine serves again) and makes steps. It *ended cleanly* when the run ended with the expected exit
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from megarl.bench.fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang, Kind, small_file_systems
+from fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang, Kind, small_file_systems
+
 from megarl.config.errors import ConfigError
 
 LONGEST_WAIT_S = 2.0  # from a whole run to the next fault

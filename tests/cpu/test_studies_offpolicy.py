@@ -1,16 +1,16 @@
-"""`megarl bench offpolicy` in small, with a learned reward: two runs of few steps, and their reward model by all who compute with it."""
+"""The study of old data in small, with a learned reward: two runs of few steps, and their reward model by all who compute with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import plain_reward_model as plain
 import pytest
 import torch
+from offpolicy import Cell, Study, render
 from reward_models import served_scores
 
-from megarl.bench.offpolicy import plain
-from megarl.bench.offpolicy.study import Cell, Study, render
 from megarl.config.load import load_config
 from megarl.data.batches import load_pairs, pair_tokens
 from megarl.data.tokenizer import load_tokenizer

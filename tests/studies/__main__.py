@@ -1,0 +1,101 @@
+"""`python tests/studies WHAT`: studies of whole runs. Each takes from half an hour to a night."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.base.files import file_problems, new_folder_problems
+from megarl.cli import status_of
+from megarl.config.errors import ConfigError
+from megarl.launch.watch import termination_as_exit
+
+MEANINGS = {
+    "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
+    "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
+    "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python tests/studies", description=__doc__)
+    studies = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    by_name = {}
+    for name, meaning in MEANINGS.items():
+        by_name[name] = study = studies.add_parser(name, help=meaning, description=meaning)
+        study.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
+        if name != "faults":
+            study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
+            study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
+            study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
+    faults, staleness, offpolicy = by_name.values()
+    faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
+    faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
+    faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
+    faults.add_argument("--minutes", metavar="M", type=float, default=60, help="begin no fault after so long; default: 60")
+    kept = "a new folder in which the run and its logs are kept; default: kept only when something is wrong"
+    faults.add_argument("--keep", metavar="DIR", help=kept)
+    staleness.add_argument("--runs", metavar="DIR", default="runs/staleness", help="folder of the runs; complete runs are not repeated")
+    parts = "losses, lags, policies, epochs, samples, asynchrony, reward_models (where a model rewards); default: all"
+    offpolicy.add_argument("--parts", metavar="PART,…", default="", help=parts)
+    lanes = "runs side by side; their times mean something only with 1, the default"
+    offpolicy.add_argument("--lanes", metavar="N", type=int, default=1, help=lanes)
+    kept = "folder of the runs; complete runs are not repeated; default: runs/offpolicy/ and the name of CONFIG"
+    offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=kept)
+    offpolicy.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [argument for argument in rest if argument.startswith("-") or arguments.what == "faults"]:
+        by_name[arguments.what].error(f"unknown argument: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest  # argparse takes positional arguments only up to the first option
+    return arguments
+
+
+def _faults(arguments: argparse.Namespace) -> None:
+    from faults import run
+
+    if arguments.keep and (problems := list(new_folder_problems("--keep ", arguments.keep))):
+        raise ConfigError(problems)
+    run(arguments.faults, arguments.seed, _listed(arguments.kinds), arguments.minutes, arguments.json, arguments.keep)
+
+
+def _staleness(arguments: argparse.Namespace) -> None:
+    from staleness import run
+
+    run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
+
+
+def _offpolicy(arguments: argparse.Namespace) -> None:
+    from offpolicy import run
+
+    if arguments.picture and (problems := list(file_problems("--picture", arguments.picture, (".svg", ".png")))):
+        raise ConfigError(problems)
+    chosen = _listed(arguments.parts), arguments.seeds, arguments.lanes, arguments.json, arguments.picture
+    run(arguments.config, arguments.overrides, arguments.runs or Path("runs/offpolicy", Path(arguments.config).stem), *chosen)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+RUN: dict[str, Callable[[argparse.Namespace], None]] = {"faults": _faults, "staleness": _staleness, "offpolicy": _offpolicy}
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status, as `megarl` does. On SIGTERM the study ends the processes that it started."""
+    arguments = parse(argv)
+
+    def study() -> None:
+        for name in ("seeds", "lanes"):
+            if getattr(arguments, name, 1) < 1:
+                raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
+        with termination_as_exit():
+            RUN[arguments.what](arguments)
+
+    return status_of(study)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
