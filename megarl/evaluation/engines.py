@@ -61,7 +61,7 @@ class EvaluationSender(WeightsSender):
         """Brings a version that is due, or the first of this start, unless it is turned down. The last one is left to `close`."""
         if executor.version == self._plan.config.max_steps:
             self._ended = executor
-        elif self._transport is None or is_due(self._plan.config, executor.version):
+        elif self._updates is None or is_due(self._plan.config, executor.version):
             report = SyncReport()
             self._link.drain(WeightsApplied)
             self._bring(executor, report)

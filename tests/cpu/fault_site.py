@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from loops import has_ended
 from sglang_engine import make_checkpoint, start_engine
 from weights_rig import Generator, receiver
 from weights_worker import DEADLINE_S, Job, Sync
@@ -169,7 +170,7 @@ def kill_worker(processes: list[psutil.Process]) -> None:
     """That of rank 1. It takes the engine with it, a moment later."""
     (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
     worker.kill()
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(worker):
         time.sleep(0.01)
 
 

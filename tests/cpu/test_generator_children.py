@@ -9,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from loops import has_ended
 
 # Like an engine: a process that waits for ever for one that it has forked, or that this one has.
 ENGINE = """
@@ -51,7 +52,7 @@ def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
     assert engine.returncode == 128 + signal.SIGKILL
     assert f"process {pid} of this engine was killed by SIGKILL" in errors
     assert ("RuntimeError: a scheduler has died" in errors) == (then == "raises")
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert all(map(has_ended, family))
 
 
 def test_whatever_an_engine_ends_by_it_ends_though_what_it_has_started_goes_on():

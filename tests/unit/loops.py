@@ -1,8 +1,10 @@
-"""For tests of what runs in an event loop."""
+"""For tests of what runs in an event loop, or in other processes."""
 
 from __future__ import annotations
 
 import asyncio
+
+import psutil
 
 DEADLINE_S = 10.0
 
@@ -10,3 +12,11 @@ DEADLINE_S = 10.0
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more. Its parent may collect it at any time, also between two looks."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True

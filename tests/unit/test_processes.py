@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from loops import has_ended
 
 from megarl.base.files import log_tail, write_whole
 from megarl.launch.engines import EngineKeeper
@@ -68,8 +69,8 @@ def test_leaving_ends_descendants_too(tmp_path):
         group.start(python("engine.0", code))
         wait_for(lambda: group.log_path("engine.0").read_text().strip())
         grandchild = int(group.log_path("engine.0").read_text())
-        assert psutil.pid_exists(grandchild)
-    wait_for(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE)
+        process = psutil.Process(grandchild)
+    wait_for(lambda: has_ended(process))
 
 
 EXPLAINS = """
