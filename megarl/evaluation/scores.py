@@ -15,7 +15,6 @@ from typing import Any
 from megarl.base.files import write_whole
 from megarl.base.rollout_types import Version
 from megarl.config.schema import RunConfig
-from megarl.lora.plan import sends_adapters
 from megarl.observe.metrics import METRICS_FILE, Row, change_rows, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.plan.resolve import RunPlan
@@ -31,7 +30,7 @@ def is_due(config: RunConfig, version: Version) -> bool:
 def evaluation_plan(plan: RunPlan) -> RunPlan:
     """The plan with the evaluation's engines in the generator's place. Each version is written whole, since they lack those in between; no
     request runs meanwhile, and probes are the generator's."""
-    config, merges = plan.config, not sends_adapters(plan.config, plan.spec)  # which weights.delta has decided
+    config, merges = plan.config, plan.adapters is None  # which weights.delta has decided
     own = replace(
         config,
         lora=replace(config.lora, sync="merge") if merges else config.lora,

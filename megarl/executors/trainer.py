@@ -22,7 +22,6 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.scores import NewEvaluations, forget_after
 from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
 from megarl.executors.saving import Saving, load_checkpoint
-from megarl.lora.plan import sends_adapters
 from megarl.lora.trainer import LoraTrainer, make_trainer
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
@@ -264,7 +263,7 @@ class TrainerExecutor:
 
     def get_model(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under Megatron's names with global layer numbers, for the weights channel to read."""
-        if isinstance(self.trainer, LoraTrainer) and sends_adapters(self.plan.config, self.plan.spec):
+        if isinstance(self.trainer, LoraTrainer) and self.plan.adapters is not None:
             return self.trainer.served_parameters()
         return self.trainer.merged_parameters()
 

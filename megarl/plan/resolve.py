@@ -10,7 +10,8 @@ from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.critic.plan import check_critic, find_critic
-from megarl.lora.plan import check_first_adapters
+from megarl.lora.layout import Lora
+from megarl.lora.plan import check_first_adapters, sends_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CLASSIFICATION, did_you_mean, missing_folder
@@ -48,6 +49,15 @@ class RunPlan:
     def reference(self) -> FrozenRole | None:
         """The model that the KL divergence is from, if it is not what the run began with."""
         return next((role for role in self.frozen if role.role == REFERENCE), None)
+
+    @property
+    def lora(self) -> Lora | None:
+        return Lora.of(self.config.lora)
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters, if updates carry them alone. None: updates carry all weights, with adapters merged into them if there are any."""
+        return self.lora if sends_adapters(self.config, self.spec) else None
 
     @property
     def engine_dtype(self) -> str:

@@ -22,7 +22,6 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.lora.plan import sends_adapters
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
@@ -275,7 +274,7 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
     config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
-    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, sends_adapters(config, plan.spec))
+    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, plan.adapters is not None)
 
 
 @dataclass(frozen=True)

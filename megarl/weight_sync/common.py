@@ -7,8 +7,6 @@ from dataclasses import replace
 import torch
 
 from megarl.base.rollout_types import Version
-from megarl.lora.layout import Lora
-from megarl.lora.plan import sends_adapters
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout, generator_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -16,10 +14,9 @@ from megarl.reshard.map import ReshardMap
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
     """The trainer's layout of what updates are made of: the model's, with the adapters if these are sent as they are."""
-    if not sends_adapters(plan.config, plan.spec):
+    if plan.adapters is None:
         return base
-    lora = Lora.of(plan.config.lora)
-    return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, lora))
+    return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, plan.adapters))
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
@@ -27,9 +24,9 @@ def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> Re
     topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantization = plan.config.generator.quantization
-    destination, lora = generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization), Lora.of(plan.config.lora)
-    if lora is not None and sends_adapters(plan.config, plan.spec):
-        destination = together(destination, pool_layout(plan.spec, topology, plan.engine_dtype, device, lora))
+    destination = generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization)
+    if plan.adapters is not None:
+        destination = together(destination, pool_layout(plan.spec, topology, plan.engine_dtype, device, plan.adapters))
     return ReshardMap.build(source, destination)
 
 

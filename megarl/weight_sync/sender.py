@@ -31,7 +31,6 @@ import torch
 from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
-from megarl.lora.plan import sends_adapters
 from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
@@ -199,7 +198,7 @@ class WeightsSender:
         self._whole = weights_map(self._plan, executor.layout)  # whatever engines pass on of it
         host, may_lose = this_host(), config.generator.on_failure != "fail"
         transport = PairwiseTransport(config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
-        if sends_adapters(config, self._plan.spec):
+        if self._plan.adapters is not None:
             updates = AdapterUpdates(transport, self._whole, executor.rank, config)
         elif compares(config.weights):
             updates = DeltaUpdates(transport, self._whole, executor.rank, config)

@@ -13,7 +13,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import STRICT
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
-from megarl.lora.plan import sends_adapters
 from megarl.lora.updates import AdapterUpdate
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
@@ -49,7 +48,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._of_less = AdapterUpdate if sends_adapters(plan.config, plan.spec) else DeltaUpdate  # than all weights
+        self._of_less = DeltaUpdate if plan.adapters is None else AdapterUpdate  # than all weights
         self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # the engines whose memory is open
