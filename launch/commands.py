@@ -43,7 +43,7 @@ from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.weights import WARM, begin_with, find_weights, needs_first_weights, needs_reference, why_first_weights
+from megarl.plan.weights import WARM, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
 from megarl.rollouts.buffer import Ledger
@@ -428,7 +428,7 @@ def warm(plan: RunPlan) -> None:
     began = time.monotonic()
     with scratch_folder() as run_dir:
         config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))
-        alone = replace(resolve(config, WARM), weights=find_weights(config, WARM), served=[])
+        alone = replace(resolve(config, WARM), served=())
         launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
     print(
         f"an engine of generator.tp={plan.generator_topology.tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True

@@ -34,7 +34,7 @@ from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
-from megarl.plan.resolve import RunPlan
+from megarl.plan.resolve import RunPlan, checked_before, resolve
 
 # A run that is under way, as another command finds it and speaks to it: its generator answers (megarl.executors.generator).
 
@@ -77,12 +77,12 @@ class RunningRun:
 
     def plan(self, overrides: Sequence[str]) -> RunPlan:
         """The plan of the run, with other settings of engines that join. Raises ConfigError for settings that must be the run's."""
-        from megarl.launch.roles import load_plan
-
         for override in overrides:
             if (key := override.partition("=")[0]) not in OWN_SETTINGS:
                 raise ConfigError(f"{override}: {key} is the run's own; engines that join may differ in {', '.join(OWN_SETTINGS)}")
-        return load_plan(self.folder, "train", [*overrides, f"run_dir={self.run_dir}"])
+        config = load_config(self.folder / "config.yaml", [*overrides, f"run_dir={self.run_dir}"])
+        resolve(config)  # raises if what differs does not fit; the checks of megarl train are those of the run's own launcher
+        return checked_before(config, "train")
 
     def ask(self, call: FleetCall) -> FleetAnswer:
         """Raises ConfigError if it is refused or the run has ended, TimeoutError."""

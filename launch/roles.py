@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from megarl.controller import Controller
 from megarl.evaluation.scores import evaluation_plan
 from megarl.launch.gpus import gpus
 from megarl.messaging.rendezvous import EVALUATOR, GENERATOR, Rendezvous
-from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.weights import find_weights
-from megarl.roles.plan import find_served
+from megarl.plan.resolve import RunPlan, checked_before
 
 
 def train_on_trainer(rank: int, launch_dir: Path) -> None:
@@ -174,10 +171,9 @@ def check_gpus(plan: RunPlan) -> None:
         raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
 
 
-def load_plan(launch_dir: Path, command: str | None = None, overrides: Sequence[str] = ()) -> RunPlan:
-    """Loads the plan that the launcher of `command` has resolved, with the weights that it begins with."""
-    plan = resolve(load_config(launch_dir / "config.yaml", overrides))
-    return dataclasses.replace(plan, weights=find_weights(plan.config, command), served=find_served(plan.config, command))
+def load_plan(launch_dir: Path, command: str | None = None) -> RunPlan:
+    """The plan that the launcher of `command` has resolved and checked."""
+    return checked_before(load_config(launch_dir / "config.yaml"), command)
 
 
 ROLES: dict[str, Callable[[int, Path], None]] = {

@@ -35,12 +35,12 @@ class SourceConfig:
     )
     prompt_template: str = setting(
         "{prompt}",
-        "what the model sees; {prompt} stands for the column. chat: apply the model's chat template to the column, a user's message or a "
-        "list of messages; to a list of messages it is applied in any case",
+        "what the model sees; {prompt} stands for the column. chat: the model's chat template is applied to the column, a user's "
+        "message or a list of messages. A list of messages always goes through the chat template",
     )
 
 
-_SIZE = "use the first rows alone, this many; null: all"
+_SIZE = "use only this many rows, from the first on; null: all"
 
 
 @dataclass
@@ -59,11 +59,12 @@ class LearnedConfig(DatasetConfig):
     size: int | None = setting(None, _SIZE, at_least(1))
     demonstration_key: str | None = setting(
         None,
-        "column that SFT learns: a text, or a list of texts by policy and environment in turn; null: answer_key, or all of a conversation",
+        "column that SFT learns: a text, or a list of texts that policy and environment write in turn; null: answer_key, or the "
+        "whole conversation",
     )
     learn: str = setting(
         "all",
-        "which of the assistant's turns SFT learns where a row is a conversation; a message with weight=0 or train=false is not learned",
+        "which of the assistant's turns SFT learns in a conversation; a message with weight=0 or train=false is never learned",
         one_of("all", "last"),
     )
 
@@ -74,8 +75,8 @@ class PreferenceConfig(SourceConfig):
 
     prompt_key: str | None = setting(
         None,
-        "column of the prompt, or column.field for a field inside a column; null: prompt, or without such a column what both responses "
-        "begin with",
+        "column of the prompt, or column.field for a field inside a column; null: prompt, or without such a column the text that "
+        "both responses begin with",
     )
     chosen_key: str = setting(
         "chosen",
@@ -83,7 +84,7 @@ class PreferenceConfig(SourceConfig):
     )
     rejected_key: str = setting("rejected", "column of the other response, as chosen_key")
     margin_key: str | None = setting(
-        None, "column with the least difference of the two scores that a pair is to have, which the loss takes off it; null: 0 for all"
+        None, "column with the margin of a pair: the loss wants the chosen response to score higher by at least this; null: 0 for all"
     )
     size: int | None = setting(None, _SIZE, at_least(1))
 
@@ -92,7 +93,7 @@ class PreferenceConfig(SourceConfig):
 class HeldOutPairsConfig:
     """Pairs with the columns of those that are learned."""
 
-    source: str = setting(MISSING, "as that of any dataset (see data.eval.source)", path=INPUT)
+    source: str = setting(MISSING, "where rows come from, as data.eval.source says", path=INPUT)
     split: str = setting("train", "which split of the source")
     subset: str | None = setting(None, "hub configuration name")
     size: int | None = setting(None, _SIZE, at_least(1))
@@ -103,9 +104,9 @@ class MixedConfig(LearnedConfig):
     """One of several sources."""
 
     weight: float | None = setting(
-        None, "its share of the prompts that no quota takes, in proportion to the other weights; null with a quota, else 1", above(0)
+        None, "share of the prompts that no quota takes, relative to the other weights; null: 1, or none with a quota", above(0)
     )
-    quota: int | None = setting(None, "instead of a weight: how many prompts of each step are its own", at_least(1))
+    quota: int | None = setting(None, "instead of a weight: how many prompts of each step come from this source", at_least(1))
 
 
 MIXED = "sources"  # as source
@@ -115,7 +116,7 @@ MIXED = "sources"  # as source
 class MixtureConfig(LearnedConfig):
     """One dataset, or several that are mixed."""
 
-    source: str = setting(MIXED, "as that of any dataset (see data.eval.source), and must be set; sources: those of `sources`", path=INPUT)
+    source: str = setting(MIXED, "where rows come from, as data.eval.source says; sources: from the datasets in `sources`", path=INPUT)
     sources: dict[str, MixedConfig | None] = field(
         default_factory=dict,
         metadata={"meaning": "several datasets, by name, whose prompts are mixed (docs/data.md); NAME=null removes one"},
@@ -129,10 +130,10 @@ FAIL, DROP = "fail", "drop"  # data.bad_rows
 class CurriculumConfig:
     """Prompts that are too easy or too hard rest for a while (docs/data.md)."""
 
-    min_pass_rate: float = setting(0.05, "a prompt rests if a smaller share of its samples passes", between(0, 1))
-    max_pass_rate: float = setting(0.95, "a prompt rests if a larger share of its samples passes", between(0, 1))
-    pass_reward: float = setting(1.0, "the least reward of a sample that passes", between(-1e6, 1e6))
-    rest_epochs: int = setting(2, "epochs of its source that such a prompt is left out of; then it comes again", at_least(1))
+    min_pass_rate: float = setting(0.05, "a prompt rests if less than this share of its samples passes", between(0, 1))
+    max_pass_rate: float = setting(0.95, "a prompt rests if more than this share of its samples passes", between(0, 1))
+    pass_reward: float = setting(1.0, "a sample passes if its reward is at least this", between(-1e6, 1e6))
+    rest_epochs: int = setting(2, "for how many epochs of its source such a prompt is left out; then it comes again", at_least(1))
 
 
 @dataclass
@@ -142,8 +143,9 @@ class DataConfig:
     curriculum: CurriculumConfig | None = setting(None, "which training prompts rest; null: none")
     bad_rows: str = setting(
         FAIL,
-        "what happens with rows of all sets that cannot be used: empty or missing fields, wrong types, prompts that leave no room for a "
-        "response. fail: nothing starts, and the first are named; drop: they are left out and counted, unless no other is left",
+        "what happens with rows that cannot be used, of any dataset: empty or missing fields, wrong types, prompts that leave no "
+        "room for a response. fail: nothing starts, and the first such rows are named; drop: they are left out and counted, but "
+        "nothing starts if no row is left",
         one_of(FAIL, DROP),
     )
     shuffle: bool = setting(True, "shuffle the training prompts in every epoch, depending on the seed")
@@ -175,19 +177,18 @@ class RolloutConfig:
     args: dict[str, Any] = field(default_factory=dict, metadata={"meaning": "keyword arguments of the rollout that `name` names"})
     prompts_per_step: int = setting(
         32,
-        "prompts of a batch: what is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
+        "prompts in a batch. A batch is trained on between two weight updates, in trainer.minibatches * trainer.epochs optimizer steps",
         at_least(1),
     )
     n: int = setting(4, "samples per prompt", at_least(1))
     dynamic_sampling: bool = setting(
         False,
-        "drop a prompt whose samples all have the same reward, since nothing is learned from it, and take the next one in its place "
-        "(DAPO; docs/algorithms.md)",
+        "replace a prompt whose samples all have the same reward by the next prompt, since nothing is learned from it (DAPO; "
+        "docs/algorithms.md)",
     )
     max_num_gen_batches: int | None = setting(
         10,
-        "with dynamic_sampling, the run ends if prompts_per_step times this many prompts were generated for one step, and fewer than "
-        "prompts_per_step of them are left; null: no limit",
+        "with dynamic_sampling, the run ends if this many times prompts_per_step prompts were not enough for one step; null: no limit",
         at_least(1),
     )
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
@@ -203,13 +204,13 @@ class RolloutConfig:
     )
     replay_mask: bool = setting(
         True,
-        "with top_p, top_k or min_p, the trainer's log-probs too are over the tokens that each token was drawn from (docs/algorithms.md); "
-        "false: over the whole vocabulary, while those of the engine stay over these",
+        "with top_p, top_k or min_p, the trainer too takes log-probs over only the tokens that the engine could have drawn "
+        "(docs/algorithms.md); false: the trainer takes them over the whole vocabulary",
     )
     max_failed_fraction: float = setting(
         0.5,
-        "the run ends if a larger share of a step's or an evaluation's episodes failed: those of programs and environments, but for those "
-        "that sampled nothing (docs/agents.md); 1: never",
+        "the run ends if more than this share of a step's or an evaluation's episodes failed; 1: never. Episodes of programs and "
+        "environments count, unless they sampled nothing (docs/agents.md)",
         between(0, 1),
     )
     stop: list[str] = field(
@@ -219,7 +220,7 @@ class RolloutConfig:
             "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
         },
     )
-    tool_workers: int = setting(1, "processes for tools that compute; started at the first call", at_least(1))
+    tool_workers: int = setting(1, "processes for each tool that computes; they start at its first call", at_least(1))
     tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
 
     @property
@@ -288,15 +289,17 @@ SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
 class DistillConfig:
     """Of runs with teachers among their `roles` (docs/algorithms.md)."""
 
-    coef: float = setting(1.0, "weight of the reverse KL divergence from the teachers, which adds up by their own weights", above(0))
+    coef: float = setting(
+        1.0, "weight of the reverse KL divergence from the teachers. That of several teachers is the sum by their own `weight`", above(0)
+    )
     over: str = setting(
         SAMPLED,
-        "the tokens that the divergence is taken over at each place. sampled: an estimate from the sampled token alone, as an advantage; "
+        "which tokens the divergence covers at each position. sampled: an estimate from the sampled token alone, as an advantage; "
         "top_k: the teacher's likeliest tokens and one bucket for all others, for teachers on engines; vocabulary: all tokens, for "
         "teachers on the trainer's ranks",
         one_of(SAMPLED, TOP_K, VOCABULARY),
     )
-    top_k: int | None = setting(None, "with over=top_k, how many of the teacher's likeliest tokens are known; null: 20", between(1, 4096))
+    top_k: int | None = setting(None, "with over=top_k, how many of the teacher's likeliest tokens count; null: 20", between(1, 4096))
 
     @property
     def likeliest(self) -> int:
@@ -319,8 +322,8 @@ class AlgorithmConfig:
     )
     recipe: str | None = setting(
         None,
-        "settings that a paper prints: it sets this section, apart from skip_zero_advantage and distill, to what docs/algorithms.md lists. "
-        "Settings beside it in the file, or on the command line, win; one on the command line replaces the section of the file",
+        "a paper's settings: sets this section, except skip_zero_advantage and distill, to what docs/algorithms.md lists. Settings "
+        "beside it in the file, or on the command line, win. A recipe on the command line replaces the file's whole section",
         one_of(*PUBLISHED, elsewhere={name: f"algorithm.name={name}" for name in NAMES if name not in PUBLISHED}),
     )
     rho: float | None = setting(
@@ -336,9 +339,9 @@ class AlgorithmConfig:
     )
     ratio: str = setting(
         "behavior",
-        "whose ratio the bounds apply to. behavior: pi/mu, mu having sampled the token; proximal: pi/prox, prox being the weights that the "
-        "batch's optimizer steps began with, so that old samples count as prox's; decoupled: pi/prox, and tokens are weighted by prox/mu "
-        "besides (docs/algorithms.md)",
+        "which ratio is bounded. behavior: pi/mu, where mu is the policy that sampled the token; proximal: pi/prox, where prox is "
+        "the policy before the batch's first optimizer step, as if prox had sampled; decoupled: pi/prox, and each token is also "
+        "weighted by prox/mu (docs/algorithms.md)",
         one_of("behavior", "proximal", "decoupled"),
     )
     behavior_cap: float | None = setting(
@@ -349,20 +352,20 @@ class AlgorithmConfig:
     )
     behavior_level: str | None = setting(
         None,
-        "with ratio=decoupled, whether prox/mu is a token's own, or sequence: the product of its response's; null: token",
+        "with ratio=decoupled, what prox/mu covers. token: the token itself; sequence: the product over its response; null: token",
         one_of("token", "sequence"),
     )
     behavior_above: str | None = setting(
         None,
-        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: tokens do not count; truncate: that bound "
-        "is their weight, as in truncated importance sampling; null: drop",
+        "with ratio=decoupled, what happens above behavior_cap and below behavior_floor. drop: such tokens do not count; truncate: "
+        "their weight is that bound, as in truncated importance sampling; null: drop",
         one_of("drop", "truncate"),
     )
     advantage: str | None = setting(
         None,
-        "mean: the reward minus the mean of the prompt's samples; normalized: that divided by their standard deviation; batch_normalized: "
-        "divided by its own over the whole batch; leave_one_out: the reward minus the mean of the prompt's other samples; null: the "
-        "algorithm's own",
+        "mean: the reward minus the mean of the prompt's samples; normalized: mean, divided by the standard deviation of the "
+        "prompt's samples; batch_normalized: mean, divided by its standard deviation over the batch; leave_one_out: the reward minus"
+        " the mean of the prompt's other samples; null: the algorithm's own",
         one_of("mean", "normalized", "batch_normalized", "leave_one_out"),
     )
     loss_mean: str | None = setting(
@@ -371,11 +374,10 @@ class AlgorithmConfig:
         "over their tokens; null: the algorithm's own. aipo's is token",
         one_of("token", "sequence", "sequence_sum"),
     )
-    gamma: float | None = setting(None, "ppo: what a later reward is discounted by, for each token; null: 1", between(0, 1))
+    gamma: float | None = setting(None, "ppo: discount of later rewards, per token; null: 1", between(0, 1))
     gae_lambda: float | None = setting(
         None,
-        "ppo: the weight of longer returns in generalised advantage estimation. 0: of the next value alone; 1: of the rewards alone; null: "
-        "0.95",
+        "ppo: lambda of generalised advantage estimation. 0: advantages use the next value alone; 1: the rewards alone; null: 0.95",
         between(0, 1),
     )
     whiten: bool | None = setting(
@@ -386,20 +388,20 @@ class AlgorithmConfig:
     )
     kl: str = setting(
         "loss",
-        "where the divergence is counted. loss: token by token in the loss; reward: it is taken off a response's reward, summed over its "
-        "tokens, before advantages are formed; with ppo, off the reward of each token",
+        "where the divergence counts. loss: in the loss, token by token; reward: its sum over the tokens is taken off the response's"
+        " reward before advantages are computed, and with ppo it is taken off each token's reward",
         one_of("loss", "reward"),
     )
     kl_estimator: str | None = setting(
         None,
-        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, in the reward alone; k2: d^2/2; k3: "
+        "how the divergence is estimated from d = log pi - log ref of a sampled token. k1: d, only for kl=reward; k2: d^2/2; k3: "
         "exp(-d) - 1 + d; null: k2 in the loss, k1 in the reward (docs/algorithms.md)",
         one_of("k1", "k2", "k3"),
     )
     beta: float | None = setting(
         None,
-        "online_dpo, ipo and copg: the weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for copg "
-        "0.05; 0, with copg alone: none, and no reference model is kept",
+        "online_dpo, ipo and copg: weight of the KL divergence from the frozen initial policy in their losses; null: 0.1, and for "
+        "copg 0.05. With copg it may be 0: none, and no reference model is kept",
         at_least(0),
     )
     entropy_coefficient: float = setting(
@@ -407,8 +409,8 @@ class AlgorithmConfig:
     )
     mask_truncated: bool = setting(
         False,
-        "leave samples that were cut at their token limit out of the loss and of its means; their rewards still count in the "
-        "advantages of the prompt's others (DAPO's overlong filtering)",
+        "leave samples that were cut at their token limit out of the loss and its means (DAPO's overlong filtering). Their rewards "
+        "still count in the advantages of the prompt's other samples",
     )
     skip_zero_advantage: bool = setting(True, "do not train on groups whose rewards are all equal; the gradient is the same")
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -450,10 +452,10 @@ class CriticConfig:
     """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the checkpoint
     of the role `critic`, or with the policy's weights if there is none."""
 
-    warmup_steps: int = setting(0, "first steps of the run that train the critic alone, while the policy's weights stay", at_least(0))
+    warmup_steps: int = setting(0, "steps at the beginning of the run that train the critic alone", at_least(0))
     value_clip: float | None = setting(
         0.2,
-        "how far a value may move from the one that the batch began with before its loss stops pushing it further; null: any distance",
+        "how far a value may move within a batch before its loss stops pushing it further; null: any distance",
         above(0),
     )
     optimizer: AdamConfig = field(default_factory=AdamConfig)
@@ -466,18 +468,20 @@ class SftConfig:
     pp: int | None = setting(None, "pipeline parallel size of the warm start; null: trainer.pp, or 1 if sft sets tp or dp", at_least(1))
     dp: int | None = setting(None, "data parallel size of the warm start; null: trainer.dp, or 1 if sft sets tp or pp", at_least(1))
     batch_size: int = setting(128, "sequences per optimizer step", at_least(1))
-    adapters: bool = setting(True, "with lora.rank, megarl sft trains adapters too, and merges them into what it makes; false: all weights")
+    adapters: bool = setting(
+        True, "with lora.rank, megarl sft too trains adapters, and merges them into its checkpoint; false: it trains all weights"
+    )
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     data: LearnedConfig | None = setting(None, "demonstrations; null: data.train")
     eval: LearnedConfig | None = setting(None, "held-out demonstrations, whose loss is measured; null: none")
-    every: int = setting(0, "steps between measurements of `eval`, besides those before the first and after the last step", at_least(0))
+    every: int = setting(0, "steps between measurements of `eval`; 0: only before the first and after the last step", at_least(0))
     keep: str = setting(
         "best",
-        "with `eval`, the weights that end up in `output`: those of the measurement with the lowest loss, or the last",
+        "with `eval`, which weights `output` gets: those with the lowest measured loss, or the last",
         one_of("best", "last"),
     )
     save_every: int = setting(
-        100, "steps between checkpoints in run_dir/sft, from the last of which an interrupted warm start goes on; 0: none", at_least(0)
+        100, "steps between checkpoints in run_dir/sft; an interrupted warm start goes on from the last one; 0: none", at_least(0)
     )
     output: str = setting(
         "${run_dir}/sft/hf",
@@ -498,8 +502,8 @@ class RewardModelConfig:
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     head: str = setting(
         "random",
-        "what the head of a causal model's checkpoint begins with: numbers of variance 1 / (hidden size + 1) by `seed`, or zeros. A reward "
-        "model in model.path keeps its own",
+        "what a new head on a causal model begins with. random: numbers of variance 1 / (hidden size + 1), by `seed`; or zeros. A "
+        "reward model in model.path keeps its own head",
         one_of("random", "zeros"),
     )
     data: PreferenceConfig | None = setting(None, "the pairs of responses to learn from")
@@ -522,13 +526,13 @@ class CheckpointConfig:
     keep: int = setting(2, "how many newest checkpoints are kept", at_least(1))
     keep_best: str | None = setting(
         None,
-        "a held-out score by its key in metrics.jsonl, such as eval/pass@1: the checkpoint with the highest one is kept beside the newest, "
-        "and megarl export and megarl eval take it with --best. It needs eval.every to be a multiple of checkpoint.every; null: none",
+        "a held-out score by its key in metrics.jsonl, such as eval/pass@1. The checkpoint with the highest score is kept beside the"
+        " newest; megarl export and megarl eval take it with --best. eval.every must be a multiple of checkpoint.every; null: none",
     )
     beside: bool = setting(
         True,
-        "write checkpoints while training goes on, from a copy in the hosts' memory (12 bytes a parameter, over all trainer ranks); each "
-        "is complete at the end of the step during which its last byte was written. false: hold up the step instead",
+        "write checkpoints while training goes on, from a copy in the hosts' memory: 12 bytes a parameter, over all trainer ranks. A"
+        " checkpoint is complete at the end of the step in which its last byte was written. false: training waits instead",
     )
     hf_every: int = setting(
         0,
@@ -545,13 +549,13 @@ class ObserveConfig:
     probe_every: int = setting(10, "steps between probes that compare the log-probs of trainer and generator; 0: none", at_least(0))
     probe_limit: float | None = setting(
         None,
-        "the run warns if a probe's mean log-prob difference is larger, and ends if it is more than ten times as large or not finite. "
-        "null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8, and twice that for a mixture of experts without "
-        "trainer.routing_replay",
+        "the run warns if the mean log-prob difference of a probe is larger. It ends if the difference is more than ten times as "
+        "large, or not finite. null: 0.001 in float32, 0.05 in bfloat16, 0.15 with engines in fp8; twice that for a mixture of "
+        "experts without trainer.routing_replay",
         above(0),
     )
     rollouts_per_step: int = setting(
-        4, "groups of each step that are written to rollouts/, with numbers of each token that is trained on", at_least(0)
+        4, "groups of each step that are written to rollouts/, with the numbers of each trained token", at_least(0)
     )
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"],
@@ -565,7 +569,7 @@ class ObserveConfig:
         },
     )
     project: str = setting("megarl", "the trackers' project (mlflow: experiment) that the run is put in")
-    entity: str | None = setting(None, "whose project it is at wandb (entity) and swanlab (workspace); null: the one you are logged in as")
+    entity: str | None = setting(None, "owner of the project at wandb (entity) and swanlab (workspace); null: the user who is logged in")
     name: str | None = setting(None, "the run's name at the trackers; null: run_dir")
     tags: list[str] = field(default_factory=list, metadata={"meaning": "the run's tags at wandb, swanlab and mlflow"})
 
@@ -574,7 +578,7 @@ class ObserveConfig:
 class LaunchConfig:
     ranks_per_node: int | None = setting(
         None,
-        "trainer or engine ranks on one node; null: its number of GPUs, or without GPUs the fewest for which all ranks fit",
+        "trainer or engine ranks on one node; null: its number of GPUs, or without GPUs the smallest number with which all ranks fit",
         at_least(1),
     )
     interface: str | None = setting(
@@ -582,8 +586,8 @@ class LaunchConfig:
     )
     compile_cache: str | None = setting(
         None,
-        "folder that keeps the kernels which engines and trainers compile (DeepGEMM's take 10 to 20 minutes at the first start), for each "
-        "host in a folder of its own name. null: ~/.cache/megarl/compiled",
+        "folder for the kernels that engines and trainers compile; each host has a subfolder. Compiling DeepGEMM's takes 10 to 20 "
+        "minutes at the first start. null: ~/.cache/megarl/compiled",
         path=OUTPUT,
     )
 
@@ -595,7 +599,8 @@ class TimeoutConfig:
     rendezvous_s: float = setting(600.0, "until all processes of the run are up and connected", seconds())
     collective_s: float = setting(
         1800.0,
-        "one collective of the trainer ranks, and so how long one rank may load, save, or wait for engines while the others wait for it",
+        "one collective of the trainer ranks. It also bounds how long one rank may load, save, or wait for engines while the others "
+        "wait for it",
         seconds(),
     )
     rollouts_s: float = setting(
@@ -605,7 +610,7 @@ class TimeoutConfig:
     request_s: float = setting(3600.0, "a generation request", seconds())
     samples_s: float = setting(3600.0, "all samples of a prompt, including turns, tools and scores", seconds())
     trackers_s: float = setting(60.0, "the trackers (observe.trackers) to finish, when the run has ended", seconds())
-    silence_s: float = setting(60.0, "a node's launcher without a sign of life", seconds())
+    silence_s: float = setting(60.0, "how long a node's launcher may be silent before the run ends", seconds())
 
 
 @dataclass
@@ -684,19 +689,18 @@ class TrainerConfig:
     recompute: bool = setting(False, "recompute activations in the backward pass instead of keeping them")
     routing_replay: bool = setting(
         False,
-        "mixture of experts: the trainer sends each token to the experts that the engine chose when it generated the token (R3; "
-        "docs/algorithms.md), in training and in scoring, not to those that its own router would choose",
+        "mixture of experts: in training and scoring, each token goes to the experts that the engine chose when it generated the "
+        "token (R3; docs/algorithms.md), not to those of the trainer's own router",
     )
     minibatches: int = setting(
         1,
-        "optimizer steps that each pass over a batch of rollouts is cut into, by prompts; it must divide rollout.prompts_per_step "
-        "(docs/algorithms.md)",
+        "optimizer steps in one pass over a batch, which is split by prompts; must divide rollout.prompts_per_step (docs/algorithms.md)",
         at_least(1),
     )
     epochs: int = setting(1, "passes over each batch of rollouts, with its prompts in another order each time", at_least(1))
-    max_tokens_per_microbatch: int = setting(8192, "token budget of a microbatch, which is what a rank computes at a time", at_least(1))
+    max_tokens_per_microbatch: int = setting(8192, "most tokens of a microbatch, which is what a rank computes at a time", at_least(1))
     logprob_chunk_tokens: int = setting(
-        2048, "tokens whose logits are held at a time: less takes less memory, and uses a GPU less well", at_least(1)
+        2048, "tokens whose logits are in memory at a time; fewer take less memory, and use a GPU less well", at_least(1)
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     megatron: dict[str, Any] = field(
@@ -721,8 +725,8 @@ class GeneratorConfig:
     dp_attention: int = setting(1, "replicas of attention inside an engine, for mixtures of experts: SGLang's attn_dp_size", at_least(1))
     quantization: str | None = setting(
         None,
-        "keep the weights of the engines' linear layers in e4m3 with a scale per 128x128 block, per output channel, or per tensor, and all "
-        "else in bfloat16; null: model.dtype",
+        "keep the engines' linear layers in e4m3, with a scale per 128x128 block, output channel or tensor, and all else in "
+        "bfloat16; null: model.dtype",
         one_of("fp8_block", "fp8_channel", "fp8_tensor"),
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
@@ -730,7 +734,7 @@ class GeneratorConfig:
         None, "size of an engine's KV cache, over all replicas of attention; null: SGLang decides from free memory", at_least(1)
     )
     mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
-    startup_timeout_s: float = setting(900.0, "until an engine answers", seconds())
+    startup_timeout_s: float = setting(900.0, "time for an engine to start and answer", seconds())
     on_failure: str = setting(
         "restart",
         "what happens when an engine dies or hangs. restart: it is started again, gets the current weights, and serves again; drop: the "
@@ -741,7 +745,7 @@ class GeneratorConfig:
     max_restarts: int = setting(
         3, "restarts of one engine; the run ends if it dies once more, or exits by itself before it has ever answered", at_least(0)
     )
-    health_s: float = setting(60.0, "an engine without a sign of life for so long counts as hanging", seconds(5))
+    health_s: float = setting(60.0, "an engine that gives no sign of life for this long counts as hanging", seconds(5))
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )
@@ -759,7 +763,7 @@ class AsyncConfig:
         at_least(0),
     )
     max_in_flight: int | None = setting(
-        None, "prompts in flight at the same time, at generator.engines; null: rollout.prompts_per_step", at_least(1)
+        None, "most prompts in flight at a time, over all of generator.engines; null: rollout.prompts_per_step", at_least(1)
     )
     partial_rollout: str = setting(
         "block",
@@ -829,27 +833,27 @@ class RewardConfig:
     code: CodeConfig = field(default_factory=CodeConfig)
     failed_score: float = setting(
         0.0,
-        "score of a response whose scoring failed: it took longer than timeout_s, raised ValueError, ran out of memory, or ended its "
-        "process. The response stays in its group, since leaving it out would make it free to break the verifier. Set this to the worst "
-        "score if that is not 0",
+        "score of a response whose scoring failed: it took longer than timeout_s, raised ValueError, ran out of memory, or ended its"
+        " process. The response stays in its group; if it were left out, breaking the verifier would cost nothing. If the worst "
+        "score is not 0, set this to the worst score",
         between(-MAX_REWARD, MAX_REWARD),
     )
     max_failed_fraction: float = setting(
-        0.5, "the run ends if a larger share of a step's or an evaluation's scores failed; 1: never", between(0, 1)
+        0.5, "the run ends if more than this share of a step's or an evaluation's scores failed; 1: never", between(0, 1)
     )
     unfinished_penalty: float = setting(
-        0.0, "what a response that was cut at rollout.max_tokens loses of its reward in training", between(0, MAX_REWARD)
+        0.0, "in training, taken off the reward of a response that was cut at rollout.max_tokens", between(0, MAX_REWARD)
     )
     unfinished_score: float | None = setting(
         None,
-        "the reward in training of every response that was cut at rollout.max_tokens, whatever its score; null: its score, less "
+        "in training, the reward of every response that was cut at rollout.max_tokens, whatever it scored; null: its score, less "
         "unfinished_penalty",
         between(-MAX_REWARD, MAX_REWARD),
     )
     overlong_tokens: int = setting(
         0,
-        "how many of the last tokens before rollout.max_tokens lower the reward in training, up to overlong_penalty for a response of "
-        "the full length (DAPO's soft overlong punishment); 0: none",
+        "in training, a response that ends within this many tokens of rollout.max_tokens loses reward: the longer, the more, up to "
+        "overlong_penalty at full length (DAPO's soft overlong punishment); 0: none",
         at_least(0),
     )
     overlong_penalty: float = setting(1.0, "see overlong_tokens", between(0, MAX_REWARD))
@@ -859,8 +863,8 @@ class RewardConfig:
 class WeightsConfig:
     transport: str = setting(
         "auto",
-        "how weights reach the engines. auto: for each pair of ranks the first that works of cuda_ipc or shared_memory (on one host), "
-        "mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo",
+        "how weights reach the engines. auto: each pair of ranks takes the first that works of cuda_ipc or shared_memory (on one "
+        "host), mooncake (RDMA with GPUs and InfiniBand, else TCP), nccl, gloo",
         one_of(
             "auto",
             "shared_memory",
@@ -881,28 +885,29 @@ class WeightsConfig:
     )
     audit: str = setting(
         STRICT,
-        "on: after every update, hashes compare the engines' memory with what was sent, and what no update writes there (rotary caches, "
-        "what is derived from weights) with what it was; strict: also, before an update and at the end, what lies there with what the last "
-        "one left, and a run ends if engines hold what may be copies of old weights; off: no audit. true and false mean on and off",
+        "on: after every update, hashes compare the engines' memory with what was sent. Memory that no update writes, such as rotary"
+        " caches and tensors derived from weights, is compared with what it was. strict: also, before an update and at the end, "
+        "hashes compare the memory with what the last update left; a run ends if engines may hold copies of old weights. off: no "
+        "audit. true and false mean on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),
     )
 
     delta: str = setting(
         "off",
-        "auto: an update carries only what has changed since the last one, if that takes at most half of the bytes; trainer ranks keep "
-        "what they sent last (docs/transports.md says when that pays); off: always everything",
+        "auto: an update carries only what has changed since the last one, if that takes at most half of the bytes. Trainer ranks "
+        "then keep what they sent last (docs/transports.md says when that pays). off: every update carries everything",
         one_of("off", "auto", spelled={"false": "off"}),
     )
     delta_refresh: int = setting(
         50,
-        "with weights.delta=auto: every so many updates everything is sent, and so many updates pass before changes are looked for again "
-        "after they were too many",
+        "with weights.delta=auto, one update in this many carries everything. If too much has changed, this many updates pass before"
+        " changes are looked for again",
         at_least(1),
     )
     delta_shadow: str = setting(
         "host",
-        "where trainer ranks on GPUs keep what they sent last: host memory, which the GPU reads over its host link, or device memory "
-        "(megarl plan counts either)",
+        "where trainer ranks on GPUs keep what they sent last. host: host memory, which the GPU reads over its host link; device: "
+        "GPU memory. megarl plan counts either",
         one_of("host", "device"),
     )
 
@@ -932,13 +937,15 @@ class SuiteConfig(DatasetConfig):
 
     benchmark: str | None = setting(
         None,
-        "a known benchmark, whose rows are asked and graded as is usual for it (docs/evaluation.md): prompt_key, answer_key and eval."
-        "reward do not count; null: none",
+        "a known benchmark, asked and graded in its usual way (docs/evaluation.md); prompt_key, answer_key and eval.reward then do "
+        "not count; null: none",
         one_of(*GRADERS),
     )
-    source: str = setting(OWN_PLACE, "as that of any dataset (see data.eval.source); benchmark: its own place on the hub", path=INPUT)
-    since: str | None = setting(None, "of livecodebench only the problems of this date or later, such as 2024-08-01; null: all", _DATE)
-    until: str | None = setting(None, "of livecodebench only the problems of this date or earlier; null: all", _DATE)
+    source: str = setting(
+        OWN_PLACE, "where rows come from, as data.eval.source says; benchmark: from the benchmark's own place on the hub", path=INPUT
+    )
+    since: str | None = setting(None, "livecodebench: only the problems of this date or later, such as 2024-08-01; null: all", _DATE)
+    until: str | None = setting(None, "livecodebench: only the problems of this date or earlier; null: all", _DATE)
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(None, "sampling temperature; null: eval.temperature", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: eval.max_tokens", at_least(1))
@@ -949,8 +956,8 @@ class EvalConfig:
     every: int = setting(0, "steps between evaluations inside a run; 0: only before the first and after the last step", at_least(0))
     engines: int = setting(
         0,
-        "further engines, as the generator's, which evaluate beside the training and serve no rollouts (docs/evaluation.md); 0: the "
-        "generator's engines evaluate between two updates",
+        "further engines, with the generator's sizes, which evaluate while training goes on and serve no rollouts "
+        "(docs/evaluation.md); 0: the generator's engines evaluate between two updates",
         at_least(0),
     )
     samples: int = setting(
@@ -958,7 +965,7 @@ class EvalConfig:
     )
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
     max_tokens: int | None = setting(None, "longest response in tokens; null: rollout.max_tokens", at_least(1))
-    limit: int | None = setting(None, "use only so many first prompts of each held-out set; null: all", at_least(1))
+    limit: int | None = setting(None, "use only this many prompts of each held-out set, from the first on; null: all", at_least(1))
     reward: str | None = setting(None, "how responses are scored, as reward.name; null: as in training", _REWARDS)
     suites: dict[str, SuiteConfig | None] = field(
         default_factory=dict, metadata={"meaning": "held-out sets besides data.eval, by name; NAME=null removes one"}
@@ -990,7 +997,7 @@ class RunConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    max_steps: int = setting(100, "steps of the whole run, each of which trains on a batch and makes a version of the weights", at_least(1))
+    max_steps: int = setting(100, "steps of the whole run. Each step trains on a batch and makes a version of the weights", at_least(1))
     seed: int = setting(0, "seed of everything random in the run", between(0, 2**31 - 1))
     run_dir: str = setting(
         "runs/default",

@@ -101,6 +101,15 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
+    return _planned(config, spec, command)
+
+
+def checked_before(config: RunConfig, command: str | None) -> RunPlan:
+    """The plan of a config that `resolve` has accepted in another process, and has given the command's own sizes."""
+    return _planned(config, find_spec(config), command)
+
+
+def _planned(config: RunConfig, spec: ModelSpec, command: str | None) -> RunPlan:
     return RunPlan(
         config=config,
         spec=spec,

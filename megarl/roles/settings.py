@@ -20,7 +20,7 @@ CHAT = "chat"  # template of a reward model: the chat template of its tokenizer
 
 @dataclass
 class RoleConfig:
-    """Which keys belong to which role is said in docs/rewards.md."""
+    """docs/rewards.md says which keys belong to which role."""
 
     role: str | None = setting(None, "what the model does; null: NAME itself", one_of(*PLACES))
     path: str = setting(
@@ -28,15 +28,15 @@ class RoleConfig:
     )
     on: str | None = setting(
         None,
-        "where the model is. trainer: on the trainer's ranks (critic, reference, teacher); engines: on SGLang engines of its own, frozen "
-        "(reward_model, judge, teacher); null: where it may be, a teacher on engines",
+        "where the model is. trainer: on the trainer's ranks (critic, reference, teacher); engines: on SGLang engines of its own, "
+        "frozen (reward_model, judge, teacher); null: the only place that its role has, and engines for a teacher",
         one_of(TRAINER, ENGINES),
     )
     sft: dict[str, Any] = field(
         default_factory=dict,
         metadata={
-            "meaning": "the overrides with which megarl sft makes this model too, into `path`, such as {model.path: …, sft.steps: 600}; "
-            "empty: it is there already"
+            "meaning": "overrides with which megarl sft makes this model too, in `path`, such as {model.path: …, sft.steps: 600}; "
+            "empty: the model is there already"
         },
     )
     engines: int = setting(1, "SGLang servers", at_least(1))
@@ -49,7 +49,7 @@ class RoleConfig:
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )
     timeout_s: float = setting(120.0, "time limit of one request; beyond it the score counts as failed", seconds())
-    weight: float = setting(1.0, "teacher: what its divergence is multiplied by in the sum over all teachers", above(0))
+    weight: float = setting(1.0, "teacher: weight of its divergence in the sum over all teachers", above(0))
     template: str | None = setting(
         None,
         "what the model reads. reward_model: a text with {prompt} and {response}, or chat: its own chat template; null: the policy's "
@@ -58,8 +58,8 @@ class RoleConfig:
     chat: bool = setting(True, "judge: the text is a user's message in the model's chat template; false: it is the whole input")
     mode: str = setting(
         POINTWISE,
-        "judge. pointwise: each response by itself; pairwise: the responses to a prompt against each other, each pair in both orders; the "
-        "score is the share of wins",
+        "judge. pointwise: each response by itself; pairwise: the prompt's responses against each other, each pair in both orders. "
+        "The score is then the share of wins",
         one_of(POINTWISE, PAIRWISE),
     )
     verdict: str | None = setting(
@@ -76,7 +76,7 @@ class RoleConfig:
     max_tokens: int = setting(512, "judge: longest answer in tokens", at_least(1))
     opponents: int | None = setting(
         None,
-        "judge, pairwise: each response is compared with so many that follow it among its prompt's, in a circle; null: with all others",
+        "judge, pairwise: each response is compared with this many of the prompt's next responses, in a circle; null: with all others",
         at_least(1),
     )
 
