@@ -116,22 +116,22 @@ def _critic_lines(plan: RunPlan) -> list[str]:
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:
-    """Says what is particular in drawing tokens: from parts of the vocabulary, or again."""
+    """Says what is unusual in sampling: parts of the vocabulary, or responses that start again."""
     rollout, lines = plan.config.rollout, list[str]()
     if plan.config.async_.partial_rollout == "abort":
         lines.append(
-            "Sampling: async.partial_rollout=abort begins what an update interrupts again from the prompt. That is mostly long responses, "
-            "so they become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
+            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. So long "
+            "responses become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
         )
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(
-            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} of the {MOST_KEPT} likeliest tokens, since no more are "
-            "recorded; the metric mask/overflow counts the tokens that were drawn from more"
+            f"Sampling: rollout.top_p={rollout.top_p:g}, min_p={rollout.min_p:g} apply to the {MOST_KEPT} likeliest tokens, since no more "
+            "are recorded; the metric mask/overflow counts the tokens that were drawn from a larger set"
         )
     if rollout.truncated and not rollout.replay_mask:
         lines.append(
-            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all: ratios "
-            "are too low by the share of the probability that is cut off"
+            "Sampling: with rollout.replay_mask=false the engine's log-probs are over the tokens it keeps, the trainer's over all. So "
+            "ratios are too low, by the share of the probability that is cut off"
         )
     return lines
 
@@ -172,7 +172,7 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
-    """The plan for prompts as long as those of data.train are, as far as they have been read."""
+    """The plan, with the mean prompt length of data.train, as far as its rows have been read."""
     lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
     if not lengths:
         return plan
@@ -270,7 +270,7 @@ def train(plan: RunPlan) -> None:
             lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
-                print(f"The run ended before it had evaluated version {resume.step}, its last: that is done now", flush=True)
+                print(f"The run ended before version {resume.step}, its last, was evaluated: this is done now", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
             write_whole(run_dir / "config.yaml", dump_config(config))
@@ -315,7 +315,7 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
         begin_with(config, weights, now)
     elif needs_first_weights(config) and weights.fingerprint not in ("", now):
         raise ConfigError(
-            f"{why_first_weights(config)} what the run began with, but others have come into {weights.path} since; put them back"
+            f"{why_first_weights(config)} what the run began with, but {weights.path} holds other weights now; put the first ones back"
         )
 
 
@@ -331,15 +331,15 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
 
 
 def mend_evaluations(config: RunConfig) -> None:
-    """Says which versions a complete run has not evaluated, since it ended before."""
+    """Says which versions a complete run ended without evaluating."""
     last = config.max_steps
     for version in note_lost(config.run_dir, last + 1, due=[last] if unscored(config) else []):
-        then = "; the same command makes up for it" if version == last else ""
+        then = "; the same command repeats it" if version == last else ""
         print(f"the evaluation of version {version} is lost: the run ended before it{then}", flush=True)
 
 
 def unscored(config: RunConfig) -> bool:
-    """Whether a run has made its last step, but has no scores of its last weights."""
+    """Whether a run has made its last step but has not evaluated its last weights."""
     step = latest_checkpoint(config.run_dir).step
     scored = {result["version"] for result in read_results(config.run_dir)}
     return bool(held_out(config)) and step == config.max_steps and step not in scored
@@ -487,7 +487,7 @@ def best_step(config: RunConfig) -> tuple[int, str]:
     """The step of the best checkpoint, and a remark that says so. Raises ConfigError if none can be chosen."""
     if (key := config.checkpoint.keep_best) is None:
         choice = ", ".join(scores_to_choose_by(config))
-        raise ConfigError(f"--best: checkpoint.keep_best is null; set it to what the best is chosen by: {choice or 'a held-out score'}")
+        raise ConfigError(f"--best: checkpoint.keep_best is null; set it to the score to choose by: {choice or 'a held-out score'}")
     if (best := best_checkpoint(config)) is None:
         raise ConfigError(f"--best: no checkpoint in run_dir={config.run_dir} has been evaluated ({key})")
     return best[0], f", the best by {key}: {best[1]:.3f}"

@@ -1,4 +1,4 @@
-"""`megarl doctor`: what a run needs of this machine, what of it is there, and how to get the rest.
+"""`megarl doctor`: what a run needs of this machine, what is there, and how to get the rest.
 
 Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/launcher.py). Until its
 packages are looked at, only the standard library is needed, so an installation asks it first:
@@ -78,7 +78,7 @@ def node(gpu: bool) -> list[Check]:
 
 
 def look(checks: Sequence[Check]) -> Iterator[Finding]:
-    """A check that fails is a finding too: none of the others is left out because of it."""
+    """A check that fails is a finding too, and the other checks go on."""
     for check in checks:
         try:
             yield from check()
@@ -158,7 +158,7 @@ def _driver() -> Iterator[Finding]:
     yield Finding("driver", OK if right else LACKS, version, "" if right else f"CUDA 13 needs {_dotted(DRIVER)} or newer")
     kinds = sorted({row[1] for row in rows})
     remedy = (
-        "" if len(kinds) == 1 else "trainer ranks and engines take GPUs by number: unlike ones are told apart by CUDA_VISIBLE_DEVICES alone"
+        "" if len(kinds) == 1 else "trainer ranks and engines take GPUs by number: only CUDA_VISIBLE_DEVICES can keep unlike ones apart"
     )
     yield Finding("GPUs", OK if len(kinds) == 1 else NOTE, f"{len(rows)}: {', '.join(kinds)}, {rows[0][2]}", remedy)
     if exclusive := [str(number) for number, row in enumerate(rows) if "Exclusive" in row[3] or "Prohibited" in row[3]]:
@@ -176,7 +176,7 @@ def _nvlinks() -> Iterator[Finding]:
         return
     dead = list(dead_nvlinks(status))
     for problem in dead:
-        yield Finding("NVLink", LACKS, problem, "NCCL would go over PCIe without a word: reset the GPUs, or take the node out")
+        yield Finding("NVLink", LACKS, problem, "NCCL would silently go over PCIe: reset the GPUs, or take the node out")
     if not dead:
         yield Finding("NVLink", OK, "no GPU has fewer links than another")
 
@@ -232,7 +232,7 @@ def _network() -> Iterator[Finding]:
         there, lacks = ctypes.util.find_library(library), LACKS if devices else NOTE
         yield Finding(f"lib{library}", OK if there else lacks, there or "is not there", "" if there else f"apt-get install {package}")
     if not devices:
-        yield Finding("InfiniBand", NOTE, "no device", "weights between nodes go by NCCL or TCP then; nothing is wrong on a single node")
+        yield Finding("InfiniBand", NOTE, "no device", "without it, weights between nodes go by NCCL or TCP; one node does not need it")
         return
     drivers = {(device / "device/driver").resolve().name.removesuffix("_core") for device in devices}
     names = ", ".join(device.name for device in devices)
@@ -342,7 +342,7 @@ def writes(gpu: bool) -> Iterator[Finding]:
         done = subprocess.run(command, capture_output=True, timeout=WRITES_S)
         told, why = done.stdout, (done.stderr.decode().strip().splitlines() or ["it died"])[-1] if done.returncode else ""
     except subprocess.TimeoutExpired as late:
-        told, why = late.stdout or b"", f"not through within {WRITES_S:.0f} s; nvidia-smi shows whether a GPU hangs"
+        told, why = late.stdout or b"", f"not finished within {WRITES_S:.0f} s; nvidia-smi shows whether a GPU hangs"
     yield from (_written(**json.loads(line)) for line in told.splitlines())
     if why:
         yield Finding("test writes", LACKS, why, "see what is lacking above")
@@ -351,7 +351,7 @@ def writes(gpu: bool) -> Iterator[Finding]:
 
 
 def _written(kind: str, source: str, target: str, chosen: bool, bytes: int, gb_per_s: float, error: str) -> Finding:
-    """Of a neighbours.Write."""
+    """The finding of a neighbours.Write."""
     what, where = f"write by {kind}", f"from {source} to {target}"
     if not error:
         return Finding(what, OK, f"{bytes / (1 << 20):.0f} MiB {where}, {gb_per_s:.2f} GB/s, every byte as it was sent")
@@ -360,9 +360,9 @@ def _written(kind: str, source: str, target: str, chosen: bool, bytes: int, gb_p
 
 
 WRITE_REMEDIES = {
-    "cuda_ipc": "it takes peer access (nvidia-smi topo -p2p r) and one container, or --ipc=host; weights.transport=nccl does without",
-    "shared_memory": "weights.transport=gloo does without",
-    "mooncake": "weights.transport=nccl does without; of several nodes, auto would take it between them",
+    "cuda_ipc": "it needs peer access (nvidia-smi topo -p2p r) and one container, or --ipc=host; weights.transport=nccl needs neither",
+    "shared_memory": "weights.transport=gloo does not need it",
+    "mooncake": "weights.transport=nccl does not need it; auto would take it between several nodes",
     "nccl": "NCCL_DEBUG=INFO says why; trainer ranks need it too",
     "gloo": "does this host reach itself at 127.0.0.1?",
 }
@@ -376,7 +376,7 @@ def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-DESCRIPTION = "what a run needs of this machine, what of it is there, and how to get the rest"
+DESCRIPTION = "what a run needs of this machine, what is there, and how to get the rest"
 EXAMPLES = ["megarl doctor", "megarl doctor --json", "megarl doctor --gpu", "megarl doctor --warm configs/8b_aipo.yaml"]
 
 

@@ -100,7 +100,7 @@ class EngineKeeper:
     def poll(self) -> None:
         """Restarts engines. Raises ProcessFailed, with the end of its log, for one that has died more often than it may."""
         if self._broken is not None:
-            raise RuntimeError(f"the engines cannot be asked whether they live: {self._broken!r}") from self._broken
+            raise RuntimeError(f"the engines' health cannot be checked: {self._broken!r}") from self._broken
         self._forgive_own_silence()
         for name in [name for name in self._processes.names if name in self._departures]:
             print(f"{name} has left the run, and is ended", flush=True)
@@ -118,7 +118,7 @@ class EngineKeeper:
         still_s = self._polled - before
         if still_s < STILL_S:
             return
-        print(f"this launcher stood still for {still_s:.0f} s: stopped, or held by the system; the run goes on", flush=True)
+        print(f"this launcher stood still for {still_s:.0f} s: it was stopped, or the system was too busy; the run goes on", flush=True)
         for engine in self._engines.values():
             engine.started, engine.beaten = engine.started + still_s, engine.beaten + still_s
             engine.answered = engine.answered and engine.answered + still_s

@@ -210,7 +210,7 @@ class Inputs:
 
     @property
     def remarks(self) -> list[str]:
-        """A line for each dataset and reward of which there is something that their owner may not know."""
+        """A line for each dataset and reward with something that their owner may not know."""
         data = {f"Data: {each.key}": [*each.remarks] for each in self.datasets}
         rewards = {f"Reward: {each.part.setting} on {each.key}": [*each.remarks] for each in self.rewards}
         return [f"{of_what}: {'; '.join(remarks)}" for of_what, remarks in (data | rewards).items() if remarks]

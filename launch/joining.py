@@ -61,7 +61,7 @@ class RunningRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is being stopped, or part of it has finished or failed: its generator may be gone before the last launcher is."""
+        """Whether it is being stopped, or a part has finished or failed: its generator may end before the last launcher."""
         return any(name in ("stop", "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
 
     @property
@@ -71,7 +71,7 @@ class RunningRun:
             return False
         host = read_report(self.folder, 0).host
         if host != host_name():
-            said = f"it runs on {host} alone, and listens only there: start engines there, or the run with launch.interface"
+            said = f"it runs on {host} alone, and listens only there: start the engines there, or start the run with launch.interface"
             raise ConfigError(f"{self.run_dir}: {said}")
         return True
 
@@ -139,7 +139,7 @@ BEAT_S = 2.0
 
 
 def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = ()) -> None:
-    """Runs `count` engines (None: as many as this job's nodes hold) until they are not needed any more.
+    """Runs `count` engines (None: as many as this job's nodes hold) until they are no longer needed.
 
     Raises ConfigError if they cannot join, RuntimeError if they fail, or cannot leave in order.
     """
@@ -201,7 +201,7 @@ def _meeting(folder: Path, node: Node, plan: RunPlan) -> Iterator[Meeting]:
 def _membership(
     run: RunningRun, plan: RunPlan, placed: list[NodePlan], reports: list[NodeReport], meeting: Meeting
 ) -> Iterator[Membership]:
-    """On the head: announces the engines to the run, and then to the other nodes where and what they are. Raises ConfigError."""
+    """On the head: announces the engines to the run, then tells the other nodes where each runs. Raises ConfigError."""
     first = read_report(run.folder, 0)
     of_run = replace(first, host=f"{first.host}, of the run", gpus=reports[0].gpus, infiniband={}, problems=[])
     if problems := disagreements([of_run, *reports]):
@@ -286,7 +286,7 @@ def _named(numbers: Sequence[int]) -> str:
 DESCRIPTION = "engines join a running run, and leave it"
 MEANINGS = {
     "add": "start engines that join a running run; ends with them: when they have left, the run has ended, or SIGTERM makes them leave",
-    "remove": "have engines leave a running run: others finish what they have begun",
+    "remove": "make engines leave a running run; other engines finish their work",
     "list": "the engines of a running run, and what they are doing",
 }
 EXAMPLES = [

@@ -72,7 +72,7 @@ def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
         yield "trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)"
     transport = plan.config.weights.transport
     if transport not in ("nccl", "gloo") and (given := growing_segments()):
-        why = "network cards and other processes cannot always open such memory; nccl and gloo do not ask them to"
+        why = "network cards and other processes cannot always open such memory; nccl and gloo do not need that"
         yield f"{given}: must be without expandable_segments:True where weights.transport={transport}: {why} (docs/transports.md)"
 
 
@@ -131,7 +131,7 @@ def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
             how = _how(error)
             raise
         finally:
-            with contextlib.suppress(OSError):  # what has ended the run, such as a full disk, is to be told, not this
+            with contextlib.suppress(OSError):  # report what ended the run, such as a full disk, and not this error
                 trace.mark("end", how=how[:END_CHARACTERS])
 
 
@@ -147,7 +147,7 @@ def _how(error: BaseException) -> str:
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:
-    """What `megarl plan` says, for the report beside what is measured; for a config that it cannot plan, why."""
+    """What `megarl plan` says, which the report shows beside measurements; for a config that it cannot plan, why."""
     try:
         found = estimate(plan.config, plan.spec)
     except ConfigError as error:

@@ -66,7 +66,7 @@ def _slurm_node(environment: Mapping[str, str]) -> Node:
 
 
 def address_of(interface: str | None, nodes: int) -> str:
-    """The address at which the other nodes reach this one: that of `interface` (a pattern such as ib*), or of the default route; an IPv6
+    """The address at which other nodes reach this one, on `interface` (a pattern such as ib*) or the default route; an IPv6
     address only where there is no other.
 
     Raises ConfigError if no interface matches, or the host has no default route.
@@ -80,7 +80,7 @@ def address_of(interface: str | None, nodes: int) -> str:
             return address_towards(with_port(elsewhere, 9))
     address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
     if is_loopback(str(address)):
-        raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and its name means {address}")
+        raise ConfigError(f"launch.interface=null: must be set: {socket.gethostname()} has no default route, and resolves to {address}")
     return str(address)
 
 

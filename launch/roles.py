@@ -167,7 +167,7 @@ def check_gpus(plan: RunPlan) -> None:
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
-        cpu = "cluster.gpu=cpu trains on the CPU all the same"
+        cpu = "with cluster.gpu=cpu it would train on the CPU"
         raise RuntimeError(f"this node has {here} GPUs, but torch {torch.__version__} cannot use them ({error}); {cpu}") from error
 
 

@@ -1,4 +1,4 @@
-"""The trackers of a launch (observe.trackers): a process for each, beside the run's own, whose failure is told and changes nothing else."""
+"""The trackers of a launch (observe.trackers): a process for each, beside the run's own. A failure is reported and changes nothing else."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Trackers:
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    self._say(name, f"it was not done {deadline_s:g} s after the run ({whose})")
+                    self._say(name, f"it had not finished {deadline_s:g} s after the run ({whose})")
             for name in self._processes:
                 tracked = Tracked.load(self._folder, name)
                 if not tracked.ended:

@@ -67,7 +67,7 @@ class StopOrder:
         if self._since is not None and not self._told:
             self._told = True  # printed here, because a signal handler may interrupt another print
             within = f"the running step is finished and saved, within {self._deadline_s:g} s (checkpoint.on_termination_s)"
-            print(f"{NAMES[self.signal]}: {within}. Once more ends everything at once.", flush=True)
+            print(f"{NAMES[self.signal]}: {within}. A second one ends everything at once.", flush=True)
         if self._since is not None and time.monotonic() - self._since > self._deadline_s:
             alive = ", ".join(sorted(self._trainers & set(self._processes.running()))) or "trainer ranks of other nodes"
             self._processes.dump_stacks()

@@ -24,7 +24,7 @@ PARENT = "MEGARL_PARENT"  # environment variable: the process that has started t
 
 
 def die_with_parent() -> None:
-    """Ends this process with the one that has started it, and processes that a library spawns here with this one."""
+    """Ends this process when its parent ends, and the processes that a library spawns here when this one ends."""
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     os.environ[PARENT] = str(os.getpid())  # for the processes that this one spawns
 
@@ -70,7 +70,7 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         traceback.print_exc()
-        raise SystemExit(f"{LAST_WORDS}the disk is full ({error}); complete checkpoints in run_dir are whole") from None
+        raise SystemExit(f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can be used") from None
 
 
 if __name__ == "__mp_main__":  # a child that a library spawned from a worker

@@ -36,7 +36,7 @@ CONFIG is a YAML file; dotted.key=value after it overrides its settings. docs/co
 
 COMMANDS = {
     "sft": "train by supervised learning: the warm start of a model that cannot do the task at all",
-    "run": "sft, if sft.steps asks for it and it is not done, and then train; the same command goes on wherever it was ended",
+    "run": "sft, if sft.steps asks for it and it is not done yet, then train; the same command goes on where it ended",
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
     "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers or openenv)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
@@ -193,7 +193,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     unused = {"json": False, "dump": None, "delta": 0.01, "link": None, "picture": None, "rank": None}
     by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
-    by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank as PEFT does, not merged")
+    by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank, in PEFT's format")
     which = by_name["export"].add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
     for options in (which, by_name["eval"]):
@@ -207,7 +207,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     reshard.add_argument("--picture", metavar="FILE", help="draw who sends to whom, and how evenly: .svg or .png")
     plan = by_name["plan"]
     plan.add_argument("--search", action="store_true", help="look for the fastest parallel sizes, batches, precision and split")
-    plan.add_argument("--theory", action="store_true", help="beside what the search finds, the optimum of LlamaRL's section 7")
+    plan.add_argument("--theory", action="store_true", help="show the optimum of LlamaRL's section 7 beside what the search finds")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
     for name, module in WITHOUT_CONFIG.items():
@@ -251,7 +251,7 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         _reshard(plan, arguments)
         print(render_launch(plan))
         if resume.checkpoint:
-            print("The checkpoint's files are there in full length; the run hashes its tensors when it reads them, which is not done now")
+            print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
         print(*weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
         for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
             print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")

@@ -22,7 +22,7 @@ class RunError(RuntimeError):
 
 
 def tell(error: Exception) -> None:
-    """Prints why the command ends, once: the command line does so for what has not been told."""
+    """Prints why the command ends, unless it has been printed before."""
     if not error.__dict__.get("told"):
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"megarl: {problem}", file=sys.stderr, flush=True)
@@ -30,11 +30,11 @@ def tell(error: Exception) -> None:
 
 
 def unreadable(error: OSError) -> ConfigError:
-    """The ConfigError for a path that cannot be looked at: its name is too long, or it is in a folder that this user may not read. Raises
+    """The ConfigError for a path that cannot be accessed: its name is too long, or it is in a folder that this user may not read. Raises
     `error` if that does not name a path."""
     if error.filename is None:
         raise error
-    return ConfigError(f"{error.filename}: cannot be looked at: {error.strerror}")
+    return ConfigError(f"{error.filename}: cannot be accessed: {error.strerror}")
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:

@@ -30,14 +30,14 @@ class Limit:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # a wrong value → the key=value that was meant
 
     def meant(self, value: Any) -> str:
-        """A question that completes the message about a wrong value; empty if no name, or no name of a list's, is like it."""
+        """Completes the message about a wrong value by a question; empty if no name is like it, or like an item of a list."""
         wrong = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text not in self.names]
         known = dict.fromkeys([*self.names, *self.elsewhere])
         return did_you_mean([self.elsewhere.get(near, near) for text in wrong for near in alike(text, known)])
 
 
 def alike(text: str, names: Collection[str]) -> list[str]:
-    """The names that `text` may be a slip for: those most like it. Upper and lower case do not count, nor the order of letters much."""
+    """The names most like `text`, which may be a misspelling of one. Case does not count, and the order of letters counts little."""
 
     def likeness(name: str) -> float:
         one, other = text.lower(), name.lower()
@@ -94,7 +94,7 @@ def one_of(
 
 
 def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = "") -> Any:
-    """A field of a config dataclass that carries its meaning and its limit, and if it is a path, whether of an INPUT, OUTPUT or MODULE."""
+    """A field of a config dataclass with its meaning and its limit. For a path, `path` is INPUT, OUTPUT or MODULE."""
     return field(default=default, metadata={"meaning": meaning, "limit": limit, "path": path})
 
 

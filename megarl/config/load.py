@@ -66,7 +66,7 @@ def _kind(key: str) -> str:
 
 
 def _doubts(path: str, end: str, of_file: bool, is_file: bool, file: Path) -> Iterator[str]:
-    """Says what to write where the folder that was not meant has such a file too, or alone."""
+    """Says what to write if the other folder has such a file too, or only the other folder has it."""
     if os.path.isabs(path) or "${" in path or file.parent.resolve() == Path.cwd():
         return
     if not is_file:
@@ -158,14 +158,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """What an algorithm.recipe among them sets, and then they, so that they win."""
+    """The settings of an algorithm.recipe among the assignments, then the assignments: the later one wins."""
     recipe = dict(assignments).get(_RECIPE)
     return [*(published(recipe).items() if recipe in PUBLISHED else ()), *assignments]
 
 
 @cache
 def _defaults() -> bytes:
-    """A tree of defaults, pickled: reading one takes OmegaConf a thirtieth of the time that making one takes it."""
+    """A tree of defaults, pickled: unpickling takes a thirtieth of the time that OmegaConf takes to make one."""
     return pickle.dumps(OmegaConf.structured(RunConfig))
 
 
@@ -189,7 +189,7 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
         tab = any("\t" in there for there in text.splitlines()[at : at + 1])
-        raise ConfigError(f"{path}{line}: not valid YAML: {'a tab, where YAML takes spaces alone' if tab else error.problem}") from None
+        raise ConfigError(f"{path}{line}: not valid YAML: {'a tab where YAML allows only spaces' if tab else error.problem}") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, dict) or list(tree) == [text.strip()]:  # OmegaConf makes a bare word a key
@@ -262,7 +262,7 @@ _FREE = tuple(  # mappings whose names are another's
 
 @dataclass(frozen=True)
 class Fixed:
-    """A setting of earlier versions. Its value, which a run of such a version has in its config.yaml, is still accepted."""
+    """A setting of earlier versions. The fixed value is still accepted, since config.yaml of an earlier run may have it."""
 
     value: Any
     instead: str
@@ -283,16 +283,16 @@ FIXED = {
     "reward_model.eval.rejected_key": Fixed("rejected", _PAIRS_COLUMNS),
     "reward_model.eval.margin_key": Fixed(None, _PAIRS_COLUMNS),
     **{
-        f"{name}.optimizer.megatron": Fixed({}, "trainer.optimizer.megatron is of all optimizers")
+        f"{name}.optimizer.megatron": Fixed({}, "trainer.optimizer.megatron holds for every optimizer")
         for name in ("critic", "sft", "reward_model")
     },
     **{
-        f"{name}.max_tokens_per_microbatch": Fixed(None, "trainer.max_tokens_per_microbatch is of all commands")
+        f"{name}.max_tokens_per_microbatch": Fixed(None, "trainer.max_tokens_per_microbatch holds for every command")
         for name in ("sft", "reward_model")
     },
     "critic.head": Fixed("zeros", "a new head begins with zeros"),
     "roles.NAME.dtype": Fixed(None, "engines of roles compute in model.dtype"),
-    "rollout.tool_memory_mib": Fixed(1024, "it is the memory limit of every tool's process"),
+    "rollout.tool_memory_mib": Fixed(1024, "every tool's process has this memory limit"),
 }
 
 
@@ -327,7 +327,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
         return
     if isinstance(value, Mapping):
         if unclear := [yaml_text(name) for name in value if isinstance(name, bool | None)]:
-            yield f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes, as must yes, no, on, off and null, to be a text"
+            yield f"{key}={yaml_text(value)}: {unclear[0]} must be in quotes to be a text; so must yes, no, on, off and null"
             return
         value = {str(name): item for name, item in value.items()}
     for section in outer_sections(key):
@@ -342,7 +342,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
 
 
 def _in_sft(key: str) -> tuple[str, str]:
-    """(roles.NAME.sft, the setting of megarl sft that a dotted key after it names); empty texts for what is not there."""
+    """The parts of a dotted key: (roles.NAME.sft, the setting of megarl sft behind it); empty texts if it has none."""
     names = key.split(".")
     inside = general(".".join(names[:3])) == "roles.NAME.sft"
     return (".".join(names[:3]), ".".join(names[3:])) if inside else ("", "")

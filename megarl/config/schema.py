@@ -71,7 +71,7 @@ class LearnedConfig(DatasetConfig):
 
 @dataclass
 class PreferenceConfig(SourceConfig):
-    """Pairs of responses to a prompt, of which one is preferred."""
+    """Pairs of responses to a prompt; one of the two is preferred."""
 
     prompt_key: str | None = setting(
         None,
@@ -91,7 +91,7 @@ class PreferenceConfig(SourceConfig):
 
 @dataclass
 class HeldOutPairsConfig:
-    """Pairs with the columns of those that are learned."""
+    """Held-out pairs, with the columns of the pairs that are learned."""
 
     source: str = setting(MISSING, "where rows come from, as data.eval.source says", path=INPUT)
     split: str = setting("train", "which split of the source")
@@ -287,7 +287,7 @@ SAMPLED, TOP_K, VOCABULARY = "sampled", "top_k", "vocabulary"
 
 @dataclass
 class DistillConfig:
-    """Of runs with teachers among their `roles` (docs/algorithms.md)."""
+    """For runs with teachers in `roles` (docs/algorithms.md)."""
 
     coef: float = setting(
         1.0, "weight of the reverse KL divergence from the teachers. That of several teachers is the sum by their own `weight`", above(0)
@@ -439,18 +439,18 @@ class AdamConfig:
 
 @dataclass
 class OptimizerConfig(AdamConfig):
-    """The policy's."""
+    """The optimizer of the policy."""
 
     megatron: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"meaning": "further settings of all optimizers of a run, by the names of Megatron's OptimizerConfig"},
+        metadata={"meaning": "further settings of every optimizer of a run, by the names of Megatron's OptimizerConfig"},
     )
 
 
 @dataclass
 class CriticConfig:
-    """Of algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the checkpoint
-    of the role `critic`, or with the policy's weights if there is none."""
+    """For algorithm.name=ppo. The critic has the trainer's ranks and sizes, and makes as many optimizer steps. It begins with the
+    checkpoint of the role `critic`, or with the policy's weights if there is none."""
 
     warmup_steps: int = setting(0, "steps at the beginning of the run that train the critic alone", at_least(0))
     value_clip: float | None = setting(
@@ -713,7 +713,7 @@ class TrainerConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Those that a batch of rollouts makes."""
+        """Optimizer steps on one batch of rollouts."""
         return self.minibatches * self.epochs
 
 

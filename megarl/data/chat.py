@@ -1,4 +1,4 @@
-"""Renders conversations by a tokenizer's chat template, exactly as transformers does, and finds what in them the assistant has written."""
+"""Renders conversations by a tokenizer's chat template, exactly as transformers does, and finds the text that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = "chat"  # as prompt_template: use the model's chat template
 _NONCE = secrets.token_hex(8)  # so that no message can hold the marks
 _OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
-_REWRITES = "writes what is before or in it otherwise once more follows; learn=last learns the last turn alone"
+_REWRITES = "changes this turn, or text before it, when more messages follow; with learn=last only the last turn is learned"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 Message = dict[str, Any]
 
@@ -63,7 +63,7 @@ class ChatTemplate:
             last = self._ended(whole, first, last, place)
             check_shown([messages[place]], whole[first:last], place)
             if any(thought not in whole[first:last] for thought in _thoughts(messages[place])):
-                raise ValueError(f"message {place + 1}: the chat template leaves out what the assistant thinks")
+                raise ValueError(f"message {place + 1}: the chat template leaves out the assistant's thinking")
             found += [whole[end:first], whole[first:last]]
             end = last
         return found
@@ -113,9 +113,9 @@ class ChatTemplate:
         ended = self.render(messages[: place + 1], tools, answered=True)
         ended = ended[: min(self._ends(ended, len(prompt), len(ended)), default=len(ended))]
         if not (whole.startswith(ended) and ended.startswith(prompt)):
-            alone = "the prompt that it makes for it is not how the conversation begins"
+            alone = "the prompt that it makes for this turn is not the beginning of the conversation"
             why = alone if place == len(messages) - 1 else f"it {_REWRITES}"
-            raise ValueError(f"message {place + 1}: what the assistant wrote cannot be told from the chat template: {why}")
+            raise ValueError(f"message {place + 1}: the chat template does not show which text the assistant wrote: {why}")
         return len(prompt), len(ended)
 
     def _ended(self, whole: str, first: int, last: int, place: int) -> int:
@@ -125,8 +125,8 @@ class ChatTemplate:
         if not ends:
             names = " and ".join(map(repr, self.ends))
             raise ValueError(
-                f"message {place + 1}: the chat template does not end it with an end-of-text token of the model ({names}), so it would "
-                "never learn to stop; eos_token in tokenizer_config.json must be what the template ends turns with"
+                f"message {place + 1}: the chat template does not end it with an end-of-text token of the model ({names}), so the "
+                "model would never learn to stop. Set eos_token in tokenizer_config.json to the token that ends the template's turns"
             )
         rest = whole[min(ends) : last]
         for token in self.ends:

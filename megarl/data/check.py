@@ -51,7 +51,7 @@ class Checked:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """What of the rows their owner may not know."""
+        """Facts about the rows that their owner may not know."""
         if self.dropped:
             kinds = [f"{len(where):,}: {kind} (first: {where[0]})" for kind, where in self.reading.dropped.items()]
             yield f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"

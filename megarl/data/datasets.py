@@ -107,7 +107,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         return
     if not isinstance(found, list):
         if b"\n" in text.strip():
-            raise ConfigError(f"{path}: is one value, and must be a list of rows, or have one row on each line")
+            raise ConfigError(f"{path}: holds one value; it must be a list of rows, or have one row on each line")
         found = [found]
     yield from ((f"{path}, row {number}", record) for number, record in enumerate(found, start=1))
 
@@ -146,7 +146,7 @@ def parsed(text: bytes) -> Any:
     except RecursionError as error:
         raise RowProblem("JSON that is nested too deeply") from error
     except ValueError as error:  # the only one that is left
-        raise RowProblem("a number of too many digits") from error
+        raise RowProblem("a number with too many digits") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -258,7 +258,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         made = {**inner, "arguments": parsed(inner["arguments"].encode())}
     except RowProblem as problem:
-        raise RowProblem(f"{where}: the arguments of its tool call are no JSON: {problem}") from problem
+        raise RowProblem(f"{where}: the arguments of its tool call are not JSON: {problem}") from problem
     return {**call, "function": made} if inner is not call else made
 
 
@@ -291,7 +291,7 @@ def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Messa
     if learn == "last":
         places = [place for place in places if place == len(messages) - 1]
     if not places:
-        raise RowProblem(f"field {field!r}: no turn of the assistant is to be learned")
+        raise RowProblem(f"field {field!r}: it has no assistant's turn to learn")
     return [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in messages], places
 
 
@@ -488,7 +488,7 @@ def _response(record: dict[str, Any], field: str) -> str:
         return _text(record, field)
     last = value[-1] if value else None
     if not isinstance(last, dict) or not isinstance(last.get("content"), str) or last.get("role") == "user":
-        raise RowProblem(f"field {field!r} must be text, or messages of which the last is the response")
+        raise RowProblem(f"field {field!r} must be text, or a list of messages that ends with the response")
     return last["content"]
 
 
@@ -544,7 +544,7 @@ def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat
     if answered and len(found) > 1 and found[-1]["role"] == "assistant":
         found = found[:-1]
     if found[-1]["role"] == "assistant":
-        raise RowProblem(f"field {field!r}: the last message is the assistant's already: there is nothing to answer")
+        raise RowProblem(f"field {field!r}: the last message is the assistant's, so there is nothing to answer")
     found = [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in found]
     return _rendered(record, found, field, config, chat, lambda template, tools: template.render(found, tools))
 
@@ -553,8 +553,8 @@ def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Messag
     if not value:
         raise RowProblem(f"field {field!r} has no messages")
     if config.prompt_template not in (CHAT, _AS_IT_IS):
-        only = "to which only a chat template can be applied"
-        raise RowProblem(f"field {field!r} has messages, {only}, not prompt_template={config.prompt_template}")
+        only = f"prompt_template={config.prompt_template} cannot be applied to them"
+        raise RowProblem(f"field {field!r} has messages, which need a chat template: {only}")
     return messages_of(value, field)
 
 
@@ -597,7 +597,7 @@ def _whole_answer(record: dict[str, Any], field: str) -> str:
     try:
         return json.dumps(value)
     except TypeError as error:  # parquet has more kinds of values than JSON
-        raise RowProblem(f"field {field!r} holds what cannot be written as JSON: {error}") from error
+        raise RowProblem(f"field {field!r} cannot be written as JSON: {error}") from error
 
 
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
@@ -622,7 +622,7 @@ def _dig(record: dict[str, Any], field: str) -> Any:
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
-    """One text; or a list of texts by policy and environment in turn, of which the policy's are first and last."""
+    """One text, or a list of texts by policy and environment in turn. The policy writes the first and the last."""
     texts = _dig(record, field)
     if not isinstance(texts, list):
         return _text(record, field, numbers=True)

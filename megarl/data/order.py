@@ -70,7 +70,7 @@ class Mixture:
         self._units = [unit // common for unit in units]
         self._period = sum(self._units)
         if self._period > LONGEST_PERIOD:
-            raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat after {self._period} prompts only")
+            raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat only after {self._period} prompts")
         self._source: list[int] = []  # by place in the period
         self._places: list[list[int]] = [[] for _ in shares]  # of each source, in the period
         for place in range(self._period):

@@ -34,7 +34,7 @@ Rows = Sequence[Row]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to a prompt, of which `chosen` is preferred."""
+    """Two responses to a prompt; `chosen` is preferred."""
 
     prompt: str  # what the model sees, after the template
     chosen: str
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass
 class Reading:
-    """What else is done with rows while they are read, and what it finds. With `drop` rows with problems are left out (data.bad_rows)."""
+    """What else happens with rows while they are read, and its findings. With `drop`, rows with problems are left out (data.bad_rows)."""
 
     drop: bool = False
     tokens: Callable[[Any], int] | None = None  # of a row's prompt; raises RowProblem for a row that does not fit model or tokenizer
@@ -171,7 +171,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def located(suite: SuiteConfig) -> SuiteConfig:
-    """With the place on the hub, if it is a benchmark from there."""
+    """The suite with its place on the hub, if it is a benchmark from there."""
     found = BENCHMARKS[suite.benchmark] if suite.benchmark else None
     if found is None:
         return suite
@@ -181,7 +181,7 @@ def located(suite: SuiteConfig) -> SuiteConfig:
 
 
 def asked(record: Record, config: object) -> Record:
-    """The row with what the benchmark asks and the reference, if `config` is of one. Raises RowProblem."""
+    """The row with the benchmark's question and reference, if `config` names a benchmark. Raises RowProblem."""
     if not isinstance(config, SuiteConfig) or not config.benchmark:
         return record
     prompt, answer = BENCHMARKS[config.benchmark].asked(record)
@@ -200,20 +200,20 @@ def files_of(config: object) -> list[str]:
 
 
 def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple[str, Any]]:
-    """Those of the suite's dates."""
+    """The records within the suite's dates."""
     if not isinstance(config, SuiteConfig) or not (config.since or config.until):
         return records
     since, until = config.since or "", config.until or "9"
 
     def inside(record: Any) -> bool:
         date = record.get("contest_date") if isinstance(record, dict) else None
-        return not isinstance(date, str) or since <= date[:10] <= until  # rows without a date, and what is no row, are reported elsewhere
+        return not isinstance(date, str) or since <= date[:10] <= until  # rows without a date and malformed rows are reported elsewhere
 
     return ((where, record) for where, record in records if inside(record))
 
 
 def dates_of(config: object) -> str:
-    """Which dates `wanted` leaves, in words; empty if all."""
+    """The dates that `wanted` keeps, in words; empty if it keeps all."""
     if not isinstance(config, SuiteConfig):
         return ""
     return "".join(f" {name} {date}" for name, date in (("since", config.since), ("until", config.until)) if date)

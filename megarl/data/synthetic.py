@@ -60,7 +60,7 @@ def score(response: str, answer: str) -> float:
     return max(2 * found / len(answer) - 1 - _MISTAKE * mistakes, WORST)
 
 
-# The task synthetic:summary, in which a model is to be rewarded by another that has learned a gold scorer's preferences.
+# The task synthetic:summary, in which a reward model that has learned a gold scorer's preferences rewards the policy.
 #
 # A post is six different letters of a to p, in any order; its summary names them in alphabetical order: "kcgpab=" -> "abcgkp". There are
 # 8,008 sets of letters in 720 orders each; 512 of the sets form the split "eval", in one order each, and are in no other.
@@ -113,7 +113,7 @@ class Summaries(Sequence[Row]):
 
 @dataclass(frozen=True)
 class SummaryPairs(Sequence[Pair]):
-    """The posts of one split, each with two demonstrations, of which the gold scorer prefers one."""
+    """The posts of one split, each with two demonstrations. The gold scorer prefers one."""
 
     posts: Summaries
 

@@ -17,7 +17,7 @@ from megarl.config.schema import ModelConfig
 from megarl.models.spec import ModelSpec
 
 _SHORT_CHARS = 4096
-MOST_CHARS_PER_TOKEN = 64  # of any text that is not written to be long and few tokens, such as a megabyte of blanks
+MOST_CHARS_PER_TOKEN = 64  # holds for all but contrived texts, such as a megabyte of blanks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @cached_property
     def _of_text(self) -> tokenizers.Tokenizer:
-        """Reads names of special tokens as text. That is a property of the whole tokenizer, which threads could not change in turns."""
+        """Reads names of special tokens as text. This is a property of the whole tokenizer, so threads cannot share one that changes."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend

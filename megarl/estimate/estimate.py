@@ -119,7 +119,7 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
-    """What the model reads of a step, and what it writes. A template's own text is not counted."""
+    """The tokens that the model reads and writes in a step. A template's own text is not counted."""
     policy, own = Workload.generated(config), role.settings
     read, longest = policy.tokens_per_sequence, policy.longest
     if role.role != JUDGE:

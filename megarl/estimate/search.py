@@ -130,7 +130,7 @@ def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
     return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)
 
 
-FINE_NODES = 4  # on so many nodes or fewer, trainer and engines may share one; on more, each side gets whole nodes
+FINE_NODES = 4  # up to this many nodes, trainer and engines may share one; beyond, each side gets whole nodes
 LONG = 16384  # tokens of a sequence from which on shapes with context parallelism are tried
 
 

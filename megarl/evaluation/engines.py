@@ -95,7 +95,7 @@ class EvaluationReceiver(WeightsReceiver):
     """Trainer → evaluator, in the evaluator's only process."""
 
     async def take_all(self, evaluator: Evaluator) -> None:
-        """Takes what is offered, and begins to evaluate it, until the run's last version is taken or missed."""
+        """Takes each version that is offered, and begins to evaluate it, until the run's last version is taken or missed."""
         last, settled = self._plan.config.max_steps, -1
         while settled < last:
             version = (await self._offers.next(evaluator.version)).version
@@ -167,7 +167,7 @@ class Evaluations:
         return -1 if self.fleet.version is None else self.fleet.version
 
     def begin(self, version: Version, taken: Taken) -> None:
-        """Called when the engines hold `version`; nothing is being evaluated."""
+        """Called when the engines hold `version` and nothing is being evaluated."""
         assert self.evaluating is None
         told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}
         self._record(f"evaluation weights {version}", *taken.pause, taken.engines, **told)
@@ -222,7 +222,7 @@ class Evaluations:
         try:
             await watch_returns(self.fleet, logs, generator.on_failure == "restart", generator.startup_timeout_s)
         except EngineError as error:
-            print(f"no version is evaluated any more: {error}", flush=True)
+            print(f"evaluation has stopped: {error}", flush=True)
             self.gone = "no engine was there, and none will be"
             self.fleet.pulse.beat()
 

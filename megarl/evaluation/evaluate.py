@@ -29,7 +29,7 @@ from megarl.trainer.hf_files import check_finite
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Unbiased estimate, from `samples` of one prompt, of the chance that one of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
+    """Unbiased estimate, from `samples` of one prompt, of the chance that any of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 

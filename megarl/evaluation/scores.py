@@ -94,7 +94,7 @@ def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> Non
 
 
 def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
-    """By version: what was noted of it last, and why. A torn line is left out."""
+    """The last note on each version, and its reason. A torn line is left out."""
     path, found = Path(run_dir) / "eval" / JOURNAL, {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -104,7 +104,7 @@ def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
 
 
 def missed(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
-    """The versions that were due, but have no scores: which of MISSED, and why."""
+    """The versions that were due but have no scores, each with one of MISSED and a reason."""
     noted = {v: told for v, told in sorted(read_journal(run_dir).items()) if told[0] in MISSED}
     there = {result["version"] for result in read_results(run_dir)} if noted else ()
     return {v: told for v, told in noted.items() if v not in there}

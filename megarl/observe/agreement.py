@@ -49,7 +49,7 @@ def probe_limit(plan: RunPlan) -> float:
 
 
 def too_far(difference: float, limit: float) -> str | None:
-    """Why the run must stop; None if it may go on with such a mean difference."""
+    """Why the run must stop, or None if this mean difference lets it go on."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None
     found = f"differ by {difference:.3g} on average" if math.isfinite(difference) else "are not all finite"
@@ -77,11 +77,11 @@ TOKENS, ABSOLUTE, LOG_RATIO, RATIO, SQUARE, K3 = range(6)  # columns of Totals.s
 PER_DECADE = 80
 EDGES = 10.0 ** (np.arange(9 * PER_DECADE + 1) / PER_DECADE - 7)  # of |d|: from 1e-7 to 100
 BINS = len(EDGES) + 1  # a bin below the first edge and one above the last
-COARSE = PER_DECADE // 2  # so many bins are one of a written histogram
+COARSE = PER_DECADE // 2  # bins that a written histogram joins into one
 HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # of d, between the 40 counts of a written histogram
 
 EQUAL_TOKENS, EQUAL_WEIGHTS = f"agreement/{AGES[0]}/tokens", f"agreement/{AGES[0]}/abs_diff_mean"
-RECENT = 10  # what is warned of is a median over so many steps
+RECENT = 10  # steps in the median that a warning is about
 WARM_UP = 10  # steps left out of what later ones are compared with
 FEWEST_TOKENS = 32  # a step with fewer says little
 DRIFT = 5  # times the earlier median, and
@@ -149,7 +149,7 @@ def _histogram(bins: np.ndarray) -> list[int]:
 
 
 def describe_agreement(rows: Sequence[Row]) -> str:
-    """What the meters give cause to say, in words; mostly nothing.
+    """What the meters warn of, in words; mostly nothing.
 
     - At equal weights the median difference of the last steps is over the probe's limit. Steps count whose tokens are all of age 0: without
       asynchrony all do, with it at least the first. In others a token of age 0 may have keys and values of older weights in its context.
@@ -173,8 +173,8 @@ def describe_agreement(rows: Sequence[Row]) -> str:
     sizes = [row for row in rows if row.get("agreement/tokens", 0) >= FEWEST_TOKENS][-RECENT:]
     if len(sizes) == RECENT and not (size := _median(sizes, "agreement/ess")) >= LEAST_ESS:
         return (
-            f"the ratios pi/mu are so uneven that tokens count as {size:.0%} of their number (median of the last {RECENT} steps): "
-            "the samples are too old, or trainer and generator disagree; see agreement/age_… in metrics.jsonl"
+            f"the ratios pi/mu are very uneven: the effective sample size is {size:.0%} (median of the last {RECENT} steps). "
+            "The samples are too old, or trainer and generator disagree; see agreement/age_… in metrics.jsonl"
         )
     return ""
 
@@ -217,14 +217,14 @@ def equal_rewards(rows: Sequence[Row]) -> str:
 
 
 def failures(rows: Sequence[Row]) -> str:
-    """What many episodes or scores fail of is a mistake of the program or the reward, which the policy cannot help."""
+    """If many episodes or scores fail, the program or the reward is wrong, not the policy."""
     recent = rows[-EQUAL_STEPS:]
     failed = "" if equal_rewards(rows) else describe_failed(recent, FAILED_SHARE)
     return f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why" if failed else ""
 
 
 def scoring_binds(rows: Sequence[Row]) -> str:
-    """Where rollouts wait longer for their scores than for engines, and the trainer for rollouts, more engines would not help."""
+    """If rollouts wait longer for scores than for engines, and the trainer waits for rollouts, more engines would not help."""
     recent = rows[-EQUAL_STEPS:]
     if len(recent) < EQUAL_STEPS or not all("time/reward_s" in row for row in recent):
         return ""
@@ -233,13 +233,14 @@ def scoring_binds(rows: Sequence[Row]) -> str:
     if not (reward > generate and reward > BINDS * step and wait > BINDS * step):
         return ""
     return (
-        f"scoring binds: rollouts waited {reward:.3g} s of a step of {step:.3g} s for scores, generation took {generate:.3g} s (medians of "
-        f"the last {len(recent)}): raise reward.workers, or give what scores more room (an async function's service, a role's engines)"
+        f"scoring limits the speed: rollouts waited {reward:.3g} s of a step of {step:.3g} s for scores, generation took {generate:.3g} s "
+        f"(medians of the last {len(recent)}). Raise reward.workers, or give the scorer more capacity (an async function's service, a "
+        "role's engines)"
     )
 
 
 def describe_failed(rows: Sequence[Row], least: float) -> str:
-    """What failed in a share of at least `least`, episodes or else scores; empty if neither did."""
+    """Says that a share of at least `least` of the episodes failed, or else of the scores; empty if neither did."""
     shares = {key: fmean(row.get(key, 0.0) for row in rows) for key in (FAILED_EPISODES, FAILED_FRACTION)} if rows else {}
     if shares.get(FAILED_EPISODES, 0.0) >= least:
         return describe_failed_episodes(rows)

@@ -69,7 +69,7 @@ def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
 
 
 def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
-    """Puts `rows`, by step, in the place of those with the same steps. No process may be writing any more."""
+    """Replaces the rows of the same steps by `rows`. No process may write to the file any more."""
     path = Path(run_dir) / METRICS_FILE
     data, begin, changed = path.read_bytes(), 0, []
     for end, row in parse_lines(data):
@@ -103,7 +103,7 @@ def cut_from(path: Path, step: int) -> None:
 
 
 def kept_bytes(data: bytes, step: int) -> int:
-    """How much of a metrics file `cut_from` keeps: one more than there is if the last line lacks only its newline."""
+    """How many bytes `cut_from` keeps; one more than the file has if the last line lacks only its newline."""
     keep = 0
     for end, row in parse_lines(data if data.endswith(b"\n") else data + b"\n"):
         if row is None:

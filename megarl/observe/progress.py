@@ -29,9 +29,9 @@ STEPS_SHOWN = 10
 HELD_OUT_SHOWN = 2  # evaluations
 PROCESSES_SHOWN = 8  # of each role
 REFRESH_S = 0.25
-ETA_STEPS = 20  # the remaining time is estimated from so many recent steps
+ETA_STEPS = 20  # recent steps from which the remaining time is estimated
 HEADER_EVERY = 20  # plain lines
-WARM_START_EVERY = 20  # plain output prints one in so many steps of a warm start, which are many and alike
+WARM_START_EVERY = 20  # plain output prints one in this many steps of a warm start
 LEGEND = "stale: mean/max versions behind; times in s; t.wait, g.wait: of trainer, engines"
 LINE = 80  # columns; what is printed fits them
 PRINTED_BYTES = 4096  # of the end of an engine's log, for what it says last
@@ -123,7 +123,7 @@ class Progress:
             self._live.update(self._render(), refresh=True)
 
     def _tell_failures(self) -> None:
-        """Says what has failed in a way that nothing had before, at once: a step may take long."""
+        """Reports each new kind of failure at once, since a step may take long."""
         for failure in self._failures.poll():
             if failure.kind == WARNING:
                 self.warn(one_line(failure.reason))
@@ -218,7 +218,7 @@ class Progress:
             self._line(f"  {line}")
 
     def _print_advisories(self) -> None:
-        """Prints each kind of advice when it begins to hold, not again when only its numbers change."""
+        """Prints each kind of advice once when it begins to hold, not again when only its numbers change."""
         found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
         for rule in found.keys() - self._advised:
             self._line(f"! {found[rule]}")
@@ -257,7 +257,7 @@ def _width(heading: str) -> int:
 
 
 def _starting(run_dir: Path) -> list[str]:
-    """What engines say last in their logs: which weights they load, what they compile, and how much of it is left."""
+    """The last lines of the engines' logs: what they load and compile, and how much is left."""
     found = []
     for log in sorted((run_dir / "logs").glob("*.log")):
         if not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker.")) and log.stat().st_size:
@@ -306,7 +306,7 @@ def _scores(row: Row) -> Iterator[str]:
 
 
 def _serves(statuses: Sequence[Status]) -> bool:
-    """Whether the generator has met the engines, and speaks for them from then on; or there are none."""
+    """Whether the generator has met the engines and reports on them from now on; true too without engines."""
     names = {status.name.rpartition(".")[0] for status in statuses}
     return not names & {"generator", "evaluate"} or bool(names & {"engine", "evaluation"})
 

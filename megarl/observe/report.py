@@ -158,7 +158,7 @@ def _unique_legend(axes) -> tuple[list, list[str]]:
 # agreement.png: the meters of agreement over a run's steps, by the age of tokens, and the ratios of its first and last steps.
 
 
-RATIO_STEPS = 20  # the ratios of so many first and last steps
+RATIO_STEPS = 20  # first and last steps whose ratios are shown
 AGE_COLOURS: dict[str, str] = dict(zip(AGES, ("#1b3a5c", "#2b5c8a", "#4f9d69", "#c98a1b", "#e07b39", "#b5423c", "#8a4f9d"), strict=True))
 
 
@@ -231,7 +231,7 @@ def _words(age: str) -> str:
 
 
 LINES_NAMED = 5
-ENDS = 10  # the mean rewards of so many first and last steps are compared
+ENDS = 10  # first and last steps whose mean rewards are compared
 SPLIT = {
     "training": "time/train_s",
     "generation": "time/generate_s",
@@ -343,7 +343,7 @@ def _turns(rows: list[Row]) -> str:
 
 
 def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:
-    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more: before the first step, and as it was last."""
+    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more: before the first step, and the last one."""
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
         first = sets(evaluations[0]).get(name, {}) if evaluations[0]["version"] == 0 else {}

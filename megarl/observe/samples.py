@@ -240,7 +240,7 @@ class FailuresTail:
         return found
 
     def reason(self, episodes: bool) -> str:
-        """What has failed last, behind what is said of how many; empty if nothing has."""
+        """The last failure, as it follows the number of failures; empty if nothing has failed."""
         told = self.last.get(episodes)
         return f"; the last: {one_line(told.reason)}" if told else ""
 
@@ -331,7 +331,7 @@ def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], drop
         return ""
     lost = lost_lines(path, missing)
     if len(missing) > 1:
-        return f"{lost}; which of these steps was trained on which prompts is no longer known (the checkpoint knows the prompts)"
+        return f"{lost}; it is no longer known which of these steps trained on which prompts (the checkpoint knows the prompts)"
     known = {ordinal for row in rows.values() for ordinal in [*row["ordinals"], *row.get("dropped", ())]}
     rows[missing[0]] = _line(missing[0], sorted(trained - known), sorted(dropped - known))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ RECORD_BYTES = 256
 _CHECKSUM_BYTES = 10
 STATUS_FOLDER = "status"
 WORK_EVERY_S = 0.5  # how far long work is, is said so often
-_READS = 5  # a record that is being overwritten is read so many times, then left out
+_READS = 5  # tries to read a record that is being overwritten; then it is left out
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StatusBoard:
             self.set(before)
 
     def for_work(self) -> StatusBoard:
-        """The same, as the board on which this process says how far its long work is (`work`)."""
+        """The same board, as the one on which `work` shows this process's progress."""
         global _of_work
         _of_work = self
         return self
@@ -125,7 +125,7 @@ def counted[T](
     line: str = "",
     show: Callable[[float], str] = "{:.0f}".format,
 ) -> Iterator[T]:
-    """The items, whose handling is `work`."""
+    """Yields the items; handling them is `work`."""
     with work(what, sum(map(size, items)), line=line, show=show) as advance:
         for item in items:
             yield item

@@ -77,7 +77,7 @@ class Stale:
 
     @classmethod
     def of(cls, path: Path, first: int) -> Stale:
-        """What there is of step `first` and later. To be called before the run's processes start."""
+        """The rows of step `first` and later that the file has. Call it before the run's processes start."""
         data = path.read_bytes() if path.exists() else b""
         offset = kept_bytes(data, first)
         return cls(offset, len(data[offset:]), _digest(data[offset:]))
@@ -115,7 +115,7 @@ class NewRows:
 
 
 def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]) -> None:
-    """Sends rows until `ended(seconds)`, which waits for so long at most, says that there will be no more, and all are sent."""
+    """Sends rows until `ended(seconds)` says that no more will come. `seconds` is the longest that it may wait."""
     folder, tracked = beginning.folder, Tracked.load(beginning.folder, name)
     goes_on = tracked.closed and bool(tracked.run) and tracked.next_step <= first
     if not goes_on:
@@ -192,7 +192,7 @@ def _sample_row(group: Row, sample: dict[str, Any]) -> list[Any]:
 
 
 def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> None:
-    """Those of one in so many steps, if the tracker has a place for them and has this row already as its last."""
+    """The samples of every few steps, if the tracker can show them and this row is the last that it has."""
     keep = getattr(tracker, "samples", None)
     if keep is not None and row is not None and row["step"] % SAMPLES_EVERY == 0 and (found := samples.of(row["step"])):
         keep(row["step"], SAMPLE_COLUMNS, found)

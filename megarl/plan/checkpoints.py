@@ -141,7 +141,7 @@ def unusable(folder: Path | str, problem: str) -> CheckpointError:
     folder = Path(folder)
     if folder.name == CRITIC:
         folder, problem = folder.parent, f"in {CRITIC}/: {problem}"
-    return CheckpointError(f"checkpoint {folder} cannot be used: {problem}. Move it away, and the one before it serves", problem)
+    return CheckpointError(f"checkpoint {folder} cannot be used: {problem}. Move it away to use the one before it", problem)
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True):
@@ -280,7 +280,7 @@ def _content(path: Path, folder: Path | str) -> bytes:
 
 
 def scores_to_choose_by(config: RunConfig) -> list[str]:
-    """The keys in metrics.jsonl of the held-out scores of which more is better."""
+    """The keys in metrics.jsonl of held-out scores that are better when higher."""
     graded = any(part.role is not None for part in parts_in_evaluation(config))  # then no answer counts as right or wrong
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
@@ -351,7 +351,7 @@ def check_resume(config: RunConfig) -> Iterable[str]:
 def changes(config: RunConfig) -> list[str]:
     """One line for each setting of a resumed run that has changed since its last start."""
     if not _settings_before(config).is_file():
-        return [f"what, if anything, cannot be said: {_settings_before(config)} is gone"]
+        return [f"it is not known which, since {_settings_before(config)} is gone"]
     return [
         f"{key}={yaml_text(value_at(config, key))}, was {yaml_text(value)}" for key, value in differences(_earlier(config), config).items()
     ]

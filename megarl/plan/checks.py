@@ -96,10 +96,10 @@ def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     rows, tp = spec.expert_intermediate_size, config.generator.tp
     shared = spec.shared_intermediate_size // rows if rows else 0
     if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
-        needed = f"{SGLANG_CPU_PADDING} * generator.tp={tp}, which the {rows} ffn rows of an expert are no multiple of"
         fit = [n for n in range(1, tp) if tp % n == 0 and rows % (SGLANG_CPU_PADDING * n) == 0]
         advice = f"generator.tp={fit[-1]} would do" if fit else "they cannot serve it"
-        yield f"model.path={config.model.path}: its {shared} shared experts are padded on CPUs to multiples of {needed}; {advice}"
+        needed = f"must be a multiple of {SGLANG_CPU_PADDING} * generator.tp={tp} on CPUs, or its {shared} shared experts are padded"
+        yield f"model.path={config.model.path}: the {rows} ffn rows of an expert {needed}; {advice}"
 
 
 def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -114,7 +114,7 @@ def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """What the layouts of both sides do not cut. Engines on CPUs would pad; they are held to what GPUs take, as are plans for these."""
+    """Refuses sizes that the layouts cannot cut. Engines on CPUs would pad, but GPUs do not, so both follow the rules for GPUs."""
     t, g = trainer_topology(config.trainer), generator_topology(config.generator)
     yield from problems_of(
         lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
@@ -185,13 +185,13 @@ ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """More ranks than this are a typing error, not a cluster; and their layouts would fill the memory."""
+    """More ranks than this are a typing error, and their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
     for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
                           ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
         if (ranks := math.prod(axes.values())) > MAX_RANKS:
             product = " * ".join(f"{section}.{axis}={size}" for axis, size in axes.items() if size > 1)
-            yield f"{product}: {ranks} ranks; at most {MAX_RANKS} can be planned with"
+            yield f"{product}: {ranks} ranks; at most {MAX_RANKS} can be planned"
 
 
 def check_virtual_stages(config: RunConfig) -> Iterable[str]:
@@ -217,10 +217,10 @@ def check_batch(config: RunConfig) -> Iterable[str]:
 
 
 def check_partial_rollout(config: RunConfig) -> Iterable[str]:
-    """Refuses a chunk size that no response is long enough for."""
+    """Refuses a chunk size that no response can reach."""
     tokens = config.async_.chunk_tokens
     if config.async_.partial_rollout != "resume" and tokens is not None:
-        yield f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts; it is {config.async_.partial_rollout}"
+        yield f"async.chunk_tokens={tokens}: only async.partial_rollout=resume cuts responses; it is {config.async_.partial_rollout}"
     elif tokens is not None and tokens >= config.rollout.max_tokens:
         yield f"async.chunk_tokens={tokens}: must be below rollout.max_tokens={config.rollout.max_tokens}, or nothing is ever cut"
 
@@ -233,7 +233,7 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
     batches, unless_set = config.rollout.max_num_gen_batches, RolloutConfig().max_num_gen_batches
     if not config.rollout.dynamic_sampling and batches != unless_set:
         shown = "null" if batches is None else batches
-        yield f"rollout.max_num_gen_batches={shown}: must be left out ({unless_set}) without rollout.dynamic_sampling, whose limit it is"
+        yield f"rollout.max_num_gen_batches={shown}: must be left out ({unless_set}) without rollout.dynamic_sampling"
     if config.rollout.dynamic_sampling and config.rollout.n < 2:
         yield f"rollout.dynamic_sampling=true: with rollout.n={config.rollout.n} all samples of a prompt have the same reward"
     if config.rollout.dynamic_sampling and recipes.recipe_of(config.algorithm).advantage == "best":
@@ -296,7 +296,7 @@ def check_eval(config: RunConfig) -> Iterable[str]:
 
 
 def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
-    """Whether a set is sampled more than once greedily. What eval.samples and eval.temperature do together has a message of its own."""
+    """Whether a set is sampled greedily more than once. eval.samples with eval.temperature has its own message."""
     samples = suite.samples or config.eval.samples
     temperature = config.eval.temperature if suite.temperature is None else suite.temperature
     return samples > 1 and temperature == 0 and not (suite.samples is None and suite.temperature is None)

@@ -59,7 +59,7 @@ def as_type(annotation: ast.expr) -> Any:
 
 
 def misfits(argument: Argument, value: Any) -> Iterator[str]:
-    """What is wrong with `value`, each completing "must be …"."""
+    """The problems of `value`; each completes "must be …"."""
     try:
         msgspec.convert(value, argument.type)
     except msgspec.ValidationError:
@@ -184,15 +184,15 @@ MEGATRON_BY_KEY = {
         "use_distributed_optimizer": "trainer.zero",
     },
 }
-_LOSS = "the loss is the algorithm's alone, and its denominator would not fit another"
+_LOSS = "the loss is the algorithm's own, and a further term would have the wrong denominator"
 _DROPS = "training and generation would compute with different experts"
-_LAYOUT = "weights are read as the layout has them, and it would put them elsewhere"
+_LAYOUT = "weights are read where the layout has them, and this would put them elsewhere"
 _OTHER_MODEL = "the engines do not compute it"
 _LOSS_SCALING = "float16 is not trained in: model.dtype is float32 or bfloat16"
-_MASTERS = "checkpoints hold float32 master weights and moments, and compare them with what the model computes with"
+_MASTERS = "checkpoints hold float32 master weights and moments, and compare them with the model's weights"
 MEGATRON_REFUSED = {
     "trainer.megatron": {
-        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "log-probs that are trained on would differ from those of the engines"),
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), "the trainer's log-probs would differ from those of the engines"),
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "mtp_num_layers"), _LOSS),
         **dict.fromkeys(
             "moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_token_dropping moe_input_jitter_eps "
@@ -238,7 +238,7 @@ MEGATRON_REFUSED = {
         **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),
     },
 }
-AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # with less each parameter would be a bucket of its own
+AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # with less, each parameter would be its own bucket
 _NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types no YAML value can have
 
 
@@ -376,15 +376,15 @@ KEPT = frozenset(
     ]
 )
 _MOVED = "weights are written to the experts where the layout has them, and it would "
-_COPIES = "it may compute with copies of the weights, which nobody writes to"
-_NO_LAYOUT = "the layout that weights are written by does not know it"
-_NO_KEYS = "requests go by HTTP with a key, and it would serve them otherwise"
+_COPIES = "it may compute with copies of the weights, which no update writes"
+_NO_LAYOUT = "the layout by which weights are written does not know it"
+_NO_KEYS = "requests go by HTTP with a key, and this would serve them in another way"
 SGLANG_REFUSED = {
     "enable_eplb": f"{_MOVED}move them",
     "init_expert_location": f"{_MOVED}place them elsewhere",
     "ep_num_redundant_experts": "only one copy of an expert is written to",
     "elastic_ep_backend": f"{_MOVED}move them",
-    "speculative_algorithm": "nobody writes to the weights of a draft model",
+    "speculative_algorithm": "no update writes the weights of a draft model",
     "pp_size": _NO_LAYOUT,
     "moe_dense_tp_size": _NO_LAYOUT,
     "dp_size": _NO_LAYOUT,
@@ -394,8 +394,8 @@ SGLANG_REFUSED = {
     "enable_paged_experts": f"{_MOVED}move them",
     "enable_nvidia_megakernel": _COPIES,
     "enable_amd_monokernel": _COPIES,
-    "cpu_offload_gb": "weights are written to where they lie, and it would move them",
-    "offload_group_size": "weights are written to where they lie, and it would move them",
+    "cpu_offload_gb": "weights are written in place, and this would move them",
+    "offload_group_size": "weights are written in place, and this would move them",
     "lora_paths": "engines serve the adapter that is trained (lora.rank), and the trainer does not score what another adds",
     "is_embedding": "the launcher decides what engines answer",
     "disaggregation_mode": "each engine must prefill and decode",
@@ -459,7 +459,7 @@ def _refused(name: str, value: Any, truncated: bool) -> str | None:
     if name == "sampling_backend" and value == "ascend" and truncated:
         return "must not be ascend with rollout.top_p, top_k or min_p: it does not record which tokens it keeps"
     if name == "moe_runner_backend" and value not in MOE_RUNNERS:
-        return f"must be {' or '.join(MOE_RUNNERS)}: what computes with experts as they are written"
+        return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None
 
 

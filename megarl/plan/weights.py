@@ -104,7 +104,7 @@ def needs_first_weights(config: RunConfig) -> bool:
 
 
 def why_first_weights(config: RunConfig) -> str:
-    """The beginning of a message about them."""
+    """The beginning of a message about the first weights."""
     if config.lora.rank:
         return f"lora.rank={config.lora.rank}: the weights that its adapters belong to are"
     return f"{recipes.needs_reference(config.algorithm)}: its reference model is"
@@ -131,7 +131,7 @@ def warm_start_record(config: RunConfig) -> str:
 
 
 def check_warm_start(config: RunConfig) -> Iterable[str]:
-    """Problems with using the finished warm start in `sft.output` as the one that `config` describes."""
+    """Problems if the finished warm start in `sft.output` is not the one that `config` describes."""
     output, made_by = config.sft.output, read_warm_start(config.sft.output)
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
@@ -183,7 +183,7 @@ def _read(path: Path, needed: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is damaged ({error}); if it is removed, the run goes by what else is there") from error
+        raise ConfigError(f"{path}: is damaged ({error}); remove it, and the run decides by its other files") from error
     return values
 
 

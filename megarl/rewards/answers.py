@@ -648,7 +648,7 @@ def _without_base(gold: str, found: str) -> tuple[str, str]:
 
 
 def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
-    """Both as numbers: divides the one that is a percentage by a hundred."""
+    """Both as numbers; a percentage is divided by a hundred."""
     return (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
 
 

@@ -32,7 +32,7 @@ _BESIDE_TEXTS = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "S
 
 class Cases(NamedTuple):
     inputs: list[Any]  # texts for standard input; for a function its lists of arguments
-    outputs: list[Any]  # texts; for a function its results, any of which is right
+    outputs: list[Any]  # texts; for a function its results: any of them is right
     function: str | None  # None: the program reads standard input
 
     def passed(self, test: int, result: str) -> bool:
@@ -128,7 +128,7 @@ def _pickled_text(data: bytes) -> str:
         if operation.name in _OF_TEXTS:
             found.append(str(value))
         elif operation.name not in _BESIDE_TEXTS:
-            raise ValueError(f"a pickle of something else than a text: {operation.name}")
+            raise ValueError(f"a pickle of something other than a text: {operation.name}")
     if len(found) != 1:
         raise ValueError(f"a pickle of {len(found)} texts")
     return found[0]

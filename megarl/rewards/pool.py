@@ -88,7 +88,7 @@ class RewardPool(WorkerPool):
 
 
 class RewardMistake(RunError):
-    """Ends the run after the user's function made a mistake over a response, which `told` says."""
+    """Ends the run because the user's function failed on a response; `told` says how."""
 
     def __init__(self, part: Part, told: str, request: ScoreRequest):
         self.told = f"{part.setting}: {told}"
@@ -100,7 +100,7 @@ class RewardMistake(RunError):
 
 
 BLOCKED_S = 0.2  # without a turn for anything else of the event loop
-WINDOW_S, OFTEN_S = 5.0, 1.0  # so much in so long: many short turns hold it up as well
+WINDOW_S, OFTEN_S = 5.0, 1.0  # OFTEN_S of WINDOW_S: many short turns block it too
 
 
 class RewardInLoop:
@@ -121,7 +121,7 @@ class RewardInLoop:
     ):
         self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
         self._part, self._warn, self._now_s = part or single(config), warn, now_s
-        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # from here on it is told
+        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # a warning follows from here on
         self._window_began_s, self._held_s = -math.inf, 0.0
 
     async def score(self, request: ScoreRequest) -> Score:
@@ -159,14 +159,14 @@ class RewardInLoop:
 
     def _tell(self, held: str) -> None:
         self._warn(
-            f"{self._part.setting}: the async function held up the generator's event loop for {held}, in which no other "
-            "response is scored and no engine gets a request: await whatever takes time, or make it a plain function, which runs in "
-            "worker processes (reward.workers)"
+            f"{self._part.setting}: the async function blocked the generator's event loop for {held}. Meanwhile no other response is "
+            "scored and no engine gets a request. Await whatever takes time, or make it a plain function, which runs in worker processes "
+            "(reward.workers)"
         )
 
 
 class _Timed:
-    """Awaits `work`, and tells how long each of its turns in the event loop took. What it awaits in tasks of their own does not count."""
+    """Awaits `work`, and reports how long each of its turns in the event loop took. Tasks that it awaits do not count."""
 
     def __init__(self, work: Awaitable[Any], now_s: Callable[[], float], note: Callable[[float], None]):
         self._work, self._now_s, self._note = work, now_s, note

@@ -1,4 +1,4 @@
-"""What a verifier is told about a response and returns; what a user's own function may ask for and return."""
+"""What a verifier gets and returns; what a user's own function may take and return."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _number(value: Any, wanted: str) -> float:
 def _shown(value: Any) -> str:
     try:
         return _SHOWN.repr(value)
-    except ValueError:  # Python does not write integers of so many digits
+    except ValueError:  # Python refuses to write integers with very many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"one of {type(value).__name__}"
 
 
@@ -328,7 +328,7 @@ def _of_score(failure: Failure) -> bool:
 
 
 def failed_episodes(samples: Sequence[Scored]) -> list[Failure]:
-    """What each episode that failed has failed of; a branch is no episode of its own."""
+    """The failure of each episode that failed. A branch is not an episode of its own."""
     return [failure for sample in samples for failure in list(filter(of_episode, sample.failures))[:1]]
 
 

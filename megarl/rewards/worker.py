@@ -60,7 +60,7 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
     verify = VERIFIERS[verifier]
     for text, answer in _WARM_UP[verifier]:
         if score_of(verify(text, answer)).reward != 1.0:
-            raise RuntimeError(f"verifier {verifier} does not find {text!r} right, given {answer!r}")
+            raise RuntimeError(f"verifier {verifier} does not find {text!r} right for the answer {answer!r}")
     process.limit_resources(memory_mib, files_writable=False)
     _forbid_side_effects()
     process.serve(lambda text, answer: score(verify, text, answer), timeout_s)

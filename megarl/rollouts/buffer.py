@@ -31,7 +31,7 @@ class Ledger(msgspec.Struct, frozen=True):
     rested: list[Ordinal] = []  # all those of the run that the curriculum has left out
     outside: list[Ordinal] = []  # all those of the run whose pass rate was outside the curriculum's band
     rejected: list[Ordinal] = []  # finished, found too old, and not yet trained on or dropped
-    rested_untold: int = 0  # so many of those that have rested no batch has reported yet
+    rested_untold: int = 0  # rested prompts that no batch has reported yet
 
     def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""
@@ -72,7 +72,7 @@ class Consumed:
 
 
 class RolloutBuffer:
-    """Pure logic: nothing waits here. It is told which groups have begun and finished; it makes batches and rejects groups.
+    """Pure logic: nothing waits here. The caller says which groups began and finished; the buffer makes batches and rejects groups.
 
     The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it: of each source as many as
     `mixture` gives it from prompt s * prompts_per_step on to before (s + 1) * prompts_per_step, those of the lowest ordinals. The age of a
@@ -102,7 +102,7 @@ class RolloutBuffer:
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         mixture: Mixture | None = None,
     ):
-        """`judge`: what the generator judges by, for the groups in the ledger, of which earlier settings may have held another opinion."""
+        """`judge`: the generator's rule. It is applied again to the groups in the ledger, since settings may have changed."""
         self._prompts_per_step, self._max_staleness, self._mixture = prompts_per_step, max_staleness, mixture or Mixture()
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}

@@ -102,7 +102,7 @@ def summary_of(group: GroupReady) -> GroupSummary:
 
 
 def judged(group: GroupReady, config: RunConfig) -> GroupReady:
-    """The group, or if it is dropped what is left: all but its numbers. With what it tells the curriculum."""
+    """The group, with its verdict for the curriculum. A dropped group keeps all but its numbers."""
     curriculum, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
     samples = summary_of(group).samples
     if any_unanswered(samples):
@@ -299,7 +299,7 @@ class RolloutsReceiver:
         resend: Callable[[Any], None] = lambda executor: None,
         max_generated: int | None = None,
     ):
-        """`max_generated`: from so many prompts of which too few are left for a batch, one without groups is made of those dropped."""
+        """`max_generated`: if this many prompts did not fill a batch, the batch is empty and names the dropped prompts."""
         self.link = link
         self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
         self._max_generated = max_generated
@@ -327,7 +327,7 @@ class RolloutsReceiver:
             executor.put_batch(agreed, waited_s=waited_s + time.monotonic() - began)
 
     def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
-        """Rank 0's answer; of a batch's numbers, this rank's share. Collective."""
+        """Rank 0's answer, with this rank's share of a batch's numbers. Collective."""
         if self._groups is None:  # rank 0's own deadline comes first, and says what it waits for
             self._groups = _Groups(executor.rank, executor.replicas, self._timeout_s + LATER_S)
         groups, dropped, body = [], [], b""
@@ -429,7 +429,7 @@ class _Groups:
             self._of_replicas = [self._group(ranks) if len(ranks) > 1 else None for ranks in replicas][self.dp]
 
     def _group(self, ranks: list[int] | None) -> dist.ProcessGroup | None:
-        """Of all ranks where None are named; None where this rank is no member."""
+        """The group of these ranks, or of all if None are named; None if this rank is not a member."""
         group = dist.new_group(ranks, backend="gloo", timeout=self._timeout, group_desc="batches")
         return group if isinstance(group, dist.ProcessGroup) else None
 
@@ -442,7 +442,7 @@ class _Groups:
         return whole.numpy().tobytes()
 
     def scatter(self, shares: list[Callable[[], bytearray]], size: int) -> np.ndarray:
-        """Returns this rank's share, of `size` bytes, which rank 0 makes when it sends it."""
+        """Returns this rank's share, which has `size` bytes. Rank 0 makes each share when it sends it."""
         own = torch.empty(size, dtype=torch.uint8)
         if self._rank == 0:
             for dp, head in enumerate(self._heads):

@@ -90,14 +90,14 @@ class ScoringClock:
         return self._waited_s
 
     def count(self, rollouts: int = 0, waiting: int = 0) -> None:
-        """Adds to the rollouts in flight, and to those of them that wait."""
+        """Adds to the number of rollouts in flight, and of those that wait."""
         self.waited_s()
         self._rollouts += rollouts
         self._waiting += waiting
 
 
 class RolloutClock:
-    """What one rollout does, by `clock`: it waits while responses of it are being scored and none is being decoded."""
+    """The state of one rollout for `clock`: it waits while its responses are scored and none is decoded."""
 
     def __init__(self, clock: ScoringClock):
         self._clock, self._decoding, self._scoring = clock, 0, 0
@@ -279,7 +279,7 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Those of a run, which are scored by `reward`, and those of held-out prompts, which may be scored otherwise (eval.reward)."""
+    """The rollouts of a run, scored by `reward`, and those of held-out prompts, which eval.reward may score in another way."""
 
     training: Rollout
     held_out: Rollout

@@ -96,7 +96,7 @@ class Admission:
         self.in_flight -= 1
 
     def drop(self, ordinal: Ordinal) -> None:
-        """A prompt has finished, but is not trained on: another is to replace it."""
+        """A prompt has finished but is not trained on: another one will replace it."""
         self.in_flight -= 1
         self._taken[self._mixture.source(ordinal)] -= 1
 
@@ -117,7 +117,7 @@ class Admission:
         return self._run_ahead is None or self._place() < (version + self._run_ahead + 1) * self._prompts_per_step
 
     def _pop(self, source: int) -> Ordinal | None:
-        """The source's next prompt; None if its row is still being generated for an earlier epoch, on which it depends whether it rests."""
+        """The source's next prompt; None while its row is generated for an earlier epoch, which decides whether it rests."""
         if self._again[source]:
             return heapq.heappop(self._again[source])
         while True:
@@ -180,7 +180,7 @@ class RolloutStream:
         self._pulse.beat()
 
     def put_places(self, max_in_flight: int) -> None:
-        """Called when so many prompts may be in flight from now on."""
+        """Sets how many prompts may be in flight from now on."""
         self.admission.max_in_flight = max_in_flight
         self._pulse.beat()
 

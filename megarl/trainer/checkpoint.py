@@ -193,7 +193,7 @@ class Run:
 
 
 def runs(trainer: MegatronTrainer) -> dict[str, Run]:
-    """The runs of this rank by the layout's names. Tensors of which its optimizers hold nothing are missing."""
+    """This rank's runs by the layout's names, without the tensors that its optimizers hold nothing of."""
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
     found = {}

@@ -220,7 +220,7 @@ def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
 
 
 def drawn_rows(piece: Piece, columns: int, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> torch.Tensor:
-    """The piece's part of a matrix of so many columns, each row of which `draw` fills from a stream of its own."""
+    """The piece's part of a matrix with this many columns. `draw` fills each row from a stream of its own."""
     generator = torch.Generator()
     first, count = piece.logical.start[0], piece.logical.shape[0]
     rows = torch.empty(count, columns)

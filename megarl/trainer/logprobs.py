@@ -67,7 +67,7 @@ def token_logprobs(
 
 
 def main_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
-    """Where the weight's gradient is added. DDP is told so, as Megatron's own layers do it under gradient_accumulation_fusion.
+    """Where the weight's gradient is added. DDP learns of it as from Megatron's own layers under gradient_accumulation_fusion.
 
     DDP then ignores what autograd gives it: zeros. Where the weight is also the embedding of this rank (zero_out_wgrad), it adds them,
     since the embedding's gradient is among them.

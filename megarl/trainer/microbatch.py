@@ -29,7 +29,7 @@ from megarl.trainer.distributed import sent
 
 @dataclass(frozen=True)
 class Alignment:
-    """What the numbers of positions are padded to multiples of."""
+    """Numbers of positions are padded to multiples of these."""
 
     sequence: int = 1  # each sequence: context parallelism cuts it into 2 cp chunks
     microbatch: int = 1  # all of a microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of `sequence`
@@ -128,7 +128,7 @@ def plan_microbatches(
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each in the first that has room, `order` being of decreasing sizes. One that is larger than `capacity` has its own."""
+    """Puts each into the first that has room; `order` has decreasing sizes. One larger than `capacity` gets its own."""
     packed: list[list[int]] = []
     room = np.full(len(order), capacity)
     for index in order:
@@ -141,7 +141,7 @@ def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> lis
 
 
 def _even(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]] | None:
-    """Each in the cheapest of `count` that has room; None if some have room in none."""
+    """Puts each into the cheapest of `count` that has room; None if one finds no room."""
     packed: list[list[int]] = [[] for _ in range(count)]
     room, loads = np.full(count, capacity), np.zeros(count)
     for index in order:

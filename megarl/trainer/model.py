@@ -73,7 +73,7 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
 
 @contextlib.contextmanager
 def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Around what Megatron builds with fields of its own: names `key` where it fails, as it does if software is missing that they need."""
+    """Names `key` if Megatron fails to build with the fields that it sets, for example because software is missing."""
     try:
         yield
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
@@ -441,7 +441,7 @@ class MegatronModel:
         return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """The sums over the data-parallel ranks, of which each has values of its own."""
+        """The sums over the data-parallel ranks, each with its own values."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=data_group())
         return total.tolist()
@@ -454,7 +454,7 @@ class MegatronModel:
         return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
 
     def _outputs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a loss is taken of, and the entropies."""
+        """The values that the loss takes, and the entropies."""
         if self.spec.head == SCALAR:
             values = token_values(hidden[0], microbatch, sequence_parallel=self.sequence_parallel)
             return values, torch.full_like(values, math.nan)
@@ -518,7 +518,7 @@ class MegatronModel:
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
-        `new_head`: what a scalar head begins with, of which the checkpoint has none; None: it has one."""
+        `new_head`: what a scalar head begins with if the checkpoint has none; None: it has one."""
         hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path, new_head, self.seed)
 
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:

@@ -150,7 +150,7 @@ class MegatronTrainer(MegatronModel):
         timeout_s: float,
         optimizer: AdamConfig | None = None,
     ):
-        """`optimizer` replaces trainer.optimizer, but for trainer.optimizer.megatron, which is of all."""
+        """`optimizer` replaces trainer.optimizer, except trainer.optimizer.megatron, which holds for every optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
         self.saved_layout = self.layout  # of what checkpoints hold
         self.lora: Lora | None = None  # see LoraTrainer
@@ -274,7 +274,7 @@ class MegatronTrainer(MegatronModel):
     def token_logprobs(
         self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
     ) -> list[np.ndarray]:
-        """As MegatronModel's; of the reference if `model` says so."""
+        """As MegatronModel's method; for the reference if `model` says so."""
         if model == "policy":
             return super().token_logprobs(sequences, temperature)
         if isinstance(self._reference, MegatronModel):
@@ -309,7 +309,7 @@ class MegatronTrainer(MegatronModel):
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
-        `new_head`: what a scalar head begins with, of which the checkpoint has none; None: it has one."""
+        `new_head`: what a scalar head begins with if the checkpoint has none; None: it has one."""
         super().load_hf(path, new_head)
         self.optimizer.reload_model_params()
 
@@ -324,7 +324,7 @@ def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: Mi
 
 
 def _token_rows(kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]) -> dict[int, TokenRow]:
-    """What TokenRow says of these sequences; `kept`: log-probs of their positions."""
+    """The TokenRow of each of these sequences; `kept`: log-probs of their positions."""
     if not kept:
         return {}
     host = torch.cat([*kept.values()]).cpu().split([len(logprobs) for logprobs in kept.values()])

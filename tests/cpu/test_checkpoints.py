@@ -88,7 +88,7 @@ def test_a_damaged_file_is_named_by_every_rank_and_nothing_is_made_of_it(harmed:
         assert {file for file, _ in rank["said"]} == FILES
         for (file, damage), said in rank["said"].items():
             assert said.startswith("CheckpointError: "), (file, damage)
-            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith("Move it away, and the one before it serves")
+            assert f"checkpoint {checkpoint} cannot be used: " in said and said.endswith("Move it away to use the one before it")
             assert f"{file} is " in said, (damage, said)
             assert "\n" not in said
 
@@ -97,7 +97,7 @@ def test_an_export_names_the_checkpoint_that_is_damaged_and_not_its_own_copy(har
     runs, checkpoint = harmed
     for rank in saved(runs, "damaged"):
         assert f"checkpoint {checkpoint} cannot be used: rank_00001.bin is damaged" in rank["of_copy"]
-        assert "exporting" not in rank["of_copy"] and rank["of_copy"].endswith("Move it away, and the one before it serves")
+        assert "exporting" not in rank["of_copy"] and rank["of_copy"].endswith("Move it away to use the one before it")
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp"])

@@ -141,7 +141,7 @@ def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
         assert learned(load(tmp_path, {"messages": greeting}, template=template)) == ["hi<eos>", "2<eos>"]
     rewriting = strict.replace("{% generation %}{{ message.content }}", "{% generation %}{{ message.content }}{{ messages | length }}")
     told = problem(tmp_path, {"messages": greeting}, template=rewriting)
-    assert told.startswith("field 'messages': message 1: the chat template writes what is before or in it otherwise")
+    assert told.startswith("field 'messages': message 1: the chat template changes this turn, or text before it")
 
 
 def test_what_a_template_leaves_out_is_not_learned_without(tmp_path: Path) -> None:
@@ -171,18 +171,18 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learned(tmp_path: Path) -> None:
     talk = [say("user", "1?"), say("assistant", "<think>x</think>1"), *TALK[3:]]
     assert problem(tmp_path, {"messages": talk}, template=FORGETFUL) == (
-        "field 'messages': message 2: what the assistant wrote cannot be told from the chat template: it writes what is before or in it "
-        "otherwise once more follows; learn=last learns the last turn alone"
+        "field 'messages': message 2: the chat template does not show which text the assistant wrote: it changes this turn, or text before "
+        "it, when more messages follow; with learn=last only the last turn is learned"
     )
     row = load(tmp_path, {"messages": talk}, template=FORGETFUL, learn="last")
     assert learned(row) == ["<think>6</think>6<eos>"] and "#assistant\n1<eos>" in row.prompt
     assert problem(tmp_path, {"messages": talk}, template=MARKED.replace(*FORGETTING)) == (
-        "field 'messages': message 2: the chat template writes what is before or in it otherwise once more follows; learn=last learns the "
-        "last turn alone"
+        "field 'messages': message 2: the chat template changes this turn, or text before it, when more messages follow; with learn=last "
+        "only the last turn is learned"
     )
     assert learned(load(tmp_path, {"messages": talk}, template=MARKED.replace(*FORGETTING), learn="last")) == ["<think>6</think>6<eos>"]
     forced = PLAIN.replace("#assistant\n{% endif %}", "#assistant\n<think>{% endif %}")
-    assert "the prompt that it makes for it is not how the conversation begins" in problem(
+    assert "the prompt that it makes for this turn is not the beginning of the conversation" in problem(
         tmp_path, {"messages": TALK[:3]}, template=forced
     )
 
@@ -195,7 +195,7 @@ def test_thinking_that_a_template_does_not_show_is_not_learned_without(tmp_path:
     inside = [*TALK[:4], say("assistant", "<think>2 by 3</think>6")]
     for talk, template in ((inside, without), (apart, PLAIN), (apart, MARKED)):
         told = problem(tmp_path, {"messages": talk}, template=template)
-        assert told == f"field 'messages': message {len(talk)}: the chat template leaves out what the assistant thinks"
+        assert told == f"field 'messages': message {len(talk)}: the chat template leaves out the assistant's thinking"
         assert load(tmp_path, {"messages": [*talk, say("user", "9?")]}, "unused", template=template).prompt.endswith("#assistant\n")
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
     assert of(user, say("assistant", "a<eos>#user\nb")) == (
         "field 'messages': message 2: holds the special token '<eos>', which could end a turn or open another"
     )
-    assert of(user) == of(user, {**assistant, "weight": 0}) == "field 'messages': no turn of the assistant is to be learned"
+    assert of(user) == of(user, {**assistant, "weight": 0}) == "field 'messages': it has no assistant's turn to learn"
     assert of(user, {**assistant, "weight": 0.5}) == "field 'messages', message 2: weight must be 0 or 1, not 0.5"
     assert of(user, {**assistant, "train": 1}) == "field 'messages', message 2: train must be true or false, not 1"
     assert of(user, say("asistant", "2")).startswith("field 'messages', message 2: role 'asistant' must be one of system, developer,")
@@ -220,15 +220,15 @@ def test_what_cannot_be_learned_is_named_with_its_line(tmp_path: Path) -> None:
     )
     broken = {"function": {"name": "add", "arguments": '{"a"'}}
     assert of(user, say("assistant", "", tool_calls=[broken])).startswith(
-        "field 'messages', message 2: the arguments of its tool call are no JSON"
+        "field 'messages', message 2: the arguments of its tool call are not JSON"
     )
     for arguments in ("[" * 100_000, "1" * 5000, '"\\ud800"'):
         broken = {"function": {"name": "add", "arguments": arguments}}
-        assert "message 2: the arguments of its tool call are no JSON: " in of(user, say("assistant", "", tool_calls=[broken]))
+        assert "message 2: the arguments of its tool call are not JSON: " in of(user, say("assistant", "", tool_calls=[broken]))
     assert of() == "field 'messages' has no messages"
     assert problem(tmp_path, {"messages": "hi"}) == "field 'messages' must be a list of messages, not text"
     assert of(user, assistant, prompt_template="Q: {prompt}") == (
-        "field 'messages' has messages, to which only a chat template can be applied, not prompt_template=Q: {prompt}"
+        "field 'messages' has messages, which need a chat template: prompt_template=Q: {prompt} cannot be applied to them"
     )
     tools = {"messages": TALK, "tools": TOOLS}
     assert problem(tmp_path, tools, template=PLAIN.replace("tools", "nothing")) == (
@@ -291,7 +291,7 @@ def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
     assert "'question' (question and answer) and 'messages' (OpenAI's)" in problem(tmp_path, {"question": "1", "messages": TALK}, "final")
     assert load(tmp_path, {**VERL, "label": "3"}, "final", prompt_key="prompt", answer_key="label").answer == "3"
     assert problem(tmp_path, {"messages": TALK}, "final", prompt_key="messages", answer_key="messages") == (
-        "field 'messages': the last message is the assistant's already: there is nothing to answer"
+        "field 'messages': the last message is the assistant's, so there is nothing to answer"
     )
     assert problem(tmp_path, {"messages": TALK[:2]}, "final") == (
         "field 'messages': the last message is not the assistant's answer, and there is no column 'answer'"

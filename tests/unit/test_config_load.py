@@ -266,7 +266,7 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("model:\n\tpath: x\n", ", line 2: not valid YAML: a tab, where YAML takes spaces alone"),
+        ("model:\n\tpath: x\n", ", line 2: not valid YAML: a tab where YAML allows only spaces"),
         ("seed: 1\nseed: 2\n", ", line 2: not valid YAML: found duplicate key seed"),
         ("max_steps: [1\n", ", line 2: not valid YAML: did not find expected ',' or ']'"),
         ("- a\n", ": must hold a mapping of keys to values"),

@@ -69,7 +69,7 @@ def test_verdicts_may_be_written_as_numbers_but_not_as_yamls_truth_values(tmp_pa
     assert found is not None and found.verdict_scores == {"1": 0.5, "0": 0}
     problems = read_config(DISTILLATION, ["roles.judge.verdict_scores={yes: 1, no: 0}"]).problems
     assert problems[0] == (
-        'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes, as must yes, no, on, off and null, to be a text'
+        'roles.judge.verdict_scores={"true": 1, "false": 0}: true must be in quotes to be a text; so must yes, no, on, off and null'
     )
 
 

@@ -159,7 +159,7 @@ def test_a_byte_order_mark_is_no_part_of_json(name: str, tmp_path: Path):
     ("name", "text", "said"),
     [
         ("a.json", '[{"question": "x"', "a.json: malformed JSON at column 18: "),
-        ("a.json", '{\n "data": []\n}', "a.json: is one value, and must be a list of rows, or have one row on each line"),
+        ("a.json", '{\n "data": []\n}', "a.json: holds one value; it must be a list of rows, or have one row on each line"),
         ("a.json", '{\n "data": [\n', "a.json: malformed JSON at column "),
         ("a.json", '{"question": "x", "answer": "1"}\n{', "a.json, line 2: malformed JSON at column 2: "),
         ("a.csv", "question,answer\nx\n", "a.csv, line 2: field 'answer' must be text, not null"),
@@ -220,7 +220,7 @@ def test_what_is_no_dataset(tmp_path: Path):
     ("line", "told"),
     [
         ("[" * 100_000, "JSON that is nested too deeply"),
-        (f'{{"question": {"1" * 5000}}}', "a number of too many digits"),
+        (f'{{"question": {"1" * 5000}}}', "a number with too many digits"),
         ('{"question": "1\\ud83d1+1=", "answer": "2"}', "'\\ud83d' is half of a surrogate pair, and no character"),
     ],
 )
@@ -266,7 +266,7 @@ def test_what_of_the_answer_is_read(tmp_path: Path):
         load_rows(LearnedConfig(source=plain), "data.train", 0, "whole")
     dates = tmp_path / "dates.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "q", "answer": [datetime.date(2026, 1, 1)]}]), dates)
-    with pytest.raises(ConfigError, match="row 1: field 'answer' holds what cannot be written as JSON: Object of type date"):
+    with pytest.raises(ConfigError, match="row 1: field 'answer' cannot be written as JSON: Object of type date"):
         load_rows(LearnedConfig(source=str(dates)), "data.train", 0, "whole")
 
 

@@ -113,7 +113,7 @@ def test_it_is_refused_where_equal_rewards_are_learned_from() -> None:
 @pytest.mark.parametrize("batches, shown", [(2, "2"), (None, "null")])
 def test_its_limit_is_refused_without_it(batches: int | None, shown: str) -> None:
     [problem] = check_dynamic_sampling(RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches)))
-    assert problem == f"rollout.max_num_gen_batches={shown}: must be left out (10) without rollout.dynamic_sampling, whose limit it is"
+    assert problem == f"rollout.max_num_gen_batches={shown}: must be left out (10) without rollout.dynamic_sampling"
     assert not [*check_dynamic_sampling(RunConfig(rollout=RolloutConfig(max_num_gen_batches=batches, dynamic_sampling=True)))]
 
 

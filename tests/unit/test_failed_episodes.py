@@ -206,7 +206,7 @@ def times(**seconds: float) -> list[Row]:
 def test_the_advice_is_more_workers_where_scoring_binds_and_more_engines_where_generation_does():
     slow = times(step=4.5, trainer_wait=4.0, generator_wait=0.1, generate=0.7, reward=3.7, train=0.4)
     assert (
-        advisories(slow)[0].startswith("scoring binds: rollouts waited 3.7 s of a step of 4.5 s for scores") and advice(slow, {}, {}) == []
+        advisories(slow)[0].startswith("scoring limits the speed: rollouts waited 3.7 s of a step of 4.5 s") and advice(slow, {}, {}) == []
     )
     decoding = times(step=4.5, trainer_wait=4.0, generator_wait=0.1, generate=4.3, reward=0.1, train=0.4)
     assert advisories(decoding) == [] and "more engines" in advice(decoding, {}, {})[0]
@@ -246,7 +246,7 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
     assert asyncio.run(score("waits", str(BLOCKED_S / 2))) == [1.0, 1.0] and not told
     assert asyncio.run(score("0.5", "0.6", "1.5")) == [1.0] * 3
     assert ["0.5 s" in told[0], "1.5 s" in told[1], len(told)] == [True, True, 2], "again only when it was much longer"
-    assert told[0].startswith("reward.name=x:judge: the async function held up the generator's event loop for 0.5 s")
+    assert told[0].startswith("reward.name=x:judge: the async function blocked the generator's event loop for 0.5 s")
     told.clear()
     assert asyncio.run(score(*["0.11"] * 15)) == [1.0] * 15
     assert len(told) == 1 and "event loop for 1.1 of 5 s" in told[0], "many short ones, once"

@@ -32,7 +32,7 @@ READ_ONLY = Path("/proc/self")  # for root too
 def test_a_run_that_thins_out_long_responses_says_so_at_its_start(tmp_path: Path) -> None:
     for mode in ("block", "in_flight", "retract", "resume", "abort"):
         told = sampling_lines(resolve(config(tmp_path, f"async.partial_rollout={mode}"), "plan"))
-        assert [line.partition(" begins")[0] for line in told] == ["Sampling: async.partial_rollout=abort"] * (mode == "abort")
+        assert [line.partition(" starts")[0] for line in told] == ["Sampling: async.partial_rollout=abort"] * (mode == "abort")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp
     began = time.monotonic()
     trackers.close()
     assert time.monotonic() - began < 60 and sleeper.poll() is not None
-    assert told[0].startswith("tracker tensorboard: it was not done 0.2 s after the run (its folder cannot be written to: No such file")
+    assert told[0].startswith("tracker tensorboard: it had not finished 0.2 s after the run (its folder cannot be written to: No such file")
 
 
 def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ def test_every_name_in_the_tables_is_a_field(key: str) -> None:
     [
         ("trainer.megatron.hidden_size=64", "must be set by model.path, whose config.json decides it"),
         ("trainer.megatron.tensor_model_parallel_size=2", "must be set by trainer.tp"),
-        ("trainer.megatron.hidden_dropout=0.1", "must be left out; log-probs that are trained on would differ from those of the engines"),
+        ("trainer.megatron.hidden_dropout=0.1", "must be left out; the trainer's log-probs would differ from those of the engines"),
         ("trainer.megatron.glu_linear_offset=1.0", "must be left out; the engines do not compute it"),
         (
             "trainer.megatron.moe_mlp_glu_interleave_size=32",
-            "must be left out; weights are read as the layout has them, and it would put them elsewhere",
+            "must be left out; weights are read where the layout has them, and this would put them elsewhere",
         ),
         ("trainer.megatron.softmax_type=learnable", "must be left out; the engines do not compute it"),
         ("trainer.megatron.account_for_loss_in_pipeline_split=true", "must be set by trainer.last_stage_layers"),

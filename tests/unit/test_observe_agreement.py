@@ -144,4 +144,4 @@ def test_a_difference_over_the_limit_is_told_and_so_are_samples_that_count_littl
     assert "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same" in told
     assert describe_agreement(rows(math.nan)) and describe_agreement(rows(math.inf))
     assert describe_agreement(rows(*(2e-3 * NOISE[:9]), ess=0.2)) == ""
-    assert "tokens count as 20% of their number" in describe_agreement(rows(*(2e-3 * NOISE[:10]), ess=0.2))
+    assert "the effective sample size is 20% (median" in describe_agreement(rows(*(2e-3 * NOISE[:10]), ess=0.2))

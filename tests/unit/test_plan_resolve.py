@@ -105,7 +105,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         (
             "async.chunk_tokens=64",
-            "async.chunk_tokens=64: only async.partial_rollout=resume cuts; it is block",
+            "async.chunk_tokens=64: only async.partial_rollout=resume cuts responses; it is block",
         ),
         (
             "async.partial_rollout=resume async.chunk_tokens=1024",
@@ -125,8 +125,8 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         (
             "generator.server_args.moe_runner_backend=flashinfer_cutlass",
-            "generator.server_args.moe_runner_backend=flashinfer_cutlass: must be triton or deep_gemm: "
-            "what computes with experts as they are written",
+            "generator.server_args.moe_runner_backend=flashinfer_cutlass: must be triton or deep_gemm, "
+            "which compute with experts as they are written",
         ),
         (
             "generator.server_args.enable_mixed_chunks=true",
@@ -200,8 +200,8 @@ def test_shared_experts_that_cpu_engines_pad_one_by_one(tmp_path: Path) -> None:
     model = deepseek(tmp_path, n_shared_experts=2, moe_intermediate_size=96)
     stages = ["trainer.pp=4", "trainer.first_stage_layers=16", "cluster.gpu=cpu"]
     (problem,) = problems_of(tmp_path, model, *stages, "generator.tp=2")
-    wanted = "32 * generator.tp=2, which the 96 ffn rows of an expert are no multiple of; generator.tp=1 would do"
-    assert problem.endswith(f"its 2 shared experts are padded on CPUs to multiples of {wanted}")
+    wanted = "must be a multiple of 32 * generator.tp=2 on CPUs, or its 2 shared experts are padded; generator.tp=1 would do"
+    assert problem.endswith(f"the 96 ffn rows of an expert {wanted}")
     assert resolve(config(tmp_path, model, *stages, "generator.tp=1")) and resolve(config(tmp_path, model, *stages[:2], "generator.tp=2"))
 
 

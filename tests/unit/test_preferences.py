@@ -99,7 +99,7 @@ def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
     [
         ({"rejected": "3"}, "fields 'chosen' and 'rejected' are the same: nothing is preferred"),
         ({"chosen": ""}, "field 'chosen' is empty"),
-        ({"chosen": [{"role": "user", "content": "3"}]}, "field 'chosen' must be text, or messages of which the last is the response"),
+        ({"chosen": [{"role": "user", "content": "3"}]}, "field 'chosen' must be text, or a list of messages that ends with the response"),
         ({"by": "much"}, "field 'by' must be a finite number, not 'much'"),
         ({"by": math.inf}, "field 'by' must be a finite number, not inf"),
     ],

@@ -225,7 +225,7 @@ def test_test_writes_that_hang_are_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", program(tmp_path, "exec sleep 600"))
     monkeypatch.setattr(doctor, "WRITES_S", 0.05)
     (late,) = doctor.writes(gpu=False)
-    assert late.state == doctor.LACKS and late.found.startswith("not through within 0 s")
+    assert late.state == doctor.LACKS and late.found.startswith("not finished within 0 s")
 
 
 def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ worker.main()
         ('RunError("step_000004 is damaged; move it away")', "step_000004 is damaged; move it away"),
         (
             "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'rollouts/7.txt')",
-            "the disk is full ([Errno 28] No space left on device: 'rollouts/7.txt'); complete checkpoints in run_dir are whole",
+            "the disk is full ([Errno 28] No space left on device: 'rollouts/7.txt'); the complete checkpoints in run_dir can be used",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_stop_is_told_once_by_the_name_of_its_signal(tmp_path, capsys):
     stopped.arm({"trainer.0"})
     assert stopped.order(signal.SIGINT)
     stopped.poll(), stopped.poll()
-    told = "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). Once more ends everything at once."
+    told = "the running step is finished and saved, within 60 s (checkpoint.on_termination_s). A second one ends everything at once."
     assert capsys.readouterr().out == f"Ctrl-C: {told}\n"
     assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == ("Ctrl-C", 130)
 

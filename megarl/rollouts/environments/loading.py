@@ -135,7 +135,7 @@ TOOL_MEMORY_MIB = 1024  # of a tool's process: room for Python with NumPy, and a
 
 
 class ToolProcesses:
-    """Runs each function in rollout.tool_workers processes of its own, started at its first call. Use it in one event loop; close it."""
+    """Runs each function in rollout.tool_workers processes, started at its first call. Use it in one event loop, and close it."""
 
     def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
         """The functions' output goes to `log_folder`/<module>.<function>.<number>.log."""
