@@ -423,8 +423,8 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one of the policy's engines on this machine, with random weights, and has it generate: what it compiles is kept
-    (launch.compile_cache), and the engines of a run start at once."""
+    """Starts one of the policy's engines on this machine, with random weights, and lets it generate. What it compiles is kept
+    (launch.compile_cache), so the engines of a run start at once."""
     began = time.monotonic()
     with scratch_folder() as run_dir:
         config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))

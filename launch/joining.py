@@ -1,8 +1,8 @@
 """`megarl engines add`: engines that join a running run, started and watched by launchers of their own, one on each node of their job.
 
 They start as the run's own engines do. The head announces them to the run's generator, which gives them the weights when they are up. The
-launchers stay as long as the engines: until these have left, the run has ended, or SIGTERM asks for an orderly end, in which the engines
-give back the requests that they have not finished.
+launchers stay as long as the engines: until these have left, the run has ended, or SIGTERM asks for an orderly end. In an orderly end the
+engines give back their unfinished requests.
 """
 
 from __future__ import annotations

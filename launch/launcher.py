@@ -90,8 +90,9 @@ def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
-    """One line for each problem of a node, each version or number of GPUs in which it differs from node 0, and each InfiniBand port that is
-    down on it but up on others: NCCL and Mooncake would silently fall back, or hang. (A port that is down everywhere has no cable.)"""
+    """One line for each problem of a node, and each version or number of GPUs in which it differs from node 0. Also one for each InfiniBand
+    port that is down on it but up on others: NCCL and Mooncake would silently fall back, or hang. (A port that is down everywhere has no
+    cable.)"""
     first, lines = reports[0], []
     up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
     for report in reports:

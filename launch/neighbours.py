@@ -1,5 +1,5 @@
-"""A test write between neighbours, for `megarl doctor`: a weight update from one process into another, by each transport that can serve two
-processes of this machine, with the reshard map, the writes and the audit of a run.
+"""A test write between neighbours, for `megarl doctor`. It is a weight update from one process into another, with the reshard map, the
+writes and the audit of a run. Each transport that can serve two processes of this machine is tried.
 
     python -P -m megarl.launch.neighbours --gpu      from each GPU into the next, 1 GiB; without --gpu 16 MiB in memory
 

@@ -211,8 +211,8 @@ def _lives(child: subprocess.Popen) -> bool:
 
 
 def raise_limits() -> None:
-    """Raises the limits of this process and its children as far as the system allows: open files to FILES, since each request to an engine
-    has its own connection, thousands on the generator, and shells mostly start with 1024; and locked memory, which RDMA needs."""
+    """Raises the limits of this process and its children as far as the system allows. Open files are raised to FILES: each request to an
+    engine has its own connection, and shells mostly start with 1024. RDMA needs locked memory."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)

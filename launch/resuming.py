@@ -54,8 +54,8 @@ def _damage(folder: Path) -> str:
 
 @contextlib.contextmanager
 def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
-    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files, so that it stays whole while it is read,
-    even if its run removes it. Raises ConfigError if there is none.
+    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files. So it stays whole while it is read, even
+    if its run removes it. Raises ConfigError if there is none.
 
     On a file system without hard links it yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
     """

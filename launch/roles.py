@@ -157,8 +157,8 @@ def prepare_megatron(plan: RunPlan) -> None:
 
 
 def check_gpus(plan: RunPlan) -> None:
-    """Raises RuntimeError if the trainer would train on the CPU by mistake: the node has GPUs and the run is planned for them, but PyTorch
-    was built without CUDA or for a newer driver."""
+    """Raises RuntimeError if the trainer would train on the CPU by mistake. Then the node has GPUs and the run is planned for them, but
+    PyTorch was built without CUDA or for a newer driver."""
     import torch
 
     here = len(gpus())

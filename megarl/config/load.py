@@ -27,10 +27,10 @@ from megarl.roles.settings import flat
 
 # What a path in a configuration is relative to.
 #
-# One that begins with ./ or ../ is relative to the folder of the YAML file that it stands in, any other to the working directory, and so is
-# every path on the command line. The loader makes the first kind absolute, so that records of the run mean the same wherever they are read.
-# Nothing is guessed: where only the other folder has such a file, or both have one, the configuration is refused, and the message says what
-# to write.
+# A path that begins with ./ or ../ is relative to the folder of the YAML file that it stands in. Any other is relative to the working
+# directory, and so is every path on the command line. The loader makes the first kind absolute, so that records of the run mean the same
+# everywhere. Nothing is guessed: where only the other folder has such a file, or both have one, the configuration is refused, and the
+# message says what to write.
 
 
 _OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # arguments of ours

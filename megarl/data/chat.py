@@ -40,11 +40,12 @@ class ChatTemplate:
     def pieces(self, messages: Sequence[Message], tools: Any, learned: Collection[int]) -> list[str]:
         """The conversation up to the last learned turn, as texts that are context and learned in turn. `learned`: messages by their places.
 
-        A turn is learned with the end-of-text token behind it, by which a model ends it in a rollout, and without what the template puts in
-        front of it, which a rollout's prompt has. Where the template marks the assistant's turns ({% generation %}), that says where they
-        are; marks that touch are one, and what the turn's prompt has already is left out. Otherwise a turn is what the template adds to the
-        prompt that it makes of the messages before, which must be how the whole conversation begins. In both cases the conversation up to
-        the turn must begin alike. A template that rewrites earlier turns once others follow, as Qwen3's does with thinking, fails this.
+        A turn is learned with the end-of-text token behind it, with which a model ends it in a rollout. It is learned without the text that
+        the template puts before it, since a rollout's prompt has that. Where the template marks the assistant's turns ({% generation %}),
+        that says where they are; marks that touch are one, and what the turn's prompt has already is left out. Otherwise a turn is what the
+        template adds to the prompt that it makes of the messages before, which must be how the whole conversation begins. In both cases the
+        conversation up to the turn must begin alike. A template that rewrites earlier turns once others follow, as Qwen3's does with
+        thinking, fails this.
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
@@ -92,8 +93,8 @@ class ChatTemplate:
         return dict(zip(places, spans))
 
     def _beginning(self, messages: Sequence[Message], tools: Any, place: int) -> str:
-        """The conversation up to a turn. Where the template refuses to end there, as Qwen 3.5's does before the user has said anything, up
-        to the first message behind it that it can end with."""
+        """The conversation up to a turn. If the template refuses to end there, as Qwen 3.5's does before the user has spoken, it ends with
+        the first later message that the template accepts."""
         for end in range(place + 1, len(messages)):
             with contextlib.suppress(ValueError):
                 return self.render(messages[:end], tools, answered=True)
@@ -149,7 +150,7 @@ class ChatTemplate:
 
 
 def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
-    """Raises ValueError if a message's text or tool calls are not in what a template has made of it: it may leave out what it does not
+    """Raises ValueError if a message's text or tool calls are missing from the rendered text: a template may leave out what it does not
     know. Templates trim texts, leave out thinking and quote what tools say; so this looks for the last word alone."""
     for number, message in enumerate(messages, start=first + 1):
         names = [*map(name_of, message.get("tool_calls", []))]

@@ -187,8 +187,8 @@ class Curriculum:
     which rows rest. Knowledge of "what has been trained on by now" would, and waiting for training could wait for ever: a batch may need
     the very ordinal that waits for it.
 
-    A resumed run decides alike, because the link keeps the order: whatever an ordinal that a checkpoint knows of was decided by has reached
-    the checkpoint before it. Where a group is generated again since it was too old, its first score counts, which may have been used.
+    A resumed run decides in the same way, because the link keeps the order: what an ordinal was decided by reaches a checkpoint before the
+    ordinal does. Where a group is generated again since it was too old, its first score counts, which may have been used.
     """
 
     def __init__(self, locate: Callable[[Ordinal], Place], rest_epochs: int):

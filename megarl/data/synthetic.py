@@ -44,9 +44,9 @@ _MISTAKE = 0.25
 def score(response: str, answer: str) -> float:
     """How well any text summarises a post of six letters, from -2 to 1. Args: answer: the post's letters.
 
-    It is -1, plus 1/3 for each letter of the post at the first place where it stands, minus 1/4 for each mistake: a character that is
-    not a letter of the post, a letter that stood there before, a letter that alphabetically belongs before the last new one. So the post's
-    six letters in alphabetical order score 1, an empty text scores -1.
+    It is -1, plus 1/3 for each letter of the post where it first stands, minus 1/4 for each mistake. Mistakes are a character that is not a
+    letter of the post, a repeated letter, and a letter that belongs before the last new one in the alphabet. So the post's six letters in
+    alphabetical order score 1, an empty text scores -1.
     """
     seen, found, mistakes, last = set[str](), 0, 0, ""
     for character in response:

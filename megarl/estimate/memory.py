@@ -26,8 +26,9 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """Forward passes over a batch that train nothing: of the reference model; of the policy before the first optimizer step (of several, or
-    for a penalty in the reward); for a loss of several responses, of the policy before each. A critic's own are counted with it."""
+    """Forward passes over a batch that train nothing. The reference model makes one. The policy makes one before the first of several
+    optimizer steps, or for a penalty in the reward; for a loss of several responses, one before each step. A critic's own are counted with
+    it."""
     algorithm = config.algorithm
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
@@ -182,8 +183,8 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
 
 
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Memory that an engine rank keeps beside its weights if trainer ranks of other nodes write to it, for boxes of short rows
-    (schedule.lands); 0 if the trainer cuts no finer than the engine."""
+    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands), if trainer ranks of other nodes write
+    to it; 0 if the trainer cuts no finer than the engine."""
     topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     few = spec.first_dense_layers + 1 if spec.num_experts else 1  # all later layers are equal, and pp = 1 keeps them together
@@ -193,8 +194,8 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
 
 
 def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:
-    """What the fullest trainer rank keeps to find what has changed (weights.delta): all that it holds, in the engines' precision, or its
-    part of what is sent, if there are so few engines that replicas of the trainer share that."""
+    """Bytes that the fullest trainer rank keeps to find changes (weights.delta): all that it holds, in the engines' precision. With few
+    engines, replicas of the trainer share the sending; then it keeps only its part."""
     topology = trainer_topology(trainer)
     whole = generator.tp * generator_weights(spec, generator, dtype).total  # replicated tensors count for each rank
     held = trainer_held(spec, trainer, dtype)
@@ -423,8 +424,8 @@ def stage_memory(
 
 
 def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
-    """On the last stage: a microbatch's hidden states of whole sequences and their gradient, and the larger of a chunk's logits and the
-    gradient that PyTorch asks for of the output layer: zeros, since the true one is in Megatron's buffer."""
+    """On the last stage: a microbatch's hidden states of whole sequences with their gradient, and the larger of two others: a chunk's
+    logits, or the output layer's gradient that PyTorch asks for. That gradient is zeros, since the true one is in Megatron's buffer."""
     item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
     vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
     chunk = (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]) * min(tokens, trainer.logprob_chunk_tokens) * vocab

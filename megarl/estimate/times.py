@@ -230,8 +230,8 @@ class TrainModel:
         return (1 if spec.num_experts else 2) * over_tp
 
     def _context_s(self, rows: float, attention_s: float) -> float:
-        """What attention does not hide of passing keys and values around the cp ranks: Transformer Engine computes with one part while
-        the next is on its way (cp_comm_type p2p)."""
+        """The time of passing keys and values around the cp ranks that attention does not hide. Transformer Engine computes with one part
+        while the next is on its way (cp_comm_type p2p)."""
         spec, t = self.spec, self.trainer
         part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
         step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
@@ -423,8 +423,8 @@ CHANGED = 0.01  # share of the elements that change in a step, where a delta is 
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds by the map that the run would carry out: of an update (of adapters, where they are sent alone), and of one that carries only
-    what has changed of all weights, if that is CHANGED.
+    """Seconds by the map that the run would carry out, for two updates: the usual one (of adapters alone, where these are sent), and one
+    that carries only changed weights, if the share CHANGED has changed.
 
     Ranks of one node write over NVLink, others over their NICs.
     """

@@ -34,8 +34,8 @@ from megarl.weight_sync.sessions import notice_restarts
 # Both ends of the channel that brings weights to the engines that only evaluate (`eval.engines`).
 #
 # It is a weights channel as the generator's is, with another schedule: the version that the run starts from, those that are due, and the
-# last. Training never waits for an evaluation: a version that is due while an earlier one is still being evaluated, or while no engine is
-# there, is turned down at once (`WeightsGrant.engines` 0), and noted as missed. Only the last version waits, after the last step and its
+# last. Training never waits for an evaluation. A version is turned down at once (`WeightsGrant.engines` 0), and noted as missed, if it is
+# due while an earlier one is still being evaluated, or while no engine is there. Only the last version waits, after the last step and its
 # checkpoint: it is offered again as long as the answer is `later`.
 
 

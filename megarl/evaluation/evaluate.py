@@ -46,9 +46,9 @@ def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
-    """Scores one set: pass@k for k = 1, 2, 4, … and for the n samples per prompt, avg@n (the share of right samples), maj@k where `grader`
-    says what responses answer, each with the ends of its confidence interval, and more. If responses are `graded`, none is right or wrong,
-    and the mean reward says all."""
+    """Scores one set: pass@k for k = 1, 2, 4, … and n, avg@n (the share of right samples), and maj@k where `grader` reads the answers.
+    n is the number of samples per prompt. Each score has the ends of its confidence interval. If responses are `graded`, none is right or
+    wrong, and the mean reward says all."""
     answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
     samples, n = [sample for own in answers for sample in own], len(answers[0])
     correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]

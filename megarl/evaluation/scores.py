@@ -117,8 +117,8 @@ def missed_counts(run_dir: Path | str) -> dict[str, int]:
 
 
 def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
-    """Notes evaluations that had begun when the run ended, of weights older than `version`, which a resumed run starts from: it will not
-    have them again; and those of `due` that had not even begun. Returns their versions."""
+    """Notes the evaluations that a resumed run, which starts from `version`, cannot make again: those of older weights that had begun when
+    the run ended, and those of `due` that had not begun. Returns their versions."""
     there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
     begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
     lost = sorted((begun | (set(due) - journal.keys())) - there)
@@ -194,9 +194,9 @@ class NewEvaluations:
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds what no row has: to the last one what was missed, and evaluations such that the newest is in the last row and all stand in the
-    order of their versions. A row has one evaluation; where no row is left, the newest takes the place of one before, which has its file
-    alone. Call it when the run's processes have ended."""
+    """Adds what no row has. Missed evaluations go to the last row. Scores go to rows in the order of their versions, the newest to the last
+    row. A row has one evaluation; where no row is left, the newest takes the place of one before, which has its file alone. Call it when
+    the run's processes have ended."""
     results, rows = {result["version"]: result for result in read_results(run_dir)}, read_metrics(Path(run_dir) / METRICS_FILE)
     if not rows:
         return
@@ -233,9 +233,9 @@ def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | N
     prompts there might be. `weights`: how many things each share is of, where the mean is over these.
 
     It is Wilson's interval (1927), with as many draws as would give the variance that the shares have. With one sample of one thing a
-    prompt that is their number: then it is Wilson's own. Otherwise the variance is itself estimated, and the draws are fewer where that is
-    from few prompts (Korn and Graubard 1998); they are up to all samples, if prompts do not differ. Unlike the mean's standard error it is
-    not empty where all are right or all are wrong.
+    prompt that is their number: then it is Wilson's own. Otherwise the variance is itself estimated, and with few prompts there are fewer
+    draws (Korn and Graubard 1998). If prompts do not differ, all samples are draws. Unlike the mean's standard error it is not empty where
+    all are right or all are wrong.
     """
     counts = [1.0] * len(shares) if weights is None else weights
     mean, total = fmean(shares, counts), sum(counts)

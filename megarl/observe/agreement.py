@@ -1,9 +1,9 @@
 """The meters of agreement: how far the trainer's policy pi is from mu, the policy that sampled the tokens, and whether that drifts.
 
 Of a token's log-ratio d = log pi - log mu: the mean, 99th percentile and maximum of |d|; the estimates k1 and k3 of KL(mu || pi); the
-effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. All of it of all tokens, and by the tokens'
-age: the number of weight versions between those that sampled a token and those it is trained on. At age 0 both are the same weights, so
-that all difference is one of computation.
+effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. Each is given for all tokens, and by the
+tokens' age: the number of weight versions between sampling a token and training on it. At age 0 both are the same weights, so that all
+difference is one of computation.
 
 Everything follows from sums over tokens (`Totals`), and is therefore the same however tokens are spread over ranks and microbatches. The
 percentile is read from narrow bins, within 1.5 %.

@@ -35,7 +35,7 @@ WARM_START_EVERY = 20  # plain output prints one in this many steps of a warm st
 LEGEND = "stale: mean/max versions behind; times in s; t.wait, g.wait: of trainer, engines"
 LINE = 80  # columns; what is printed fits them
 PRINTED_BYTES = 4096  # of the end of an engine's log, for what it says last
-SILENCE_S = 30.0  # after so long without a new step, plain output says what every process is doing
+SILENCE_S = 30.0  # without a new step for this long, plain output says what every process is doing
 
 
 def _one(key: str, form: str) -> Callable[[Row], str]:

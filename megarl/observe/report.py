@@ -246,7 +246,7 @@ SPLIT = {
 def finish_report(run_dir: Path | str) -> str:
     """Writes report.png, agreement.png and trace.json into `run_dir`; returns the summary and where to find what.
 
-    An evaluation counts as that before the run's first step if it is of version 0, and as that after its last if it is of its version.
+    The evaluation of version 0 counts as the one before the first step, and that of the last version as the one after the last step.
     """
     run_dir = Path(run_dir)
     complete_metrics(run_dir)

@@ -86,8 +86,8 @@ _of_work: StatusBoard | None = None
 def work(what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format) -> Iterator[Callable[[float], None]]:
     """Says how far long work is, and how long it will take from there: call what this yields with what has been done since.
 
-    It is said on this process's line, which then becomes what it was; or on one of its own, `line`.<rank>, for what goes on beside other
-    work, which is removed when the work is done. A process without a board for it says nothing.
+    The progress stands on this process's line, which then becomes what it was. Work that goes on beside other work has a line of its own,
+    `line`.<rank>, which is removed when the work is done. A process without a board for it says nothing.
     """
     board = _of_work
     if board is None or not total:

@@ -1,9 +1,9 @@
 """Feeds a tracker from metrics.jsonl, in a process of its own: `python -P -m megarl.observe.tracking` (launch/tracking.py starts it).
 
 The file is the truth and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file. What a tracker
-has is in trackers/NAME.json. When a run resumes, the tracker goes on with its own run, after the rows that it lacks. If the run goes back
-to a step that the tracker has already, or if the tracker's process was killed, so that nobody knows what it has, it gets a new run with all
-rows from step 0: trackers cannot take back a step.
+has is in trackers/NAME.json. When a run resumes, the tracker goes on with its own run, after the rows that it lacks. Trackers cannot take
+back a step. So a tracker gets a new run with all rows from step 0 if the run goes back to a step that the tracker already has, or if the
+tracker's process was killed.
 """
 
 from __future__ import annotations

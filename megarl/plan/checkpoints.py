@@ -97,7 +97,7 @@ def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
 
 def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = ()) -> None:
     """Removes all checkpoints but the newest `keep` and those of the steps `spared`. If one cannot be removed (on NFS a file that is still
-    open leaves a remnant), that is printed and left to the next launch, because it is no reason to end a run."""
+    open leaves a remnant), that is printed, and the next launch tries again."""
     found = complete_checkpoints(run_dir)
     for step, path in found[: max(0, len(found) - keep)]:
         if step not in spared:

@@ -68,8 +68,8 @@ class RunPlan:
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     """Checks `config` as a whole and derives the plan from it. Nothing is started, nothing is written.
 
-    `command` ("train", "sft", "eval", …) adds the checks for this command only; "dry-run" adds those of "train", except that weights which
-    megarl sft is to make may be missing. Raises ConfigError with all problems.
+    `command` ("train", "sft", "eval", …) adds the checks for this command only; "dry-run" adds those of "train", but weights that megarl
+    sft will make may be missing. Raises ConfigError with all problems.
     """
     given = config
     if command in OWN_SIZES:

@@ -415,9 +415,9 @@ MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know; that other keys decide; that the run must
-    decide itself, to stay closed to strangers and to know mu; and with which SGLang would compute with other weights than those written,
-    unseen by the audit."""
+    """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know, or that other keys decide. Refuses those
+    that the run must decide itself, to stay closed to strangers and to know mu. Refuses those with which SGLang would compute with other
+    weights than were written, unseen by the audit."""
     truncated = config.rollout.truncated
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
     for name, role in config.roles.items():

@@ -180,8 +180,8 @@ def program_in(text: str) -> str:
 
 class CodeReward:
     """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0; `workers_of(config)` programs run at
-    a time. Parts of the score: the share of `tests` that are passed before the first that has no result, and whether there is `no_program`,
-    it `crashed`, was too `slow`, or printed too much (`long`).
+    a time. Parts of the score: the share of `tests` that passed before the first one without a result, and whether the program is missing
+    (`no_program`), `crashed`, was too `slow`, or printed too much (`long`).
 
     A score is a failed one only where a program without a line cannot run either. Use as `async with`, in one event loop.
     """

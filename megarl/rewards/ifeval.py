@@ -41,8 +41,8 @@ def check_installed(setting: str) -> None:
 
 @cache
 def _graders() -> _Graders:
-    """The library's folder for IFEval, without the packages around it, which would load datasets, pandas and much else that the graders do
-    not use: five seconds, and most of the memory that a worker may have. Language detection, which draws by lot, is given a seed."""
+    """The library's folder for IFEval, without the packages around it. These would load datasets, pandas and more, which the graders do not
+    use. That takes five seconds, and most of the memory that a worker may have. Language detection, which draws by lot, is given a seed."""
     check_installed(f"reward.name={NAME}")
     (root,) = find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr, misc]
     hollow = {name: folder for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks")) if name not in sys.modules}

@@ -104,8 +104,8 @@ WINDOW_S, OFTEN_S = 5.0, 1.0  # OFTEN_S of WINDOW_S: many short turns block it t
 
 
 class RewardInLoop:
-    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. One that holds up the loop
-    meanwhile, since it does not await what takes time, is reported (`warn`), again when it has done so for twice as long.
+    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. A function that blocks the
+    loop, since it does not await what takes time, is reported (`warn`), and again when it has blocked it for twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """

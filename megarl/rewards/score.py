@@ -354,8 +354,8 @@ def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -
 def too_many_failures(
     config: RewardConfig, samples: Sequence[Scored], parts: Sequence[Part] | None = None, teachers: Iterable[str] = ()
 ) -> str | None:
-    """Why the run must stop, if more than `reward.max_failed_fraction` of the samples' scores, or of a part of these, failed, or of what a
-    teacher was asked: kinds, limit and an example. `parts`: of the reward, if it is not that of training."""
+    """Why the run must stop: more than `reward.max_failed_fraction` of the scores, of one part's scores, or of a teacher's answers failed.
+    It has kinds, the limit and an example. `parts`: of the reward, if it is not that of training."""
     asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [(f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers]
     for name, setting in asked:
         failures = [failure for sample in samples for failure in sample.failures if failure.part == name]

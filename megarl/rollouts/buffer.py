@@ -74,9 +74,9 @@ class Consumed:
 class RolloutBuffer:
     """Pure logic: nothing waits here. The caller says which groups began and finished; the buffer makes batches and rejects groups.
 
-    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it: of each source as many as
-    `mixture` gives it from prompt s * prompts_per_step on to before (s + 1) * prompts_per_step, those of the lowest ordinals. The age of a
-    group is then s minus the oldest weight version among its tokens.
+    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it. Each source has as many as
+    `mixture` gives it from prompt s * prompts_per_step to before (s + 1) * prompts_per_step. The groups with the lowest ordinals come
+    first. The age of a group is then s minus the oldest weight version among its tokens.
 
     With `max_staleness` m, a finished group older than m is rejected (`reject`): it is dropped and generated again. A group of age m or
     more, finished or not, is due: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
@@ -196,8 +196,8 @@ class RolloutBuffer:
         return found
 
     def give_up(self, step: int, most: int | None) -> list[GroupReady]:
-        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the batch of `step` and are not
-        enough for it; otherwise none."""
+        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the batch of `step` and did not fill
+        it; otherwise none."""
         generated = len(self._finished) + self._dropped_since
         if most is None or not self._dropped_since or self.full(step) or generated < most:
             return []

@@ -333,13 +333,13 @@ def begin(
     beside: bool,
     critic: MegatronTrainer | None = None,
 ) -> Writing[list[Written]]:
-    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0; and `critic`,
-    a trainer on the same ranks, as a checkpoint of its own in the folder CRITIC of this one, whose index vouches for its index.
+    """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0. `critic`, a
+    trainer on the same ranks, becomes a checkpoint of its own in the folder CRITIC; the outer index has the hash of its index.
 
     If `beside`, this rank's boxes are copied to the host's memory and written from there, while training goes on; the checkpoint is there
-    when `finish` of the result has returned. That raises WriteError, which names `path` and the bytes, if they cannot be written or differ
-    from what was in memory here; then nothing is left at `path`.
-    Raises RuntimeError, before it writes, if the state is not consistent, as it must be between two steps.
+    when `finish` of the result has returned. `finish` raises WriteError, which names `path` and the bytes, if they cannot be written or
+    differ from the memory; then nothing is left at `path`. Raises RuntimeError, before it writes, if the state is not consistent, as it
+    must be between two steps.
     """
     parts = [_Part(critic, CRITIC, {}, {}, beside)] if critic is not None else []
     parts.append(_Part(trainer, "", state, files, beside))

@@ -48,8 +48,8 @@ def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = (
 
 
 def check_config(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError if the config.json beside the weights, from which an engine builds its model, cannot be read, or describes another
-    model than `spec`, which the run is planned for."""
+    """Raises ConfigError if the config.json beside the weights cannot be read, or describes another model than `spec`. An engine builds its
+    model from that file; the run is planned for `spec`."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None)
     named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]

@@ -172,7 +172,7 @@ def load_hf(
 ) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    `new_head`: the scalar head is not in the checkpoint, and begins with zeros, or with numbers of variance 1 / (hidden size + 1) by `seed`
+    `new_head`: the checkpoint has no scalar head. A new one begins with zeros, or with numbers of variance 1 / (hidden size + 1) by `seed`
     (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
 
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError

@@ -229,7 +229,8 @@ class RoutingReplay:
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
         """The metrics since `reset`, over all ranks, after `positions` positions went through the model. There is one choice of experts for
-        each position and layer: the share of choices replayed, and of those the share that this trainer's router would have made otherwise.
+        each position and layer. The metrics are the share of choices that are replayed, and the share of these that differ from the
+        trainer's own router.
 
         Collective: the same on every rank.
         """

@@ -394,8 +394,8 @@ class MegatronModel:
         return self._scored(sequences, temperature)
 
     def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
-        """What a scalar head makes of the tokens before every token of `loss_mask`, one array per sequence, with 0 for the other tokens;
-        the same on every rank."""
+        """The scalar head's value of the tokens before each token of `loss_mask`, one array per sequence, 0 for other tokens; the same on
+        every rank."""
         assert self.spec.head == SCALAR
         return self._scored(sequences, temperature=1.0)
 
