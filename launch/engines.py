@@ -62,7 +62,7 @@ class KeptEngine:
 
 
 class EngineKeeper:
-    """`policy` is generator.on_failure. With `fail` it keeps no engines: the death of one ends the run, as that of any process does.
+    """`policy` is generator.on_failure. With `fail` it keeps no engines: an engine that dies ends the run, as any other process does.
 
     `departures` has the names of processes whose engine has left the run; they are ended, and not started again.
     """

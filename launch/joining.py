@@ -285,7 +285,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 DESCRIPTION = "engines join a running run, and leave it"
 MEANINGS = {
-    "add": "start engines that join a running run; ends with them: when they have left, the run has ended, or SIGTERM makes them leave",
+    "add": "start engines that join a running run; ends when they have left, the run has ended, or SIGTERM has made them leave",
     "remove": "make engines leave a running run; other engines finish their work",
     "list": "the engines of a running run, and what they are doing",
 }

@@ -105,7 +105,7 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of the losses' sum over a mini-batch with so many tokens by the policy and so many samples (branches not counted)."""
+        """The divisor of the losses' sum over a mini-batch with these numbers of policy tokens and samples (branches not counted)."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

@@ -101,7 +101,7 @@ def to_train_sequences(
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
     denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
-    advantage. `masked`: the places of samples that are left out in any case.
+    advantage. `masked`: the places of samples that are always left out.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
     of_episodes = zip(
@@ -194,7 +194,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
 
 
 def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
-    """Why the run must stop, if so many prompts were dropped that there is no batch to train on."""
+    """Why the run must stop: too many prompts were dropped to fill a batch."""
     if batch.groups:
         return None
     found, rollout = dropped_metrics(batch), config.rollout

@@ -76,7 +76,7 @@ def has_critic(config: AlgorithmConfig) -> bool:
 
 
 def needs_reward(config: AlgorithmConfig) -> bool:
-    """Whether rewards make advantages; they are reported in any case."""
+    """Whether rewards make advantages; they are always reported."""
     return recipe_of(config).advantage != "none"
 
 

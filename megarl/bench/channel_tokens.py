@@ -114,7 +114,7 @@ class Clock:
 
 
 def answer_of(n: int, tokens: int) -> bytes:
-    """An engine's answer to n requests for so many tokens, always the same."""
+    """An engine's answer to n requests of this length, always the same."""
     random = np.random.default_rng(0)
     answers = []
     for _ in range(n):

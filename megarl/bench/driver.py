@@ -77,7 +77,7 @@ def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: R
 
 
 def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
-    """A number of engines. They answer requests for equally many tokens alike."""
+    """A number of engines. All answer requests of equal length in the same way."""
     raise_limits()
     bodies, version = {tokens: answer_of(N, tokens) for tokens in lengths}, ["0"]
 

@@ -14,7 +14,7 @@ update session open; time is measured from the start until every byte is in its 
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
 
 Each way is run once to warm up, then checked: the engine's memory, scrambled before, must hash to what was sent. Then the ways take
-turns, so that other load on the machine hits all of them alike. Times are medians, with the quartiles beside them. Ratios are taken
+turns, so that other load on the machine hits all of them equally. Times are medians, with the quartiles beside them. Ratios are taken
 within each round, between runs that are close in time; their median counts.
 """
 
@@ -385,7 +385,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
 
 @contextlib.contextmanager
 def errors_into(log: Path) -> Iterator[None]:
-    """Redirects file descriptor 2, also of child processes, to `log`: libraries such as Mooncake write there what is no error.
+    """Redirects file descriptor 2, also of child processes, to `log`: libraries such as Mooncake write more than errors there.
 
     If the body fails, the end of the log is shown.
     """

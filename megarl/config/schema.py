@@ -739,7 +739,7 @@ class GeneratorConfig:
         "restart",
         "what happens when an engine dies or hangs. restart: it is started again, gets the current weights, and serves again; drop: the "
         "other engines do its work; fail: the run ends. With restart and drop its unfinished requests go to other engines. If weights go "
-        "by gloo or nccl (weights.transport), the run ends at the next update in any case",
+        "by gloo or nccl (weights.transport), the run always ends at the next update",
         one_of("restart", "drop", "fail"),
     )
     max_restarts: int = setting(

@@ -60,7 +60,7 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
         timeout_s=config.timeouts.collective_s,
         optimizer=config.critic.optimizer,
     )
-    # A rank has the tokens of the policy's share of a batch, so both must share it out alike, whatever the cost of attention in each.
+    # A rank has the tokens of the policy's share of a batch, so both must share it out equally, whatever the cost of attention in each.
     critic.squares = policy.squares
     return critic
 

@@ -44,7 +44,7 @@ class ChatTemplate:
         the template puts before it, since a rollout's prompt has that. Where the template marks the assistant's turns ({% generation %}),
         that says where they are; marks that touch are one, and what the turn's prompt has already is left out. Otherwise a turn is what the
         template adds to the prompt that it makes of the messages before, which must be how the whole conversation begins. In both cases the
-        conversation up to the turn must begin alike. A template that rewrites earlier turns once others follow, as Qwen3's does with
+        conversation up to the turn must begin the same. A template that rewrites earlier turns once others follow, as Qwen3's does with
         thinking, fails this.
         """
         marked = self._marked(messages, tools, True)

@@ -48,7 +48,7 @@ class Sources:
 def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int) -> Callable[[Row], int]:
     """Counts the tokens of a row's prompt. It raises RowProblem for one that leaves no room for a response, or has unknown characters.
 
-    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses so long a prompt and prefix.
+    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses such a length.
     """
     tokens, of_what, cached = spec.max_position_embeddings, "context", config.generator.kv_cache_tokens
     if cached is not None and cached < tokens:

@@ -188,7 +188,7 @@ class TrainerExecutor:
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises RunError, on all ranks alike, if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
+        """Raises RunError, on all ranks, if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
         first."""
         problem = too_many_failures(self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config))
         problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)

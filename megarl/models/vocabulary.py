@@ -1,4 +1,4 @@
-"""Embedding, final norm and output layer, which are alike in all families. Both engines cut the vocabulary by rows and pad it."""
+"""Embedding, final norm and output layer, which are the same in all families. Both engines cut the vocabulary by rows and pad it."""
 
 from __future__ import annotations
 

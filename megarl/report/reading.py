@@ -96,7 +96,7 @@ class Samples:
         self._chunks = 0
         files = [self._folder / SAMPLES_FILE, *self._folder.glob("tokens.*.jsonl")]
         size = COMPRESSED * sum(path.stat().st_size for path in files if path.exists())
-        self.every = max(1, math.ceil(size / text_bytes))  # one in so many steps has texts
+        self.every = max(1, math.ceil(size / text_bytes))  # one in this many steps has texts
 
     @property
     def tails(self) -> list[Lines]:

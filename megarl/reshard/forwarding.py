@@ -118,7 +118,7 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
     groups = list(_groups(kind, ranks_per_host))  # per shard: the replicas' ranks, host by host
     turns = max(len(group) for of_shard in groups for group in of_shard)
     if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
-        raise ValueError(f"{kind.name}: replicas are not spread alike over hosts of {ranks_per_host} ranks")
+        raise ValueError(f"{kind.name}: replicas are not spread equally over hosts of {ranks_per_host} ranks")
     offset = number if kind.scales_of is None else kind.scales_of  # scales follow their weights
     leader_of = np.empty((turns, *kind.ranks.shape[1:]), dtype=kind.ranks.dtype)
     for turn in range(turns):
@@ -365,7 +365,7 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
 
 
 def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
-    """(source * destination ranks + destination) * `count` + number of the name, of all rows, once for rows that are served alike."""
+    """(source * destination ranks + destination) * `count` + number of the name, of all rows, once for rows that are served equally."""
     ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
     found: dict[tuple, np.ndarray] = {}
     for row in map.rows:

@@ -205,7 +205,7 @@ class Layout:
         return found
 
     def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold alike ones share them."""
+        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold equal ones share them."""
         held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
         if held not in self._shapes:
             found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
@@ -705,6 +705,6 @@ def _kinds(
 
 
 def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
-    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are alike."""
+    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are the same."""
     tensors = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}

@@ -62,7 +62,7 @@ def check_senders(map: ReshardMap, row: Row) -> None:
 def _check_same_stages(kind: Kind, alike: np.ndarray) -> None:
     """alike: [instances], the instance that represents each one."""
     if len(alike) != kind.instances or (kind.stages[alike] != kind.stages).any():
-        raise ProofError(f"{kind.name}: layers of different stages are taken for alike")
+        raise ProofError(f"{kind.name}: layers of different stages are taken for equal")
 
 
 __all__ = ["ProofError", "prove_exactly_once"]

@@ -1,6 +1,6 @@
 """Decides who sends: replicas of a source shard take turns, in orders that every rank works out for itself.
 
-Instances (layers) that are served alike form a *class*. Senders are worked out per class, so the cost grows with pipeline stages and
+Instances (layers) that are served equally form a *class*. Senders are worked out per class, so the cost grows with pipeline stages and
 receivers, not with layers.
 """
 
@@ -203,7 +203,7 @@ class Turns:
         return Assignment(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def alike(self, row: Row) -> tuple:
-        """A key: rows with equal keys are served alike, every instance and replica by the same senders."""
+        """A key: rows with equal keys are served equally, every instance and replica by the same senders."""
         target, places = self.destination.kinds[row.kind], []
         for holder in row.holders:
             kind = self.source.kinds[holder.kind]

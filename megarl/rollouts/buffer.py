@@ -80,7 +80,7 @@ class RolloutBuffer:
 
     With `max_staleness` m, a finished group older than m is rejected (`reject`): it is dropped and generated again. A group of age m or
     more, finished or not, is due: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
-    due group that is still being generated (`take` returns None). So long rollouts are neither starved by short ones nor thrown away for
+    due group that is still being generated (`take` returns None). Long rollouts are then neither starved by short ones nor thrown away for
     their length. If more groups of a source are due than fit into a batch, the rest is rejected at the next step.
 
     Progress: while the trainer waits for a batch its version does not change. Groups that begin from then on have age 0, are neither
