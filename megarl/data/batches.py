@@ -93,7 +93,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
 # Pairs of responses for megarl reward-model: read, ordered, and as tokens.
 
 
-def held_out_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
+def evaluated_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
     """reward_model.eval as a whole dataset: its columns are those of reward_model.data."""
     data, own = settings.data, settings.eval
     return replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size) if data and own else None
@@ -102,7 +102,7 @@ def held_out_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
     """(config key, dataset) of the pairs that are learned, and of the held-out ones."""
     settings = config.reward_model
-    given = {"reward_model.data": settings.data, "reward_model.eval": held_out_pairs(settings)}
+    given = {"reward_model.data": settings.data, "reward_model.eval": evaluated_pairs(settings)}
     return [(key, dataset) for key, dataset in given.items() if dataset is not None]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.base.rollout_types import TrainSequence
-from megarl.data.batches import batch_of, held_out_pairs, load_pairs, pair_tokens, training_steps
+from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.metrics import MetricsWriter
@@ -82,7 +82,7 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
     status = StatusBoard(run_dir, f"reward_model.{rank}").for_work()
     status.set("reading the pairs")
     pairs = load_pairs(config, settings.data, f"{FOLDER}.data", plan.spec)
-    held_out = load_pairs(config, held_out_pairs(settings), f"{FOLDER}.eval", plan.spec)
+    held_out = load_pairs(config, evaluated_pairs(settings), f"{FOLDER}.eval", plan.spec)
     steps = training_steps(config, len(pairs))
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)

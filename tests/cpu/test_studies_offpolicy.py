@@ -12,7 +12,7 @@ from offpolicy import Cell, Study, render
 from reward_models import served_scores
 
 from megarl.config.load import load_config
-from megarl.data.batches import held_out_pairs, load_pairs, pair_tokens
+from megarl.data.batches import evaluated_pairs, load_pairs, pair_tokens
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import find_spec
@@ -76,7 +76,7 @@ def test_megatron_transformers_and_sglang_give_held_out_pairs_the_same_scores(st
     made, _ = study
     config, folder = load_config(CONFIG, made.common(CELLS[0])), made.reward_model(CELLS[0])
     tokenizer = load_tokenizer(config.model)
-    pairs = load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", find_spec(config))
+    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config))
     chosen, rejected = zip(*(pair_tokens(pairs[place], tokenizer, 512) for place in range(len(pairs))))
     scores = plain.scores(plain.load(folder), [*chosen, *rejected])
     megatrons = read_metrics(Path(f"{folder}.run") / "reward_model" / METRICS_FILE)[-1]

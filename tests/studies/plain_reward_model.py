@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.config.schema import AdamConfig, RunConfig
-from megarl.data.batches import batch_of, held_out_pairs, load_pairs, pair_tokens, training_steps
+from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import find_spec
@@ -70,7 +70,7 @@ def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
 @torch.no_grad()
 def accuracy(model: Any, config: RunConfig) -> float:
     """The share of held-out pairs in the right order."""
-    pairs = load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", find_spec(config))
+    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", find_spec(config))
     each = [pairs[number] for number in range(len(pairs))]
     right = sum(int((differences(model, config, each[at : at + AT_ONCE]) > 0).sum()) for at in range(0, len(each), AT_ONCE))
     return right / len(each)

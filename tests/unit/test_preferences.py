@@ -14,7 +14,7 @@ import torch
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import PreferenceConfig, RunConfig
-from megarl.data.batches import batch_of, held_out_pairs, load_pairs, pair_tokens, training_steps
+from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.datasets import read_pairs
 from megarl.data.tokenizer import load_tokenizer
 from megarl.launch.commands import held_out_pairs
@@ -119,11 +119,11 @@ def test_held_out_pairs_have_the_columns_of_those_that_are_learned(tmp_path: Pat
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"q": "1+2=", "good": "3", "bad": "4"}) + "\n")
     columns = ["reward_model.data.prompt_key=q", "reward_model.data.chosen_key=good"]
     config = config_of(*columns, "reward_model.data.rejected_key=bad", f"reward_model.eval.source={tmp_path}/pairs.jsonl")
-    (pair,) = load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+    (pair,) = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
     assert (pair.prompt, pair.chosen, pair.rejected) == ("1+2=", "3", "4")
     config = config_of(*columns, f"reward_model.eval.source={tmp_path}/pairs.jsonl")
     with pytest.raises(ConfigError, match=r"no column 'rejected' \(reward_model.data.rejected_key\)"):
-        load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+        load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -132,7 +132,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 def test_synthetic_pairs_have_one_right_response() -> None:
     config = config_of()
-    pairs = load_pairs(config, held_out_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
+    pairs = load_pairs(config, evaluated_pairs(config.reward_model), "reward_model.eval", load_spec(TINY))
     assert len(pairs) == 512
     for pair in map(pairs.__getitem__, range(200)):
         text = pair.prompt.removesuffix("=")
