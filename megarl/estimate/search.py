@@ -120,7 +120,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
-    """Layers of the first and the last stage if pp does not divide `layers`: fewer than the other stages have, which are equal."""
+    """Layers of the first and the last stage if pp does not divide `layers`: fewer than those of the other stages, which are equal."""
     if pp == 1 or layers % pp == 0:
         return None, None
     if pp == 2:

@@ -137,7 +137,7 @@ class CheckpointError(RunError):
 
 
 def unusable(folder: Path | str, problem: str) -> CheckpointError:
-    """The error about a checkpoint, or about a critic's in one: that folder alone must not be moved away."""
+    """The error about a checkpoint, or about a critic's in one, whose folder must not be moved away by itself."""
     folder = Path(folder)
     if folder.name == CRITIC:
         folder, problem = folder.parent, f"in {CRITIC}/: {problem}"

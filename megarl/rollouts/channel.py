@@ -244,7 +244,7 @@ class _Resend(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Header(msgspec.Struct, frozen=True, tag=True):
-    """What all ranks are told of a batch."""
+    """What rank 0 tells all ranks about a batch."""
 
     step: int
     groups: list[msgspec.Raw]  # encoded GroupSummary

@@ -333,7 +333,7 @@ def file_plan(
     stem: str = "model",
     shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.shape),
 ) -> FilePlan:
-    """`stem`: what the files' names begin with; `shown`: a tensor's name and shape in them."""
+    """`stem`: the beginning of the files' names; `shown`: a tensor's name and shape in the files."""
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in tensors:
