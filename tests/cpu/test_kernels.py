@@ -18,7 +18,7 @@ from megarl.kernels import linear_logprobs
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 @pytest.mark.parametrize(("file", "interpret"), [("kernels_interpreted.py", "1"), ("kernels_compiled.py", "0")])

@@ -15,8 +15,12 @@ from megarl.launch.watch import termination_as_exit
 MEANINGS = {
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
+    "mutations": "break the code in one place at a time: which tests see it",
     "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
 }
+
+
+WITHOUT_CONFIG = ("faults", "mutations")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -26,11 +30,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, meaning in MEANINGS.items():
         by_name[name] = study = studies.add_parser(name, help=meaning, description=meaning)
         study.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
-        if name != "faults":
+        if name not in WITHOUT_CONFIG:
             study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
             study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
             study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    faults, staleness, offpolicy = by_name.values()
+    faults, staleness, mutations, offpolicy = by_name.values()
+    mutations.add_argument("--only", metavar="PART", action="append", default=[], help="those with this in their name; repeatable")
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
@@ -46,7 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     offpolicy.add_argument("--runs", metavar="DIR", type=Path, help=kept)
     offpolicy.add_argument("--picture", metavar="FILE", help="draw score against divergence: .svg or .png")
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [argument for argument in rest if argument.startswith("-") or arguments.what == "faults"]:
+    if unknown := [argument for argument in rest if argument.startswith("-") or arguments.what in WITHOUT_CONFIG]:
         by_name[arguments.what].error(f"unknown argument: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest  # argparse takes positional arguments only up to the first option
@@ -59,6 +64,12 @@ def _faults(arguments: argparse.Namespace) -> None:
     if arguments.keep and (problems := list(new_folder_problems("--keep ", arguments.keep))):
         raise ConfigError(problems)
     run(arguments.faults, arguments.seed, _listed(arguments.kinds), arguments.minutes, arguments.json, arguments.keep)
+
+
+def _mutations(arguments: argparse.Namespace) -> None:
+    from mutations import run
+
+    run(arguments.only, arguments.json)
 
 
 def _staleness(arguments: argparse.Namespace) -> None:
@@ -80,7 +91,12 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-RUN: dict[str, Callable[[argparse.Namespace], None]] = {"faults": _faults, "staleness": _staleness, "offpolicy": _offpolicy}
+RUN: dict[str, Callable[[argparse.Namespace], None]] = {
+    "faults": _faults,
+    "staleness": _staleness,
+    "mutations": _mutations,
+    "offpolicy": _offpolicy,
+}
 
 
 def main(argv: list[str]) -> int:

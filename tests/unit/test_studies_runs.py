@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, Mutation, broken
 from offpolicy import Study
 from whole_runs import check_settings, note_settings
 
@@ -86,6 +87,15 @@ def test_mistakes_end_with_2_before_anything_starts(tmp_path: Path, capsys: pyte
     ):
         assert study["main"](command.split()) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_what_a_mutation_breaks_is_still_there(mutation: Mutation):
+    text = Path(mutation.file).read_text()
+    assert broken(mutation, text) != text
+    with pytest.raises(RuntimeError, match=r"0 times, must have it once"):
+        broken(mutation, text.replace(mutation.now, ""))
+    assert all(Path("tests", name).is_file() for name in mutation.tests)
 
 
 def test_a_damaged_result_is_named(tmp_path: Path):

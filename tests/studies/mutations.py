@@ -1,0 +1,160 @@
+"""`python tests/studies mutations`: breaks the code in one place at a time, and shows which tests see it.
+
+Each place is broken in a copy of this checkout, in which the same tests pass before. A mutation that they do not see shows a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("megarl", "kernels", "launch", "configs", "tests", "slurm", "docs", "pyproject.toml")
+TESTS_S = 900.0  # for the tests of one mutation
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    now: str  # a part of the file, which is there once
+    broken: str
+    tests: tuple[str, ...]  # files under tests/
+
+
+MUTATIONS = [
+    Mutation(
+        "common elements of two boxes are one too few",
+        "megarl/base/geometry.py", "            shape.append(extent)\n", "            shape.append(max(extent - 1, 1))\n",
+        ("unit/test_reshard_map.py", "unit/test_reshard_proof.py"),
+    ),
+    Mutation(
+        "AIPO's weight has no upper bound",
+        "megarl/algorithms/losses.py", "Weights(log_ratio.clamp(low, high).exp(),", "Weights(log_ratio.clamp(low).exp(),",
+        ("unit/test_algorithms.py",),
+    ),
+    Mutation(
+        "the ledger forgets what was trained on",
+        "megarl/rollouts/buffer.py", "        self._consumed.add(ordinal)\n        self._ever_rejected", "        self._ever_rejected",
+        ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
+    ),
+    Mutation(
+        "groups one version too old are trained on",
+        "megarl/rollouts/buffer.py", "if version < step - self._max_staleness]", "if version < step - self._max_staleness - 1]",
+        ("unit/test_buffer.py", "unit/test_buffer_schedules.py"),
+    ),
+    Mutation(
+        "the audit leaves out the last rank",
+        "megarl/weight_sync/audit.py", "ends = pairwise(tensors.places.tolist())", "ends = pairwise(tensors.places.tolist()[:-1])",
+        ("unit/test_reshard_audit.py", "unit/test_control_path.py"),
+    ),
+    Mutation(
+        "a changed element of a delta is lost where its bits differ by one",
+        "megarl/kernels/changes.py", "torch.nonzero(new != old)", "torch.nonzero((new - old).abs() > 1)",
+        ("unit/test_deltas.py",),
+    ),
+    Mutation(
+        "tiles of fp8 are scaled to 447",
+        "megarl/kernels/quantise_rules.py", "E4M3_MAX = 448.0", "E4M3_MAX = 447.0",
+        ("unit/test_quantise.py", "unit/test_reshard_fp8.py"),
+    ),
+    Mutation(
+        "anybody may connect to a run",
+        "megarl/messaging/link.py", "        return key == self._accepted  #", "        return True  #",
+        ("unit/test_link.py",),
+    ),
+    Mutation(
+        "targets are the inputs, not the tokens after them",
+        "megarl/trainer/microbatch.py",
+        "targets=laid(lambda i: held[i].token_ids, np.int64),", "targets=laid(lambda i: held[i].token_ids, np.int64, slice(-1)),",
+        ("unit/test_microbatch.py", "unit/test_packing.py"),
+    ),
+    Mutation(
+        "a message of an update that was not asked for is taken",
+        "megarl/weight_sync/updates.py", "not in self._unfinished or message.version != self._version:", "not in self._unfinished:",
+        ("unit/test_writes.py",),
+    ),
+    Mutation(
+        "what engines should hold leaves out the frozen weights",
+        "megarl/lora/updates.py", "frozen.get(rank, {}) | sent.shares", "{} | sent.shares",
+        ("unit/test_adapter_pool.py",),
+    ),
+    Mutation(
+        "an unanswered episode counts as answered",
+        "megarl/agents/player.py", "not all(tree.turns for tree, _, _ in played)", "not played",
+        ("cpu/test_agents_endpoint.py",),
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seen:
+    mutation: str
+    by: list[str]  # tests that failed, at most three; empty: none did
+    seconds: float
+
+
+def run(names: Sequence[str], as_json: bool) -> None:
+    """Prints a table, or one JSON object. Raises ConfigError; RuntimeError where a mutation was not seen."""
+    if unknown := [name for name in names if not any(name in each.name for each in MUTATIONS)]:
+        raise ConfigError(f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}")
+    chosen = [each for each in MUTATIONS if not names or any(name in each.name for name in names)]
+    found = []
+    for seen in study(chosen):
+        found.append(seen)
+        print(f"{len(found)}/{len(chosen)} {seen.mutation}: {', '.join(seen.by) or 'NOT SEEN'}", file=sys.stderr, flush=True)
+    print(json.dumps([asdict(each) for each in found]) if as_json else render(found))
+    if missed := [each.mutation for each in found if not each.by]:
+        raise RuntimeError(f"no test saw: {'; '.join(missed)}")
+
+
+def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
+    with tempfile.TemporaryDirectory(prefix="megarl-mutations-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(ROOT / name, copy / name)
+        every = sorted({name for mutation in mutations for name in mutation.tests})
+        if wrong := failures(every, copy):
+            raise RuntimeError(f"tests fail though nothing is broken: {', '.join(wrong)}")
+        for mutation in mutations:
+            file, began = copy / mutation.file, time.monotonic()
+            text = file.read_text()
+            file.write_text(broken(mutation, text))
+            yield Seen(mutation.name, failures(mutation.tests, copy), time.monotonic() - began)
+            file.write_text(text)
+
+
+def broken(mutation: Mutation, text: str) -> str:
+    """`text` with the mutation in it. Raises RuntimeError where its place is not there, or not once."""
+    if (count := text.count(mutation.now)) != 1:
+        raise RuntimeError(f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once")
+    return text.replace(mutation.now, mutation.broken)
+
+
+def failures(tests: Sequence[str], copy: Path) -> list[str]:
+    """Which of these files' tests fail, at most three. Raises RuntimeError where pytest cannot run them."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests)]
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TESTS_S)
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return re.findall(r"^FAILED tests/\S+::(\w+)", ended.stdout, re.MULTILINE)
+
+
+def render(found: Sequence[Seen]) -> str:
+    rows = [f"| {each.mutation} | {', '.join(dict.fromkeys(each.by)) or '**no test**'} |" for each in found]
+    return "\n".join(["| broken | seen by |", "|---|---|", *rows])
