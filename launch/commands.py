@@ -391,11 +391,11 @@ def reward_model(plan: RunPlan) -> None:
     job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, steps)
     if node.is_head:
-        print(held_out_pairs((run_dir / METRICS_FILE).read_text()), end="")
+        print(accuracy_line((run_dir / METRICS_FILE).read_text()), end="")
         print(f"The reward model is in {settings.output}")
 
 
-def held_out_pairs(metrics: str) -> str:
+def accuracy_line(metrics: str) -> str:
     """A line on the held-out pairs, from metrics.jsonl of a reward model; empty without any."""
     rows = [json.loads(line) for line in metrics.splitlines()]
     first, last = rows[0], rows[-1]

@@ -17,7 +17,7 @@ from megarl.config.schema import PreferenceConfig, RunConfig
 from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.datasets import read_pairs
 from megarl.data.tokenizer import load_tokenizer
-from megarl.launch.commands import held_out_pairs
+from megarl.launch.commands import accuracy_line
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.roles.training import bradley_terry, to_score, weighted_values
@@ -185,8 +185,8 @@ def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
 
 
 def test_the_last_line_tells_how_held_out_pairs_are_ordered() -> None:
-    assert held_out_pairs('{"step": 0, "loss": 1}\n') == ""
+    assert accuracy_line('{"step": 0, "loss": 1}\n') == ""
     one = {"before/accuracy": 0.5, "before/loss": 0.7, "eval/accuracy": 0.75, "eval/loss": 0.25}
     told = "Held-out pairs in the right order: 0.500 (loss 0.7000) before, 0.750 (loss 0.2500) after\n"
-    assert held_out_pairs(json.dumps(one)) == told
-    assert held_out_pairs(f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}") == told
+    assert accuracy_line(json.dumps(one)) == told
+    assert accuracy_line(f"{json.dumps(one | {'eval/accuracy': 0.1})}\n{json.dumps({'eval/accuracy': 0.75, 'eval/loss': 0.25})}") == told
