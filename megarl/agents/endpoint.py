@@ -24,7 +24,7 @@ from megarl.agents.openai_responses import Asked
 MODEL = "policy"  # the name at /v1/models; calls may name any
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # of a request; what is longer has no room in rollout.max_tokens
 _MOST_CONNECTIONS = 64
-_KEY_S = 5.0  # in which a new connection must bring a call with the key, and that much once more if it has begun to
+_KEY_S = 5.0  # in which a new connection must bring a call with the key; as long again if it has begun one
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
@@ -33,12 +33,11 @@ _Answer = Callable[[Episode, Any], Awaitable["dict[str, Any] | list[str]"]]
 
 
 class _Door:
-    """Lets connections to an episode in. Whoever has its port may connect: other users of the host, too, where it is not a socket of the
-    file system."""
+    """Admits connections to an episode. Other users of the host can connect too, unless it listens at a socket of the file system."""
 
     def __init__(self, server: Callable[[], asyncio.Protocol], connections: dict[asyncio.BaseProtocol, _Connection]):
         self._server, self._connections = server, connections
-        self.strangers: dict[_Connection, None] = {}  # by which no call with the key has come, the oldest first
+        self.strangers: dict[_Connection, None] = {}  # connections that have brought no call with the key, the oldest first
         self.members: set[_Connection] = set()
         self.room = asyncio.Event()
         self.room.set()
@@ -52,13 +51,13 @@ class _Door:
             await loop.connect_accepted_socket(lambda: _Connection(self._server(), self, self._connections), connection)
 
     def close(self) -> None:
-        """Ends its connections too, once what they have been told is written."""
+        """Ends its connections too, once their answers are written."""
         for connection in [*self.strangers, *self.members]:
             connection.close()
 
 
 class _Connection(asyncio.Protocol):
-    """Without a call with the key it ends after a few seconds, so it holds a place no longer."""
+    """Without a call with the key the connection ends after a few seconds, and frees its place."""
 
     def __init__(self, handler: asyncio.Protocol, door: _Door, connections: dict[asyncio.BaseProtocol, _Connection]):
         self._handler, self._door, self._all, self._heard = handler, door, connections, False
@@ -81,7 +80,7 @@ class _Connection(asyncio.Protocol):
         self._make_room()
 
     def _expire(self) -> None:
-        """If it was the event loop that was slow, what has been sent may still wait to be read."""
+        """If the event loop was slow, data that has arrived may still wait to be read."""
         if self._heard:
             self._timer = asyncio.get_running_loop().call_later(_KEY_S, self.abort)
         else:
@@ -121,7 +120,7 @@ class _Open(NamedTuple):
     ended: asyncio.Future[str]
 
     def refuse(self, refusal: Refused) -> None:
-        """Too many refused calls end the episode: they cost the run time, and nothing comes of them."""
+        """Too many refused calls end the episode, because they only cost time."""
         self.episode.refuse(refusal)
         if self.episode.exhausted and not self.ended.done():
             self.ended.set_result(self.episode.exhausted)
@@ -130,8 +129,8 @@ class _Open(NamedTuple):
 class Endpoint:
     """Open it in the event loop in which the episodes' calls are to run.
 
-    Each episode has a listener and a key of its own. It may have 64 connections by which calls with the key have come; further ones wait
-    until one of them is closed. Of others it has 64 more; the oldest makes room for a new one, and each has a few seconds.
+    Each episode has a listener and a key of its own. It may have 64 connections that have brought calls with the key; further ones wait
+    until one of these is closed. It may have 64 connections without such a call; each has a few seconds, and a new one replaces the oldest.
     """
 
     def __init__(self) -> None:
@@ -147,7 +146,7 @@ class Endpoint:
         app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
         app.router.add_get("/v1/models", _models)
         app.router.add_route("*", "/{path:.*}", _nothing)
-        # A call whose agent has hung up is cancelled: what nobody reads is not part of the episode.
+        # A call whose agent has hung up is cancelled, because an answer that nobody reads is not part of the episode.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
         await self._runner.setup()
 
@@ -222,7 +221,7 @@ async def _asked(request: web.Request, episode: Episode, form: ModuleType) -> An
         body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens)
         return await episode.aside(lambda: form.read_request(msgspec.json.decode(body)))
     except (*MISFORMED, web.RequestPayloadError) as mistake:
-        raise Refused(f"the request does not have the form it must have: {mistake!r}"[:500]) from mistake
+        raise Refused(f"the request does not have the required form: {mistake!r}"[:500]) from mistake
 
 
 async def _read(request: web.Request, most_bytes: int) -> bytes:

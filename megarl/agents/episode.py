@@ -1,10 +1,10 @@
 """One episode of an agent: answers its calls, and keeps what was sampled, as a tree.
 
-A call brings the whole conversation as text. Its longest beginning that ends with a message as this episode has returned it stands for the
-ids that were sampled; only what follows is rendered by the chat template and tokenised. So an agent that sends its conversation back, with
-more behind it, continues it token by token.
+A call brings the whole conversation as text. This module looks for its longest beginning that ends with a message as this episode has
+returned it. That beginning stands for the ids that were sampled; only the rest is rendered by the chat template and tokenised. So an agent
+that sends its conversation back, with more behind it, continues it token by token.
 
-Calls are read, rendered and tokenised in threads, one call of an episode after the other: an agent that sends much holds up itself alone.
+Calls are read, rendered and tokenised in threads, one call of an episode after the other. An agent that sends much delays only itself.
 """
 
 from __future__ import annotations

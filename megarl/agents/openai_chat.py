@@ -12,11 +12,11 @@ from megarl.generator.tool_parsers import ToolCall
 
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # what templates call them
 _MOST_CHOICES = 128
-_MOST_STOP_LETTERS = 256  # an engine looks at so much text behind every token
-FORCED = "that would need tokens of another distribution than the policy's, whose log-probs training uses"
-_DRAWN = "how tokens are drawn is the run's to say (rollout), since its log-probs are what training uses"
+_MOST_STOP_LETTERS = 256  # an engine searches this much text after every token
+FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
+_DRAWN = "the run's rollout settings say how tokens are drawn, because training uses their log-probs"
 _UNSUPPORTED = "it is not supported"
-# Values with which a field asks for nothing, and why others are refused. Fields that are not here are ignored.
+# The values by which a field asks for nothing, and why other values are refused. Fields that are not listed are ignored.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), _DRAWN),
     "frequency_penalty": ((0,), _DRAWN),
@@ -33,9 +33,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "regex": ((), FORCED),
     "ebnf": ((), FORCED),
     "chat_template_kwargs": (({},), "conversations are rendered by the chat template as it is"),
-    "top_logprobs": ((0,), "only the log-probs of the tokens that were sampled are known"),
-    "functions": (([],), "tools has taken its place"),
-    "function_call": (("auto", "none"), "tool_choice has taken its place"),
+    "top_logprobs": ((0,), "only the log-probs of sampled tokens are known"),
+    "functions": (([],), "use tools instead"),
+    "function_call": (("auto", "none"), "use tool_choice instead"),
     "modalities": ((["text"],), _UNSUPPORTED),
     "audio": ((), _UNSUPPORTED),
     "web_search_options": ((), _UNSUPPORTED),
@@ -123,7 +123,7 @@ def _message(message: dict[str, Any]) -> Message:
     if calls:
         kept["tool_calls"] = [openai_call(*call) for call in calls]
     if role == "assistant":
-        kept.pop("name", None)  # a label of the agent's: the policy has not said it
+        kept.pop("name", None)  # a label that the agent gave, not the policy
     return {"role": role, "content": text_of(message.get("content")), **kept}
 
 
@@ -140,7 +140,7 @@ def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str
 
 
 def streamed(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str, usage: bool) -> Iterator[dict[str, Any]]:
-    """The finished answers as chunks: calls and texts in one piece each, since what a call is shows at its end."""
+    """The finished answers as chunks. Each call and text is one piece, because a call is known only at its end."""
     head = _head(name, model, "chat.completion.chunk")
     for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True)):
         said = _said(answer)

@@ -1,7 +1,7 @@
 """OpenAI's responses: requests to messages, answers to JSON. (platform.openai.com/docs/api-reference/responses)
 
-A turn of the policy is several items here: what it says, and each of its calls. They become one message again, since a conversation goes on
-from the ids that were sampled only where the message of a turn comes back as it was.
+A turn of the policy is several items here: its text, and each of its calls. They become one message again, because a conversation continues
+from the sampled ids only if the message of a turn comes back unchanged.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 
 __all__ = ["error"]  # errors have the form of chat completions
-_LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values are of what is never there
-_MOST_KEPT_LETTERS = 16 << 20  # of an episode; without a bound it would be that of a request for each call
+_LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values name what no answer here has
+_MOST_KEPT_LETTERS = 16 << 20  # of an episode; without it the bound would be one request's size for each call
 _TRAINED = "the policy is trained on the conversation as it was sent"
 _NEUTRAL = {
     **NEUTRAL,
     "response_format": (({"type": "text"},), FORCED),
     "background": ((False,), "an answer is sampled while its call waits"),
-    "conversation": ((), "previous_response_id goes on from an answer"),
-    "prompt": ((), "there are no templates of prompts here"),
+    "conversation": ((), "use previous_response_id to go on from an answer"),
+    "prompt": ((), "prompt templates are not supported"),
     "truncation": (("disabled",), _TRAINED),
     "context_management": (([],), _TRAINED),
 }
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     """What an agent asks for."""
 
     messages: list[Message]  # one for each item of the input
-    instructions: str  # of this call alone: who goes on from its answer sends them again
+    instructions: str  # of this call alone: a call that goes on from its answer sends them again
     previous: str | None  # the response to go on from
     tools: list[dict[str, Any]]
     max_tokens: int | None
@@ -101,7 +101,7 @@ def _messages(item: dict[str, Any]) -> list[Message]:
     if kind != "reasoning":
         raise Refused(f"input: an item of type {str(kind)[:50]}: only message, function_call and function_call_output are supported")
     if item.get("summary") or item.get("content"):
-        raise Refused("input: reasoning with a text: what the policy has thought is part of its messages")
+        raise Refused("input: reasoning with a text is not supported: the policy's messages contain its reasoning")
     return []
 
 
@@ -121,8 +121,8 @@ def conversation(episode: Episode, asked: Asked) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
-    """One message for each turn of the assistant: for a text and the calls beside it, and for calls that were sampled in one turn where an
-    agent has put the result of each behind it."""
+    """One message for each turn of the assistant: its text and its calls. Calls of one turn stay together even if an agent has put a result
+    after each of them."""
     found: list[Message] = []
     turn: Message | None = None  # the assistant's latest
     for message in messages:
@@ -148,7 +148,7 @@ def _of_one_turn(turn: Message, message: Message, called: Mapping[str, str]) -> 
 
 
 def keep(episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer) -> None:
-    """Lets later calls go on from an answer. The oldest are forgotten when they are too much."""
+    """Lets later calls go on from an answer. The oldest answers are forgotten when all together are too large."""
     turn = {"role": "assistant", "content": answer.content, "tool_calls": [openai_call(*call) for call in answer.calls]}
     episode.kept[f"resp_{name}"] = Kept([*said, turn], len(str(asked.messages)))
     while sum(kept.letters for kept in episode.kept.values()) > _MOST_KEPT_LETTERS:

@@ -1,4 +1,4 @@
-"""Episodes that something outside plays, a program or a hub's environment. The policy answers each at an endpoint of its own."""
+"""Episodes played from outside, by a program or a hub's environment. The policy answers each at an endpoint of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Player:
         self._told = 0
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises RunError if too many prompts are unanswered or nothing can play, and whatever failed a call of the policy."""
+        """Raises RunError if too many prompts are unanswered or nothing can play, and the error of any failed call of the policy."""
         async with self._opening:
             if not self._is_open:
                 await self.open()
@@ -80,13 +80,13 @@ class Player:
         return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)
 
     def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:
-        """Why an episode has sampled nothing, whose player failed with `why`."""
+        """Why an episode has sampled nothing; its player failed with `why`."""
         found = episode.why_unanswered(why)
         self._why = f"prompt {prompt.ordinal}: {found}" + (f"; the end of its errors:\n{errors}" if errors else "")
         return found
 
     def played(self, episode: Episode, score: Score, own: dict[str, float]) -> Played:
-        """What came of an episode that was scored, or failed (`failed`); `own` are its player's metrics."""
+        """The samples of an episode that was scored, or failed (`failed`); `own` are its player's metrics."""
         kinds = [failure.kind for failure in score.failures if failure.part == self._part]
         return Played(
             episode.tree, score, {**own, **episode.metrics(), **{f"failed_{kind}": float(kind in kinds) for kind in self.failures}}
@@ -113,7 +113,7 @@ def check_on_crash(on_crash: float) -> None:
         raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
 
 
-# What a player says of an episode: a reward, and further numbers.
+# The report of a player on an episode: a reward, and further numbers.
 
 
 MOST_METRICS = 32
@@ -121,7 +121,7 @@ _METRIC = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 
 
 class NoReward(Exception):
-    """Whoever was to say a reward has said none."""
+    """The expected reward is missing."""
 
 
 def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:

@@ -28,7 +28,7 @@ from megarl.sandbox import jail
 from megarl.sandbox.jail import Ended, Jail
 
 OUTPUT, MESSAGE, PROGRAM = "output", "message", "program"
-_NOT_FOUND = "exit status 127"  # as Jail and shells tell of a command that is not there
+_NOT_FOUND = "exit status 127"  # as Jail and shells report a missing command
 _INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")
 _LOOK = 'command -v "$1" >/dev/null || exit 3; test -z "$2" || test -e "$2" || exit 4'
 _LOOK_S = 60.0
@@ -39,9 +39,9 @@ _Positive = Annotated[int, Meta(ge=1)]
 class Program(Player):
     """Starts `command` once for each sample. A word {prompt} in it is replaced by the prompt; standard input has a JSON object with it.
 
-    `reward` says what is scored: by the run's reward, what the program has printed (`output`) or the policy's last message (`message`); or
-    not at all, since its last line of output is the reward or a JSON object with it (`program`). A program fails by its exit status, its
-    memory, `deadline_s` or for want of a reward.
+    `reward` says what is scored. The run's reward scores the program's output (`output`) or the policy's last message (`message`). With
+    `program`, the last line of output is the reward, or a JSON object with it. A program fails by its exit status, its memory, `deadline_s`
+    or a missing reward.
     """
 
     failures = ("exit", "deadline", "limits", "reward", UNANSWERED)
@@ -114,8 +114,8 @@ class Program(Player):
         missing = {"exit status 3": f"no program {program}", "exit status 4": f"no file {script}"}.get(ended.why)
         if missing:
             folder = self._limits["folder"]
-            where = f"rollout.args.folder={folder}" if folder else "an empty folder, as rollout.args.folder is not set"
-            seen = "" if cell.kind != jail.BWRAP else ", and sees no others of the host's files but those in rollout.args.readable"
+            where = f"rollout.args.folder={folder}" if folder else "an empty folder, because rollout.args.folder is not set"
+            seen = "" if cell.kind != jail.BWRAP else ", and of the host's other files sees only those in rollout.args.readable"
             raise ConfigError(f"rollout.args.command={json.dumps(self._command)}: there is {missing}; it starts in {where}{seen}")
 
     async def open(self) -> None:
@@ -144,7 +144,8 @@ class Program(Player):
         return self.played(episode, self.failed(kind, why, ended.errors), {})
 
     async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
-        """Starts the program until a call of it is answered, at most 1 + `retries` times; not again if its row alone is to blame."""
+        """Starts the program until one of its calls is answered, at most 1 + `retries` times. It is not started again if only its row is to
+        blame."""
         left = self.retries
         while True:
             episode, unfit = self.episode(context, sampling), self._unfit(prompt)
@@ -152,7 +153,7 @@ class Program(Player):
             if why := ended.why if episode.tree.turns else self.unanswered(prompt, episode, ended.why, ended.errors):
                 self.tell(prompt, why, ended.errors)
             if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may have been the cause
-                told = f"ended with {_NOT_FOUND}, as a command that is not there; the end of its errors: {ended.errors.strip() or 'none'}"
+                told = f"ended with {_NOT_FOUND}: the command was not found; the end of its errors: {ended.errors.strip() or 'none'}"
                 raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
                 return episode, ended
@@ -162,17 +163,17 @@ class Program(Player):
         """Why the prompt cannot be in the command; empty if it can."""
         for word in self._words(prompt):
             if "\0" in word:
-                return "the prompt has the character NUL, which {prompt} in rollout.args.command cannot have; it is on standard input too"
+                return "the prompt has the character NUL, which {prompt} in rollout.args.command cannot hold; standard input has it too"
             if (size := len(word.encode(errors="surrogatepass"))) >= _MOST_WORD_BYTES:
                 limit = f"{size} bytes, and Linux takes fewer than {_MOST_WORD_BYTES}"
-                return f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; it is on standard input too"
+                return f"the prompt is too long for {{prompt}} in rollout.args.command: {limit}; standard input has it too"
         return ""
 
     def _words(self, prompt: Prompt) -> list[str]:
         return [word.replace("{prompt}", prompt.text) for word in self._command]
 
     async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
-        """Raises whatever failed one of the program's calls."""
+        """Raises the error of a failed call of the program."""
         cell = self._jail
         async with self._places, contextlib.AsyncExitStack() as context:
             own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
@@ -218,7 +219,7 @@ class Program(Player):
 
 
 def said(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line, and what other numbers are beside it, as metrics. Raises NoReward."""
+    """The reward in the last line, and the other numbers there as metrics. Raises NoReward."""
     line = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(line)

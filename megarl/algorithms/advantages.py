@@ -69,7 +69,7 @@ def undivided(rewards: Tensor) -> Tensor:
 
 
 def nothing(rewards: Tensor) -> Tensor:
-    """0, whatever the rewards: teachers alone are learned from."""
+    """0, whatever the rewards: the policy learns from teachers alone."""
     return torch.zeros_like(rewards)
 
 
@@ -84,8 +84,8 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 # Losses of a prompt's responses together: each needs the log-probs of several responses at once.
 #
 # Packing puts these into different microbatches, and on different ranks. So before an optimizer step the policy's log-probs of its
-# mini-batch are taken once (executors/batch_steps.py), and from them each response's weight w(y), which is minus the loss's derivative by
-# log pi(y). The sum of -w(y) grad log pi(y) is then exactly the loss's gradient, however the mini-batch is split.
+# mini-batch are computed once (executors/batch_steps.py). They give each response's weight w(y), minus the loss's derivative by log pi(y).
+# The sum of -w(y) grad log pi(y) is then exactly the loss's gradient, however the mini-batch is split.
 
 
 Loss = Callable[[Tensor, Tensor, float], Tensor]
@@ -93,7 +93,7 @@ Loss = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def dpo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta gap), the gap being that of the log-ratios of best and worst: online DPO (arXiv:2402.04792; DPO, arXiv:2305.18290,
+    """-log sigmoid(beta gap), with the gap between the log-ratios of best and worst: online DPO (arXiv:2402.04792; DPO, arXiv:2305.18290,
     equation 7)."""
     return torch.where(_paired(advantages), softplus(-beta * _gap(advantages, log_ratio)), 0.0)
 
@@ -138,7 +138,7 @@ class GroupLoss:
             (slopes,) = torch.autograd.grad(losses.sum(), variable)
         pair, gap = best_and_worst(advantages), _gap(best_and_worst(advantages), log_ratio)
         sums = {"pairs": _paired(pair), "pair_margin": self.beta * gap, "pair_accuracy": gap > 0}
-        weights = -slopes * log_ratio.shape[1]  # of a mean over prompts, as a mean over samples
+        weights = -slopes * log_ratio.shape[1]  # as a mean over samples; the losses are a mean over prompts
         return GroupWeights(weights, losses.sum().item(), {name: value.sum().item() for name, value in sums.items()})
 
 

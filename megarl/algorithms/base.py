@@ -52,7 +52,7 @@ class Microbatch(Protocol):
     def proximal_logprobs(self) -> Tensor | None: ...  # [t] the weights that the batch began with; None: the current ones
 
     @property
-    def teachers(self) -> tuple[Taught, ...]: ...  # what each teacher has to say; none without distillation
+    def teachers(self) -> tuple[Taught, ...]: ...  # the numbers of each teacher; none without distillation
 
 
 class Algorithm(Protocol):
@@ -88,7 +88,7 @@ class Algorithm(Protocol):
         ...
 
     def penalty(self, policy: Tensor, reference: Tensor) -> float:
-        """From the log-probs [t] of a response's tokens, under the policy that the batch began with and under the reference."""
+        """[t], from the log-probs [t] of a response's tokens under the policy that the batch began with, and under the reference."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of the losses' sum over a mini-batch with these numbers of policy tokens and samples (branches not counted)."""
+        """What the sum of a mini-batch's losses is divided by. `tokens`: those by the policy; `samples`: without branches."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

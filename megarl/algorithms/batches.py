@@ -43,8 +43,8 @@ class MiniBatch:
 def minibatches(
     batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int, masked: Collection[int] = ()
 ) -> list[MiniBatch]:
-    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on;
-    `masked`: of those that count in no mean either.
+    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on.
+    `masked`: the places of samples that no mean counts either.
 
     A prompt's samples stay together.
     """
@@ -96,7 +96,7 @@ def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
 def to_train_sequences(
     batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
 ) -> dict[int, TrainSequence | Elsewhere]:
-    """Sequences to train on, by their samples' places in the batch, in its order. Those of other data-parallel ranks are Elsewhere.
+    """Sequences to train on, by their samples' places in the batch, in its order. The sequences of other data-parallel ranks are Elsewhere.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
     `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
@@ -133,10 +133,10 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
 def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None) -> dict[str, float]:
     """Metrics of a batch, used by a trainer at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are any.
 
-    They are of all groups that were generated for the step, those that were dropped among them, but staleness, penalties and
-    zero_advantage_fraction are of what is trained on. A token's staleness is `version` minus the version that produced it; the
-    environment's tokens have none. Rewards are of episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are
-    means of Sample.metrics and reward_parts over the samples that have them.
+    They cover all groups that were generated for the step, also dropped ones. Staleness, penalties and zero_advantage_fraction cover only
+    trained groups. A token's staleness is `version` minus the version that produced it; the environment's tokens have none. Rewards are of
+    episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the
+    samples that have them.
     """
     trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated
@@ -166,8 +166,8 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
-    """What dynamic sampling has dropped; prompts/dropped_right and _wrong are those whose samples are all right, and all wrong.
-    prompts/unanswered are those of which an episode has sampled nothing."""
+    """Counts of what dynamic sampling has dropped. prompts/dropped_right and _wrong: all samples are right, or wrong. prompts/unanswered:
+    an episode has sampled nothing."""
     answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
     dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in answered]
     unanswered = len(batch.dropped) - len(answered)
@@ -182,8 +182,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
-    """Of each of several sources: how many of its prompts are trained on and dropped in this step, and its mean reward over both.
-    `prompts/rested` are those that the curriculum has left out."""
+    """For each of several sources: how many of its prompts this step trains on and drops, and its mean reward over both. `prompts/rested`
+    counts those that the curriculum has left out."""
     found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
         groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
@@ -194,7 +194,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
 
 
 def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
-    """Why the run must stop: too many prompts were dropped to fill a batch."""
+    """Why the run must stop, if too few prompts are left to make a batch; otherwise None."""
     if batch.groups:
         return None
     found, rollout = dropped_metrics(batch), config.rollout
@@ -202,12 +202,12 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
         f"at least {rollout.max_num_gen_batches} times rollout.prompts_per_step={rollout.prompts_per_step} prompts were generated for it"
     )
     if "reward/dropped_mean" not in found:
-        return f"{generated}, and too few are left for a batch: of the others an episode has sampled nothing (prompts/unanswered)"
+        return f"{generated}, and too few are left for a batch: each of the others has an episode that sampled nothing (prompts/unanswered)"
     same = f"in {found['prompts/dropped']} of them all samples had the same reward (mean reward {found['reward/dropped_mean']:.3f}; "
     same += f"{found['prompts/dropped_right']} all right, {found['prompts/dropped_wrong']} all wrong)"
     return (
-        f"{generated}, and too few are left for a batch: {same}. Nothing is learned from those. Look whether the task is too hard or too "
-        "easy for the model, or the reward wrong; or raise rollout.n or rollout.max_num_gen_batches"
+        f"{generated}, and too few are left for a batch: {same}. Such prompts teach nothing. Check whether the task is too hard or too "
+        "easy for the model, or the reward is wrong; or raise rollout.n or rollout.max_num_gen_batches"
     )
 
 

@@ -39,9 +39,8 @@ def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
 # Estimates of KL(pi || ref) from tokens that pi has sampled (Schulman, "Approximating KL divergence", 2020).
 #
 # Of d = log pi - log ref each is a term whose mean over tokens of pi estimates the divergence: k1 and k3 without bias, k2 and k3 never
-# negative. As a loss what counts is the gradient: k2's, d grad log pi, is that of KL(pi || ref) in the mean, k3's that of KL(ref || pi),
-# and
-# k1's, grad log pi, is 0 in the mean: k1 is for rewards alone.
+# negative. In a loss, only the gradient counts. In the mean, k2's, d grad log pi, is the gradient of KL(pi || ref), and k3's is that of
+# KL(ref || pi). k1's, grad log pi, is 0 in the mean, so k1 is for rewards alone.
 
 
 _MOST_DIFFERENCE = 20.0  # bound of -d in k3, whose exponential one absurd token must not make infinite
@@ -62,7 +61,7 @@ def k3(difference: Tensor) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-# How much a token counts that other weights than the current ones have sampled: this is what algorithms differ in.
+# How much a token counts that older weights have sampled. Algorithms differ in this rule.
 #
 # From a token's log-ratio log(pi / mu) a rule computes the weight w of its term -w A log pi; w is a constant for autograd. Where a paper
 # states an objective that contains the ratio, w A grad log pi is its gradient at the current weights, and so at every optimizer step. With
@@ -154,8 +153,8 @@ def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries:
 
 
 def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float, cap: float, level: str, above: str) -> Weights:
-    """What tokens are weighted by besides, from log(prox/mu) [t]: their own prox/mu, or with `level` "sequence" the product of the
-    response's. Above `cap` and below `floor`, 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
+    """A further factor of each token, from log(prox/mu) [t]: its own prox/mu, or with `level` "sequence" the product over its response.
+    Above `cap` and below `floor`, 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
     if level == "sequence":
         log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
     low, high = _log(floor), _log(cap)
@@ -195,8 +194,8 @@ class PolicyGradient:
     `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length; "sequence_sum": a
     response's tokens are summed, and responses averaged, so that the policy's actions are whole responses.
 
-    `kl_coef` times an estimate of the KL divergence from the reference (kl.py) is added to the loss, token by token, or (`kl` "reward")
-    taken off the reward of the response, summed over its tokens (as in RLOO, arXiv:2402.14740).
+    `kl_coef` multiplies an estimate of the KL divergence from the reference. With `kl` "loss" it is added to the loss, token by token. With
+    `kl` "reward" its sum over a response's tokens is subtracted from the reward (RLOO, arXiv:2402.14740).
 
     A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
     of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
@@ -206,7 +205,7 @@ class PolicyGradient:
         decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or
                     below `behavior_floor` (IcePop); `behavior_level` and `behavior_above` change this (weights.py)
 
-    `entropy_coefficient` times the entropy of each token's distribution is taken off the loss, with the same mean.
+    `entropy_coefficient` times the entropy of each token's distribution is subtracted from the loss, with the same mean.
     """
 
     weigh: Rule
@@ -268,8 +267,8 @@ class PolicyGradient:
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
         Teachers change the advantages, or add their own terms (distill.py).
 
-        The value is that of the objective as published: -w A log pi where w is a constant of it (AIPO, CISPO, REINFORCE), and
-        -min(r A, clip(r) A) where that is differentiated through r, which has the same gradient.
+        The value is that of the published objective. It is -w A log pi if w is a constant there (AIPO, CISPO, REINFORCE). It is -min(r A,
+        clip(r) A) if the objective is differentiated through r; the gradient is the same.
 
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
         policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens outside floor and cap).
@@ -319,7 +318,7 @@ class PolicyGradient:
         return float(tokens if self.loss_mean == "token" else samples)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over tokens, or over pairs; NaN for a step on which nothing was trained, or that has no pair."""
+        """Means over tokens, or over pairs; NaN if the step trained on nothing, or has no pair."""
         tokens = sums.get("tokens", 0.0) or math.nan
         always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
         found = {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}

@@ -39,13 +39,13 @@ RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
     "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf),
-    # It is about the difference between trainer and generator, which pi/prox leaves out.
+    # It bounds the difference between trainer and generator, which pi/prox leaves out.
     "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
-    # Its good responses are not corrected at all, and of the others the whole response is: a factor a token contradicts both.
+    # It does not correct good responses, and corrects others as a whole: a factor per token contradicts both.
     "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
     "reinforce": Recipe(None, None, ratios=("behavior",)),  # it reads no ratio
     "rloo": Recipe(None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)),
-    # Its ratio is that of the whole response: a factor a token contradicts it.
+    # Its ratio is that of the whole response, which a factor per token contradicts.
     "proximal_rloo": Recipe(
         0.8, 1.2, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior", "proximal"), dual_clip=math.inf
     ),
@@ -86,14 +86,14 @@ def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:
-    """The setting, with its value, for which a run keeps the weights that it began with; None: it does not keep them."""
+    """The setting and value that make a run keep the weights that it began with; None: it does not keep them."""
     if config.kl_coef > 0:
         return f"algorithm.kl_coef={config.kl_coef}"
     return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
 
 
 def needs_one_sequence(config: AlgorithmConfig) -> str | None:
-    """The setting, with its value, for which every episode must be one sequence, without branches; None: it may have any number."""
+    """The setting and value that require every episode to be one sequence, without branches; None: branches are allowed."""
     if has_critic(config) or recipe_of(config).beta is not None:
         return f"algorithm.name={config.name}"
     return "algorithm.kl=reward" if config.kl_coef and config.kl == "reward" else None
@@ -133,7 +133,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
-    """Of settings that tell tokens or samples apart, with losses that compare whole responses."""
+    """Problems of settings that tell tokens or samples apart, if the loss compares whole responses."""
     if recipe.beta is not None and config.entropy_coefficient:
         yield f"algorithm.entropy_coefficient={config.entropy_coefficient}: must be 0: {config.name} is a loss of whole responses"
     if config.mask_truncated and (recipe.beta is not None or recipe.advantage == "best"):

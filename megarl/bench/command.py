@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from megarl.config.errors import ConfigError
 
-DESCRIPTION = "measure one thing on this machine, beside its physical limit and beside other projects' way of doing it"
+DESCRIPTION = "measure one thing on this machine, and compare it with its physical limit and with how other projects do it"
 MEANINGS = {
-    "sync": "how fast new weights get into a live engine, by our direct writes and by other stacks' ways",
-    "overlap": "step time beside perfect overlap, over settings of asynchrony; engines and trainer are emulated by sleeps",
+    "sync": "how fast new weights get into a live engine, by direct writes and by the methods of other stacks",
+    "overlap": "step time compared with perfect overlap, for several settings of asynchrony; sleeps emulate engines and trainer",
     "channels": "what the rollouts channel costs per sample, with up to 100,000 samples in the buffer, and per token, at 16 million a step",
-    "driver": "what the one driver of many engines can carry: requests, tokens and weight updates, with emulated engines over HTTP",
+    "driver": "how much load one driver of many engines can carry: requests, tokens and weight updates, with emulated engines over HTTP",
     "fleet": "what weight updates cost the event loop, by trainer ranks and engine workers (thousands): CPU time, bytes, blocks",
     "logprobs": "peak memory and time of log-probs, with all logits at once and in chunks",
-    "packing": "a training step on packed sequences, beside one on sequences filled up to a common length",
+    "packing": "a training step on packed sequences, compared with one on sequences padded to a common length",
 }
 EXAMPLES = [
     "megarl bench sync",

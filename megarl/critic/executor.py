@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
-    """Half the sum over the policy's tokens of (V - R)^2 or, if that is more, of the same with V no further than `clip` from the value that
-    the batch began with (Schulman et al. 2017, arXiv:1707.06347, in its implementation)."""
+    """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2). V' is V, clipped to at most `clip` from the value that the batch
+    began with (Schulman et al. 2017, arXiv:1707.06347, in its implementation)."""
     mask, old, returns = microbatch.loss_mask, microbatch.old_values, microbatch.returns
     assert old is not None and returns is not None
     error, clipped = (values - returns).square(), torch.zeros_like(mask)
@@ -60,7 +60,8 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
         timeout_s=config.timeouts.collective_s,
         optimizer=config.critic.optimizer,
     )
-    # A rank has the tokens of the policy's share of a batch, so both must share it out equally, whatever the cost of attention in each.
+    # A rank has the tokens of the policy's share of a batch. So both models must divide the batch in the same way, whatever attention costs
+    # in each.
     critic.squares = policy.squares
     return critic
 
@@ -68,7 +69,7 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
 def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
     """Loads the first weights."""
     assert plan.critic is not None
-    # A new head is zeros: the first values are 0, and the first advantages have no random part.
+    # A new head is zeros. So the first values are 0, and the first advantages have no random part.
     critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else "zeros")
 
 
@@ -80,7 +81,7 @@ class ActorCriticSteps(BatchSteps):
     """Each mini-batch makes an optimizer step of the policy, and one of the critic.
 
     Advantages and returns come from the values of the weights that the batch began with. A rank knows the values of all sequences, but
-    forms advantages of those alone whose tokens it has.
+    forms advantages only of those whose tokens it has.
     """
 
     critic: MegatronTrainer = field(kw_only=True)
@@ -109,7 +110,7 @@ class ActorCriticSteps(BatchSteps):
         return self._told
 
     def _critic_step(self, minibatch: MiniBatch, sequences: Sequences, values: Scores, returns: Scores) -> StepResult:
-        elsewhere = np.empty(0, np.float32)  # in the place of what other data-parallel ranks have
+        elsewhere = np.empty(0, np.float32)  # stands for the sequences of other data-parallel ranks
         result = self.critic.train_step(
             [sequences[place] for place in minibatch.places],
             partial(value_loss, clip=self.config.critic.value_clip),

@@ -31,7 +31,7 @@ class Gae:
     def advantages(self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
         lengths = [len(row) for row in rewards]
-        # Responses stand below each other, with zeros behind the shorter ones, whose values end so.
+        # Responses are rows, filled up with zeros, so that values end in 0.
         padded = np.zeros((2, len(lengths), max(lengths, default=0) + 1))
         for row, (length, *both) in enumerate(zip(lengths, rewards, values, strict=True)):
             padded[:, row, :length] = both

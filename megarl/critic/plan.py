@@ -15,8 +15,8 @@ from megarl.roles.settings import CRITIC, role_of
 
 
 def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
-    """The shape of the checkpoint that the critic begins with, or the policy's where there is none; None if the algorithm has no critic.
-    Raises ConfigError."""
+    """The shape of the checkpoint that the critic begins with; without one, the policy's. None if the algorithm has no critic. Raises
+    ConfigError."""
     if not recipes.has_critic(config.algorithm):
         return None
     key, path = critic_path(config)
@@ -32,7 +32,8 @@ def critic_path(config: RunConfig) -> tuple[str, str | None]:
 
 
 def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> None:
-    """Raises ConfigError with all that is wrong. Its checkpoint may still be missing for commands that come before a run: one makes it."""
+    """Raises ConfigError with all problems. The checkpoint may still be missing for commands that come before a run, because one of these
+    makes it."""
     if not recipes.has_critic(config.algorithm):
         defaults = {key: setting.default for key, setting in settings().items() if key.startswith("critic.")}
         changed = [key for key, default in defaults.items() if value_at(config, key) != default]

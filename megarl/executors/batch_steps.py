@@ -29,7 +29,7 @@ Scores = Mapping[int, np.ndarray]  # log-probs of sequences' tokens, by samples'
 
 
 class Frozen(NamedTuple):
-    """What models that a batch does not change say of its tokens, as far as the algorithm needs it."""
+    """The log-probs that frozen models give a batch's tokens, as far as the algorithm needs them."""
 
     reference: Scores | None
     proximal: Scores | None  # by the policy that the batch began with
@@ -38,7 +38,7 @@ class Frozen(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSteps:
-    """All ranks find the same mini-batches, whatever numbers of a batch they have."""
+    """All ranks find the same mini-batches, whichever parts of a batch they have."""
 
     trainer: MegatronTrainer
     algorithm: Algorithm
@@ -46,7 +46,7 @@ class BatchSteps:
     teachers: Teachers | None = field(default=None, kw_only=True)
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[G, n], after penalties. Raises RunError for branches that the algorithm has no use for."""
+        """[G, n], after penalties. Raises RunError for branches if the algorithm cannot use them."""
         if (setting := needs_one_sequence(self.config.algorithm)) and any(sample.branch for sample in batch.samples):
             raise RunError(f"{setting}: needs episodes of one sequence; rollout.name={self.config.rollout.name} made some with branches")
         return batch_rewards(batch, self.config)
@@ -61,13 +61,13 @@ class BatchSteps:
         return [sorted(places) for places in needed]
 
     def train(self, batch: Batch) -> list[StepResult]:
-        """Makes the optimizer steps. Where nothing of a mini-batch is trained on, the gradient is zero and the step is made all the same:
-        learning rate, moments and weight decay go on as after any other."""
+        """Makes the optimizer steps. A mini-batch without trained samples makes its step too, with a zero gradient: learning rate, moments
+        and weight decay go on as usual."""
         sequences, cut = self._cut(batch)
         frozen, rewards = self._frozen(sequences, cut), self.rewards(batch)
         if self.algorithm.penalizes_rewards:
             assert frozen.proximal is not None and frozen.reference is not None
-            for place in sequences:  # all: none is left out where a penalty is to be taken off
+            for place in sequences:  # all: the penalty applies to every one
                 both = torch.from_numpy(frozen.proximal[place]), torch.from_numpy(frozen.reference[place])
                 rewards.view(-1)[place] -= self.algorithm.penalty(*both)
         advantages = self.algorithm.advantages(rewards)
@@ -196,8 +196,8 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
-    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several. Where there are none, as before a critic
-    is warm, or where they had no token to train on, what is not known is absent."""
+    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several. A metric without a value is absent:
+    without steps, as before a critic is warm, or without a token to train on."""
     if not results:
         return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]

@@ -35,15 +35,15 @@ from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import engine_client, open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
-# Writes the engines' lines of the live display and of the trace, which the generator does for them: they know nothing of the run.
+# Writes the engines' lines of the live display and of the trace. The generator does it, because engines know nothing of the run.
 
 
 EVERY_S = 0.5
 
 
 async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
-    """Updates the lines until its task is cancelled. An engine's track has a mark where it is lost, and how long it was away when it serves
-    again; also where it joins and leaves; all within half a second."""
+    """Updates the lines until its task is cancelled. An engine's track shows within half a second that it is lost, joins or leaves. When it
+    serves again, the track shows how long it was away."""
     away: dict[int, float] = {}  # since when
     left: set[int] = set()
     boards: list[StatusBoard] = []
@@ -72,7 +72,7 @@ LOOK_S = 0.5
 
 
 class Refused(ValueError):
-    """What was asked for cannot be."""
+    """The request cannot be granted."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class FleetCalls:
     fleet: Fleet
     background: Background
     fixed: Callable[[], str]
-    _heard: dict[int, float] = field(default_factory=dict)  # engines that joined: when their launcher was last heard of
+    _heard: dict[int, float] = field(default_factory=dict)  # of engines that joined: when their launcher last gave a sign of life
 
     async def serve(self) -> None:
         """Runs until its task is cancelled."""
@@ -104,7 +104,7 @@ class FleetCalls:
             print(f"megarl engines has ended before it was answered: {error}", flush=True)
 
     async def _done(self, call: FleetCall) -> Iterable[int]:
-        """Does what is asked, and returns the engines that it was about. Raises Refused."""
+        """Carries out the call, and returns the engines concerned. Raises Refused."""
         if call.do == "list":
             return range(len(self.fleet.engines))
         if call.do == "here":
@@ -160,10 +160,10 @@ PROBE_TOKENS = 32
 
 @dataclass
 class GeneratorExecutor:
-    """One process that drives all engines over HTTP. Only tokens and log-probs pass through it.
+    """The process that drives all engines over HTTP. Only tokens and log-probs pass through it.
 
-    Background tasks do its work, whatever the controller's loop waits for: the rollout stream (`stream`) and the weights channel's
-    receiver. A step means that one batch's worth of groups has been sent.
+    Background tasks do its work even while the controller's loop waits: the rollout stream (`stream`) and the weights channel's receiver. A
+    step means that one batch's worth of groups has been sent.
     """
 
     plan: RunPlan
@@ -281,7 +281,7 @@ class GeneratorExecutor:
         """Brings running requests into the state that `async.partial_rollout` asks for at a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            # If all engines are lost nothing would ever finish: the requests go on after the update, at engines that have come back.
+            # If all engines are lost, no request can finish: requests then go on after the update, at engines that have come back.
             await self.fleet.while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
@@ -333,6 +333,6 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends everything that it has started, also when the run has failed: tasks left in the event loop would print warnings at exit."""
+        """Ends everything that it has started, even if the run has failed: tasks left in the event loop would print warnings at exit."""
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

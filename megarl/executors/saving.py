@@ -24,7 +24,7 @@ from megarl.trainer.step import MegatronTrainer
 class Saving:
     """Begins checkpoints and exports when they are due, and completes what was begun. Every method that takes a step is collective.
 
-    At most one of each is being written; where the next is due before that one is complete, the step waits for it.
+    At most one of each is being written. If the next is due earlier, the step waits until that one is complete.
     """
 
     def __init__(self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int, critic: MegatronTrainer | None = None):
@@ -78,7 +78,7 @@ class Saving:
 
     def _finish_checkpoint(self) -> None:
         if self._checkpoint is not None:
-            if self._exported < self._saved:  # a run that goes on from this checkpoint would not make that export again
+            if self._exported < self._saved:  # a run that resumes from this checkpoint does not repeat that export
                 self._finish_export()
             with self._trace.span(f"complete {self._checkpoint.path.name}"):
                 self._checkpoint.finish()
@@ -92,7 +92,8 @@ class Saving:
             self._finish_export()
             path = export_path(config.run_dir, step)
             if dist.get_rank() == 0:
-                # Of a run that died before its checkpoint of this step. If this one dies too, `resume` must not take it for its own.
+                # A run that died before its checkpoint of this step left this export. If this run dies too, `resume` must not take the
+                # export for its own.
                 remove_whole(path)
             with self._trace.span(f"export {step}"):
                 self._export = self._trainer.begin_export(str(path), config.model.path, beside=config.checkpoint.beside)
@@ -109,8 +110,8 @@ class Saving:
 
 
 def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
-    """One trainer rank of the export: loads its shard of the checkpoint at `path`, which holds the files of that at `of`, and writes its
-    part of the HF files at `output`, or of a PEFT adapter."""
+    """One trainer rank of the export. It loads its shard of the checkpoint at `path`, a copy of that at `of`, and writes its part of the HF
+    files, or of a PEFT adapter, at `output`."""
     config = plan.config
     init_distributed(config.timeouts.collective_s)
     trainer = make_trainer(
@@ -134,8 +135,8 @@ def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = 
 
 
 def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = "") -> dict[str, Any]:
-    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged, which names the checkpoint that has to be moved
-    away: where `path` is but a copy, that at `of`."""
+    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged. The error names the checkpoint to move away:
+    `of`, if `path` is a copy."""
     try:
         state = checkpoint.load(trainer, path)
         if critic is not None:

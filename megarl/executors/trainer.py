@@ -72,7 +72,8 @@ DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> f
 
 @dataclass
 class TrainerExecutor:
-    """One rank of the trainer. All ranks get the same batch, each the numbers that it trains on, and are in the same state afterwards."""
+    """One rank of the trainer. All ranks get the same batch, but token numbers only of the samples that they train on. Afterwards all are
+    in the same state."""
 
     plan: RunPlan
     rank: int
@@ -134,7 +135,7 @@ class TrainerExecutor:
             self.saving.after_step(self.curr_step, self._records, last=True)
 
     def _hold_reference(self) -> None:
-        """The role's model, or always the weights that the run began with, also after a resume."""
+        """The role's model; without one, the weights that the run began with, even after a resume."""
         role = self.plan.reference
         if role is not None and (role.spec != self.plan.spec or self.plan.config.lora.rank):  # adapters are off in their own model alone
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
@@ -183,8 +184,8 @@ class TrainerExecutor:
         return self.plan.trainer_topology.replicas
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] which samples, by their places in the batch, each data-parallel rank trains on. All ranks find the same, whatever
-        numbers of the batch they have."""
+        """[dp][…] which samples, by their places in the batch, each data-parallel rank trains on. All ranks find the same, whichever parts
+        of the batch they have."""
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
@@ -230,7 +231,7 @@ class TrainerExecutor:
                 **source_metrics(batch, self._mixture, self.plan.config.data.curriculum is not None),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),
-                # With a critic, samples of equal reward have advantages too; without a reward, equal ones mean nothing.
+                # With a critic, samples of equal reward have advantages too. Without a reward, equal rewards mean nothing.
                 **({} if needs_groups_to_differ(self.plan.config.algorithm) else {"zero_advantage_fraction": None}),
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
@@ -308,7 +309,7 @@ class TrainerExecutor:
         self.saving.after_step(self.curr_step, self._records, last=self.stopped or self.curr_step == self.plan.config.max_steps)
 
     def _records(self) -> dict[str, bytes]:
-        """The files that rank 0 adds to a checkpoint. What they count as done is on the disk."""
+        """The files that rank 0 adds to a checkpoint. All steps that they count as done are on the disk."""
         if self.metrics is None or self.ordinals is None:
             return {}
         self.metrics.sync()

@@ -37,8 +37,8 @@ from megarl.models.routing import RoutingFormat
 # Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its own pickle format.
 
 
-# The function that makes a storage of bytes. Where Megatron (0.19.2) is imported, it has put its own in place of torch's, and so into what
-# is pickled; SGLang accepts torch's alone.
+# The function that makes a storage of bytes. If Megatron (0.19.2) is imported, it has replaced torch's function by its own, which then goes
+# into pickles. SGLang accepts only torch's.
 _TORCHS, _MEGATRONS = b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
 
 
@@ -100,7 +100,7 @@ class EngineClient:
         vocab_size: int | None = None,
         adapter: bool = False,
     ):
-        load_parser()  # now, and not while the event loop has to serve answers
+        load_parser()  # compiles now, not while the event loop has to serve answers
         self.url = url
         self._request_s = request_s
         self._routing, self._vocab_size, self._adapter = routing, vocab_size, adapter
@@ -138,7 +138,7 @@ class EngineClient:
         return scores_of(await self._post("/generate", scoring(sequences, self._adapter), self._user, self._request_s))
 
     async def judge(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TeacherScores:
-        """What a teacher says of a response; see `completions.judging`. Raises EngineError, TimeoutError."""
+        """A teacher's log-probs for a response; see `completions.judging`. Raises EngineError, TimeoutError."""
         answer = await self._post("/generate", judging(prompt, response, top_k), self._user, self._request_s)
         return judgement_of(self.url, answer, response, top_k)
 
@@ -203,12 +203,12 @@ class EngineClient:
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)
 
     async def version(self, timeout_s: float) -> Version:
-        """The version of the weights that the engine reports; -1 if it has those it started with."""
+        """The version of the weights that the engine reports; -1 for the weights that it started with."""
         text = await self._call("GET", "/model_info", b"", self._user, timeout_s)
         return int(msgspec.json.decode(text, type=_Info).weight_version)
 
     async def fresh(self) -> bool:
-        """Whether the engine takes requests, and has none of the run's weights yet."""
+        """Whether the engine takes requests, and still has the weights that it started with."""
         try:
             return await self._ready() and await self.version(timeout_s=5) == -1
         except (EngineError, TimeoutError):

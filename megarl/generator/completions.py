@@ -15,7 +15,7 @@ from megarl.base.rollout_types import MOST_KEPT, KeptSets, TeacherScores, Typed,
 from megarl.models.routing import RoutingFormat
 
 POLICY = "policy"  # name of the adapter that engines serve
-ABORT = "abort"  # finish reason of a request that was told to end
+ABORT = "abort"  # finish reason of an aborted request
 
 
 class EngineError(RuntimeError):
@@ -212,8 +212,8 @@ def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> di
 
 
 def judging(prompt: Sequence[int], response: Sequence[int], top_k: int) -> dict[str, Any]:
-    """The request for what a teacher says of a response: the log-probs of its tokens or, with `top_k`, the likeliest tokens at their
-    places with their log-probs. SGLang takes them at temperature 1, whatever a request asks for."""
+    """The request for a teacher's judgement of a response: the log-probs of its tokens, or with `top_k` the likeliest tokens at each place
+    and their log-probs. SGLang computes them at temperature 1, whatever a request asks for."""
     body = scoring([*prompt, *response]) | {"logprob_start_len": max(0, len(prompt) - 1)}
     if top_k:
         body |= {"top_logprobs_num": top_k, "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -321,7 +321,7 @@ def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
     try:
         return routing.from_engine(meta.routed_experts)
     except ValueError as error:
-        raise EngineError(f"engine {engine} answered with experts that cannot be: {error}") from error
+        raise EngineError(f"engine {engine} answered with impossible experts: {error}") from error
 
 
 def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> KeptSets | None:
@@ -333,7 +333,7 @@ def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> Ke
     try:
         return KeptSets.of(vocab_size, tokens, sizes[:first], ids[: sizes[:first].sum()])
     except ValueError as error:
-        raise EngineError(f"engine {engine} answered with sets of kept tokens that cannot be: {error}") from error
+        raise EngineError(f"engine {engine} answered with impossible sets of kept tokens: {error}") from error
 
 
 # Decides where a response ends that contains a stop string.
@@ -371,7 +371,7 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text in front of its first stop string, and that string: the one that ends first, of several that end there the longest."""
+    """The text before its first stop string, and that string. The first is the one that ends first; if several end there, the longest."""
     found = [(at + len(string), -len(string), string) for string in strings if (at := text.find(string)) >= 0]
     if not found:
         return text, None

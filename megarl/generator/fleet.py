@@ -23,7 +23,7 @@ from megarl.generator.completions import ABORT, Completion, Decode, EngineError,
 from megarl.messaging.waiting import Pulse
 
 ABORT_AGAIN_S = 0.05
-ONE_VERSION = ("block", "abort")  # values of async.partial_rollout with which a response has one version
+ONE_VERSION = ("block", "abort")  # values of async.partial_rollout that give a response one version
 T = TypeVar("T")
 
 
@@ -50,7 +50,7 @@ class Draft:
         self.finish_reason = "" if cut else completion.finish_reason
 
     def stay_under(self, version: Version | None) -> None:
-        """Drops what it has of another version, which it would have been spared if its engine had not left."""
+        """Drops tokens of another version. It would have none if its engine had not left."""
         if self.versions and self.versions[-1] != version:
             self.token_ids, self.logprobs, self.versions, self.routing, self.kept = array("i"), array("f"), array("i"), b"", None
 
@@ -73,8 +73,8 @@ class Draft:
 class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
-    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens` splits each response into several requests of
-    at most so many tokens. `decode`, of engines that have a tokenizer, ends responses at stop strings that the engines overlook.
+    `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each response is split into requests of at
+    most this many tokens. `decode`, of engines that have a tokenizer, ends responses at stop strings that the engines overlook.
 
     An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
     the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`. Those of
@@ -96,9 +96,9 @@ class Fleet:
     ):
         self.engines = list(engines)
         self.serving = set(range(len(self.engines)))
-        self.returned: set[int] = set()  # they run, but lack the weights
+        self.returned: set[int] = set()  # they run, but do not have the weights yet
         self.lost: dict[int, str] = {}  # the values say why
-        self.intact: set[int] = set()  # lost engines to which nobody was writing at the time
+        self.intact: set[int] = set()  # lost engines that nobody was writing to at the time
         self.joining: set[int] = set()  # they were added, and have not served yet
         self.leaving: set[int] = set()  # they take no more requests
         self.gone: dict[int, str] = {}  # they have left for good; the values say why
@@ -176,7 +176,7 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """How many engines the run counts on: those that have served, and have not left; also those that are lost for now."""
+        """How many engines the run counts on: all that have served and have not left, including lost ones."""
         return len(self.engines) - len(self.gone.keys() | self.leaving | self.joining)
 
     def add(self, engine: EngineClient) -> int:
@@ -191,8 +191,8 @@ class Fleet:
 
     def leave(self, index: int, why: str, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Goes on without an engine, from the call on: it takes no more requests. Those that it has are cut, and go on at others from the
-        tokens they had. What is returned is done when it has none, and no update writes to it; it may be ended then. What it does not give
-        back within `timeout_s` goes on from the tokens of earlier requests, as if the engine were lost."""
+        tokens they had. The returned future is done when it has no requests and no update writes to it; it may be ended then. Requests that
+        it does not give back within `timeout_s` go on from the tokens of earlier requests, as if the engine were lost."""
         if index in self.gone.keys() | self.leaving:
             return asyncio.sleep(0)
         self.leaving.add(index)
@@ -275,7 +275,7 @@ class Fleet:
         for draft, completion in zip(drafts, completions, strict=True):
             told = aborts != self._aborts  # by an update
             if completion.finish_reason == ABORT and not told and index in self.serving:
-                raise EngineError(f"engine {engine.url} aborted a request that nobody told it to")
+                raise EngineError(f"engine {engine.url} aborted a request without being asked to")
             if completion.finish_reason == ABORT and told and self._partial_rollout == "abort":
                 draft.aborted = True
             else:
@@ -293,7 +293,7 @@ class Fleet:
         abort:              aborted, and submitted again from the prompt after `release`; responses that were aborted at an earlier
                             update finish first, so that each gets done
         """
-        await asyncio.sleep(0)  # so what the last `release` has let go is submitted, even if this is called right after it
+        await asyncio.sleep(0)  # so that requests of the last `release` are submitted, even if this is called right after it
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
@@ -303,7 +303,8 @@ class Fleet:
         await self.pulse.until(lambda: not self._requests.total())
 
     async def _end_requests(self, running: Callable[[], bool], abort: Callable[[], Awaitable[None]]) -> None:
-        """Has engines abort requests until none is `running`. It repeats the call, since a request may still have been on its way."""
+        """Has engines abort requests until no request is `running`. It repeats the call, because a request may still have been on its
+        way."""
         while running():
             await abort()
             with contextlib.suppress(TimeoutError):
@@ -340,9 +341,10 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-# Waits for lost engines to return. When one runs again, the fleet is told, and it serves after the next update or one of its own.
+# Waits for lost engines to return. When one runs again, the fleet learns of it. The engine serves after the next update, or after one
+# of its own.
 #
-# An engine that never ended returns in the same way: a connection may break without that. So does one that joins, when it has started.
+# A connection may break though its engine runs on; that engine returns in the same way. So does one that joins, when it has started.
 
 
 LOOK_UP_S = 0.5
@@ -363,7 +365,7 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
                 left_since = time.monotonic()
             elif not awaited or time.monotonic() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
-            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # the host of one may be gone, and not even refuse
+            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # a host that is gone does not even refuse
             for index in itertools.compress(awaited, back):
                 if index in fleet.lost:  # and has not left meanwhile
                     fleet.come_back(index)

@@ -60,14 +60,14 @@ def check_hooks() -> None:
         bound.close(linger=0)
         connected.close(linger=0)
     if not keyed:
-        raise RuntimeError("this SGLang makes its sockets in another way than ours could be given keys: anybody could speak to them")
+        raise RuntimeError("this version of SGLang makes its sockets in a way that cannot be given keys: anybody could connect to them")
 
 
 class _KeyedContext:
     """A ZeroMQ context that gives every socket the engine's key.
 
-    A CURVE handshake begins with a box that takes the binding side's public key to make. That key is kept secret too, so SGLang's contexts
-    need no authenticator.
+    A CURVE handshake begins with a box that only holders of the binding side's public key can make. That key is secret here, so SGLang's
+    contexts need no authenticator.
     """
 
     def __init__(self, context: zmq.Context, binds: bool):
@@ -109,8 +109,8 @@ def _in_own_folder(original: Callable[[str], str], name: str) -> str:
 #     fp8_channel  "w8a8_fp8": per channel, activations per token  weight.t(), weight_scale [out, 1]; of experts not transposed, [E, out, 1]
 #     fp8_tensor   "compressed-tensors", strategy "tensor"         weight.t(), weight_scale []; of experts not transposed, [E]
 #
-# SGLang's "fp8" without blocks is not used for the last two: on Hopper it expands a scale per tensor to the channels, and it has no
-# per-channel scales for experts.
+# SGLang's "fp8" without blocks is not used for the last two. On Hopper it expands a scale per tensor to the channels, and for experts it
+# has no scales per channel.
 
 
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True, "symmetric": True}
@@ -160,7 +160,7 @@ def no_kv_scales(original: Callable[..., Any], config: Any, layer: torch.nn.Modu
 
 def once(original: Callable[..., None], method: Any, layer: Any) -> None:
     """Runs around post-load work that transposes weights or merges scales, and lets it happen only once. SGLang repeats it at the end of
-    each update; but direct writes write the processed form, which processing again would spoil."""
+    each update. But direct writes write the processed form, which must not be processed again."""
     if not getattr(layer, "megarl_processed", False):
         original(method, layer)
         layer.megarl_processed = True
@@ -202,7 +202,7 @@ class Children:
     def _watch(self) -> None:
         while (dead := self._dead()) is None:
             time.sleep(LOOK_S)
-        self._tell(*dead)  # now, since SGLang may kill this process too
+        self._tell(*dead)  # at once, because SGLang may kill this process too
         time.sleep(GRACE_S)
         self.end_with_the_dead(0.0)
 

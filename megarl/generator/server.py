@@ -102,7 +102,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
-    """SGLang's arguments for an engine that was restarted so often: with its first seed it would draw once more what it has drawn."""
+    """SGLang's arguments for an engine after this many restarts. With its first seed it would draw the same tokens again."""
     return {**arguments, **({"random_seed": seed_of(arguments["random_seed"], restarts)} if restarts else {})}
 
 
@@ -150,7 +150,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
-        "weight_version": "-1",  # none of the run's versions; a restarted engine is recognised by it
+        "weight_version": "-1",  # not a version of the run, so that a restarted engine is recognised
         "disable_shared_experts_fusion": True,  # shared experts are written apart from routed ones
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,

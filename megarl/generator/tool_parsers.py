@@ -1,6 +1,6 @@
 """Finds the tool calls in what a policy wrote: those of SGLang, by name, and a small one of our own.
 
-A policy writes whatever it likes, so ours takes linear time, and SGLang's, some of which do not, run in processes of their own.
+A policy may write anything. So our parser takes linear time. SGLang's parsers, some of which do not, run in processes of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _WORKERS = 2
 _MEMORY_MIB = 1 << 15  # of addresses: what SGLang imports reserves them by the gigabyte
 _CPU_S = 1.0  # for a text
-_ANSWER_S = 60.0  # until a worker is replaced that has not kept to that
+_ANSWER_S = 60.0  # after which a worker that exceeds that limit is replaced
 _MOST_CHARS = 1 << 19  # of a text that is read for calls
 
 
@@ -31,7 +31,7 @@ class ToolCall(NamedTuple):
 
 Tools = Sequence[dict[str, Any]]  # in OpenAI's form
 Parsed = tuple[str, list[ToolCall]]
-"""The text without its calls, and the calls. What cannot be read as a call stays text."""
+"""The text without its calls, and the calls. Parts that cannot be read as a call stay text."""
 
 
 class Parser(Protocol):
@@ -89,7 +89,7 @@ def _marked(text: str) -> Iterator[tuple[int, int]]:
 
 
 class SglangParser:
-    """Its processes are started with the first text. A text for which one needs more than a second of CPU stays text."""
+    """Its processes are started with the first text. A text that takes more than a second of CPU stays text."""
 
     def __init__(self, name: str):
         self._name = name
@@ -144,7 +144,7 @@ def _end_parsing(number: int, frame: Any) -> None:
 def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
     """None if that takes too long. A regular expression looks for signals as it runs, so the process need not be killed for it."""
     try:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # again and again, should one be caught
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # again and again, in case one is caught
         try:
             return parse()
         finally:
@@ -155,7 +155,7 @@ def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
 
 
 def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
-    """What one of SGLang's parsers finds, however long that takes. It raises ValueError for tools that it cannot read."""
+    """The calls that one of SGLang's parsers finds, without a time limit. Raises ValueError for tools that it cannot read."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

@@ -1,8 +1,8 @@
 """The policy's adapter in SGLang's pool: one slot of memory, which stays the adapter's as long as the engine lives.
 
-SGLang copies an adapter from its own copy in host memory into a slot when the first request needs it, and again after it has lost the slot
-to another. Either would undo an update. So the adapter is brought into its slot as soon as the pool is there, and its name is pinned: the
-pool then gives the slot to nobody else. Other runs could have adapters of other names in the same pool.
+SGLang copies an adapter from host memory into a slot when the first request needs it, and again if it has lost its slot. Either copy would
+undo an update. So the adapter gets its slot as soon as the pool exists, and its name is pinned: the pool then gives the slot to no other
+adapter. Other runs could have adapters of other names in the same pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pool:
         self.buffers: Mapping[str, torch.Tensor] = dict(_buffers(manager))  # by tensors' names; of all slots
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The adapter's memory, by name. Raises RuntimeError where it has lost its slot."""
+        """The adapter's memory, by name. Raises RuntimeError if it has lost its slot."""
         if self._pool.uid_to_buffer_id.get(self._uid) != self.slot:
             raise RuntimeError(f"SGLang's pool has given the slot {self.slot} of the policy's adapter to another")
         return {name: buffer.data[self.slot] for name, buffer in self.buffers.items()}

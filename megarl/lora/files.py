@@ -25,7 +25,7 @@ _REFUSED = (
     "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
     "monteclora_config", "use_bdlora", "use_qalora",
 )  # fmt: skip
-# Beginnings that take something off the weights, which PEFT does anew when it loads.
+# Initialisations that subtract something from the weights. PEFT does so again when it loads.
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -59,7 +59,7 @@ def empty_adapter(folder: Path, lora: Lora, targets: Sequence[str]) -> Path:
 
 
 def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
-    """Raises ConfigError with all that keeps the folder `lora.init` from being what the run's adapters begin with."""
+    """Raises ConfigError with all reasons why the run's adapters cannot begin with the folder `lora.init`."""
     lora = Lora.of(config)
     assert lora is not None and config.init is not None
     folder = Path(config.init)
@@ -67,8 +67,8 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
         settings = json.loads((folder / SETTINGS_FILE).read_text())
         found = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # a ConfigError too
-        raise ConfigError(f"lora.init={config.init}: is no folder of a PEFT adapter: {error}") from error
-    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # of which tensors that do not fit would be a consequence
+        raise ConfigError(f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}") from error
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # otherwise misfitting tensors would only be a consequence
         problems = [*_tensor_problems(found, spec, lora)]
         problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
     if problems:
@@ -88,9 +88,9 @@ def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraCo
         yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
     begun = str(settings.get("init_lora_weights", True))
     if begun.lower().startswith(_CHANGE_WEIGHTS):
-        yield f"its init_lora_weights is {begun}: it goes with weights that this has changed; save it by PEFT as an ordinary adapter"
+        yield f"its init_lora_weights is {begun}: it has changed the model's own weights; save it with PEFT as an ordinary adapter"
     if settings.get("bias", "none") != "none":
-        yield f"its bias is {settings['bias']}; only none is supported"
+        yield f"its bias is {settings['bias']}; it must be none"
     yield from (f"its {name} is {yaml_text(settings[name])}, which is not supported" for name in _REFUSED if settings.get(name))
 
 

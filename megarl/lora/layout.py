@@ -12,7 +12,7 @@ from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTe
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 
-# Low-rank adapters as logical tensors, and where the trainer keeps them: derived from what the family states of its linear layers.
+# Low-rank adapters as logical tensors, and where the trainer keeps them. Both follow from what the family states of its linear layers.
 #
 # Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT:
 # one
@@ -139,7 +139,7 @@ def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
 
 
 def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
-    """The logical name of a factor. The outer one is that which the layer does not cut: A where rows are cut, B where columns are."""
+    """The logical name of a factor. The outer factor is the one that the layer does not cut: A if rows are cut, B if columns are."""
     name = logical_name.removesuffix(".weight") + suffix
     outer = A if parameter.dim == 0 else B
     return name.replace(f"{EXPERT_FIELD}.", "") if lora.shared and suffix == outer else name
@@ -184,7 +184,7 @@ def is_of_stack(name: str) -> bool:
 
 
 def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
-    """The adapters of one slot, as parameters of SGLang's."""
+    """The adapters of one slot, as SGLang's parameters."""
     found = []
     for parameter in _adapted(spec, topology, device, lora):
         for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
@@ -197,9 +197,9 @@ def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, l
 def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[str]:
     """Why engines on `device` cannot serve the adapters; empty if they can."""
     if topology.dp_attention > 1:
-        return [f"with generator.dp_attention={topology.dp_attention} nobody has written to SGLang's pool"]
+        return [f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not been tried"]
     if spec.kv_lora_rank:
-        return [f"nobody has written adapters of a {spec.family} model's latent attention to SGLang's pool"]
+        return [f"writing adapters of a {spec.family} model's latent attention to SGLang's pool has not been tried"]
     layers = _adapted(spec, topology, device, lora)
     problems = [problem for parameter in layers for problem in _problems(parameter, device, lora)]
     served = {target for parameter in layers for target in _targets(parameter)}
@@ -209,7 +209,7 @@ def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lo
     if len(experts) == 1:
         problems.append("SGLang serves adapters of experts only on gate, up and down together")
     if spec.num_experts and any(_layer(parameter).endswith(("gate_up_proj", "down_proj")) for parameter in layers):
-        problems.append("SGLang does not tell the adapters of dense and shared layers from those of experts")
+        problems.append("SGLang confuses the adapters of dense and shared layers with those of experts")
     return [problem.replace(LAYER_FIELD, "*") for problem in dict.fromkeys(problems)]
 
 

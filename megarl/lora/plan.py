@@ -12,7 +12,7 @@ from megarl.models import ModelSpec
 from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import find_weights
 
-# Of Megatron's: with these its layers do not get their inputs as adapters expect them.
+# Settings of Megatron under which its layers get other inputs than adapters expect.
 _REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
 
 
@@ -42,7 +42,7 @@ def sends_adapters(config: RunConfig, spec: ModelSpec, device: str | None = None
 
 
 def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) -> list[str]:
-    """The reasons for which the run's engines cannot be sent adapters alone. `device`: theirs, cuda or cpu; None: as on this machine."""
+    """Why the run's engines cannot be sent adapters alone. `device`: that of the engines, cuda or cpu; None: as on this machine."""
     lora = Lora.of(config.lora)
     assert lora is not None
     if config.weights.delta != "off":

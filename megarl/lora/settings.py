@@ -13,7 +13,7 @@ class LoraConfig:
 
     rank: int | None = setting(
         None,
-        "rank of the adapters that megarl sft and megarl train train, in the place of the policy's weights; null or 0: none (docs/lora.md)",
+        "rank of the adapters that megarl sft and megarl train learn in place of the policy's weights; null or 0: none (docs/lora.md)",
         Limit("at least 0", lambda value: value >= 0, {"0": None}),
     )
     alpha: float = setting(32.0, "what the adapters add is multiplied by alpha / rank", above(0))
@@ -32,7 +32,7 @@ class LoraConfig:
         one_of("own", "shared"),
     )
     dropout: float = setting(
-        0.0, "share of the adapters' inputs that a training step sets to zero; which ones, depends on the parallel sizes too",
+        0.0, "share of the adapters' inputs that a training step sets to zero; the parallel sizes also decide which ones",
         between(0, 1, open_high=True),
     )  # fmt: skip
     init: str | None = setting(

@@ -38,9 +38,8 @@ from megarl.trainer.step import MegatronTrainer, StepResult
 # Low-rank adapters beside Megatron's linear layers: y = W x + alpha / rank * B A x, with W frozen.
 #
 # An adapter is a submodule of the layer. A hook on the layer's forward pass adds what the adapter makes of the layer's input, so it works
-# under any schedule and recomputation. It relies on what all of Megatron's linear layers have in common: the input is the first argument,
-# the
-# output (output, bias). Transformer Engine's layers that norm their input first are asked for the normed input too.
+# under any schedule and recomputation. All of Megatron's linear layers take the input as first argument, and return (output, bias); the
+# hook relies on that. Transformer Engine's layers that norm their input first are asked for the normed input too.
 #
 # How the factors are cut is said in lora/layout.py. With x [s, b, in], on tensor ranks that share a layer:
 #
@@ -97,7 +96,7 @@ class LayerAdapter(torch.nn.Module):
             parameter.allreduce = not self.experts  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = cut or self.experts  # type: ignore[attr-defined]
             parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
-            # A whole factor of an expert is on each of its tensor ranks, and counts once in the norm.
+            # Each tensor rank of an expert has its whole factor, which counts once in the norm.
             parameter.shared = self.experts and not cut and self.group.rank() > 0  # type: ignore[attr-defined]
 
     def add(self, layer: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
@@ -132,7 +131,7 @@ class LayerAdapter(torch.nn.Module):
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.switch.dropout and self.switch.training):
             return x
-        # Where all tensor ranks have the same x, all must drop the same of it.
+        # If all tensor ranks have the same x, all must drop the same elements.
         alike = not self.experts and not self.sequence_parallel and self.dim != 1
         name = get_expert_parallel_rng_tracker_name() if self.experts else "model-parallel-rng"
         tracker = get_cuda_rng_tracker()
@@ -188,12 +187,12 @@ def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def attach(
     chunks: Sequence[GPTModel], adapters: Sequence[Adapter], scale: float, switch: Switch, sequence_parallel: bool
 ) -> dict[torch.nn.Parameter, tuple[LayerAdapter, int]]:
-    """Freezes the model, and gives its layers adapters, whose values are unset. Returns for each weight that has one (the layer's adapters,
-    the number of this one)."""
+    """Freezes the model, and gives its layers adapters with unset values. Returns for each weight that has an adapter (the layer's
+    adapters, the number of this one)."""
     found: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if hasattr(chunk, "embedding"):  # full recomputation takes the gradient of a layer alone whose input has one
+        if hasattr(chunk, "embedding"):  # full recomputation makes gradients only for a layer whose input needs one
             chunk.embedding.register_forward_hook(_with_gradient)
         for layer in chunk.decoder.layers:
             number = _number(layer)
@@ -261,9 +260,8 @@ def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str,
 
 # A trainer whose model is frozen, and whose adapters are trained (LoRA).
 #
-# What has gradients and an optimizer, and what is saved, are the adapters alone: `saved_layout` says where they lie, `layout` where the
-# model
-# does. The reference model is the model without them, and so takes no memory. Engines and exports get the model with the adapters merged.
+# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` says where they lie, `layout` where the model
+# lies. The reference model is the model without them, and so takes no memory. Engines and exports get the model with the adapters merged.
 
 
 class LoraTrainer(MegatronTrainer):

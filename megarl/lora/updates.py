@@ -19,10 +19,10 @@ from megarl.weight_sync.writing import FullUpdates, Part, Sent, Shares
 
 
 class AdapterUpdates(FullUpdates):
-    """Once connected, the rank offers every version as what has changed since the last one, like a delta.
+    """Once connected, the rank offers every version as a change to the last one, like a delta.
 
-    The generator grants that if its engines hold the version before, in memory that need not be opened anew. The audit covers all that an
-    engine computes with, the frozen weights too: their hashes must be those of what was sent to it.
+    The generator grants that if its engines hold the version before, in memory that need not be opened anew. The audit covers the
+    frozen weights too: their hashes must equal those of the values that were sent.
     """
 
     _adapters: Sequence[Copy] | None = None  # in sending order; None until it is connected
@@ -57,7 +57,7 @@ def with_frozen(frozen: Shares, sent: Sent) -> Shares:
 
 
 class AdapterUpdate(DeltaUpdate):
-    """At the generator: nothing but the policy's adapter is written."""
+    """At the generator: only the policy's adapter is written."""
 
     passing_on: ClassVar = PassOn(adapters=True)
 

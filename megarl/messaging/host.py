@@ -13,7 +13,7 @@ _ANY_PORT = 9
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A host has two identities, since two network namespaces of one machine share memory but are two hosts on the network.
+    """A host has two identities, because two network namespaces of one machine share memory but are two hosts on the network.
 
     Processes with equal `memory` can map each other's memory; those with equal `network` share a loopback interface. Ranks are on one host
     if both are equal; transports that map memory only require equal `memory` when the config asks for them.

@@ -31,7 +31,7 @@ from megarl.messaging.waiting import Pulse
 
 M = TypeVar("M", bound=Message)
 
-UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # a handshake that ended early, whoever began it: a member's may have been too late
+UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # a handshake that ended early; a member's handshake may have been too late
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | UNFINISHED
 HANDSHAKE_S = 120  # of a connection: a hub shakes hands with one member after the other, and there may be thousands
 BACKLOG = 4096  # connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
@@ -93,7 +93,7 @@ class _Inbox:
 
 
 class UnknownMessage(RunError):
-    """A holder of the run's key has sent something that is not a message of the run: it has another version, or the data are damaged."""
+    """A holder of the run's key has sent something that is no message of the run. It runs another version, or the data is damaged."""
 
 
 class _Endpoint:
@@ -104,7 +104,7 @@ class _Endpoint:
         self._socket = socket
         self._inbox = _Inbox()
         self._lock = threading.RLock()  # around the socket and the inbox, where a thread reads ahead
-        self._read_ahead = False  # it has put something into the inbox since anybody looked
+        self._read_ahead = False  # something has come into the inbox since the last look
         self._broken: Exception | None = None  # once set, nothing more is read
 
     def _read(self) -> tuple[str, Message]:
@@ -255,7 +255,7 @@ class Hub(_Endpoint):
             self._socket.send(body)
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
-        finally:  # also where it has failed, since it has looked at the socket's state
+        finally:  # also after a failure, because sending has looked at the socket's state
             if self._loop is not None:
                 self._look_again()
 
@@ -303,15 +303,15 @@ class Hub(_Endpoint):
             self._look_again()
 
     def _look_again(self) -> None:
-        """Has the event loop take in what has arrived, soon; once for any number of calls."""
+        """Makes the event loop take in the arrived messages soon; once for any number of calls."""
         assert self._loop is not None
         if not self._looking and not self._loop.is_closed():
             self._looking = True
             self._loop.call_soon(self._take_in_some)
 
     def _take_in_some(self) -> None:
-        """Called by the event loop, which would only log an error; the waiting tasks find it and raise it. A rush of messages is taken in
-        bit by bit, so that others have their turn."""
+        """Called by the event loop, which would only log an error; so the waiting tasks find and raise it. Many messages are taken in piece
+        by piece, so that other tasks have their turn."""
         self._looking = False
         if self._socket.closed:
             return
@@ -355,7 +355,7 @@ class Peer(_Endpoint):
         self._reader: threading.Thread | None = None
 
     def read_ahead(self) -> None:
-        """From now on what arrives is also received and decoded while nobody looks."""
+        """From now on, messages are received and decoded even if nobody waits for them."""
         self._reader = threading.Thread(target=self._read_on, name=f"{self.name} reads ahead", daemon=True)
         self._reader.start()
 
@@ -368,7 +368,7 @@ class Peer(_Endpoint):
                 try:
                     self._take_in()
                 except Exception:
-                    return  # `_broken` has it, and is raised where somebody looks
+                    return  # `_broken` holds the error, and the next look raises it
                 self._read_ahead = arrived
 
     def _read(self) -> tuple[str, Message]:

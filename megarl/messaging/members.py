@@ -2,7 +2,7 @@
 
 A member of a gloo group listens for the others and recognises them only by a number that can be guessed; part of what ranks exchange is
 pickled. It also keeps listening, and dies when connections exhaust its file descriptors. Gloo's remedy, TLS, is not in torch's wheels. So
-once all members have connected, the kernel is told to drop packets that would begin another connection, and the existing connections must
+once all members have connected, a filter makes the kernel drop packets that would begin another connection. The existing connections must
 be this user's.
 """
 

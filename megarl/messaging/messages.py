@@ -15,7 +15,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True):
-    """A trainer rank's first message: that it is up, where, and which reshard map it has computed."""
+    """A trainer rank's first message: it is up; where it runs; which reshard map it has computed."""
 
     plan_hash: str
     host: Host = Host()
@@ -24,7 +24,7 @@ class Hello(_Message, frozen=True):
 class WeightsOffer(_Message, frozen=True):
     """Trainer rank: my shard of this version stays unchanged until the update is over.
 
-    With `base`, it can send what has changed since that version (weights.delta); where it has compared, the numbers say how much that is.
+    With `base`, it can send the changes since that version (weights.delta). If it has compared, the numbers say how large these are.
     """
 
     version: int
@@ -38,8 +38,8 @@ class WeightsGrant(_Message, frozen=True):
     """Generator: the engines are paused, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write, or `later`: the version is to be
-    offered once more. `delta`: write only what has changed since the base that was offered.
+    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write, or with `later`: the version is to be
+    offered again. `delta`: write only the changes since the base that was offered.
     """
 
     version: int
@@ -86,22 +86,21 @@ class WeightsWanted(_Message, frozen=True):
 
 
 class LookAgain(_Message, frozen=True):
-    """Trainer rank 0, when the run stops: compare the engines' memory once more with what the last audit found."""
+    """Trainer rank 0, when the run stops: compare the engines' memory again with the result of the last audit."""
 
 
 class LookedAgain(_Message, frozen=True):
-    """Generator: that is done. `problem`: what has changed; `obstacle`: why it could not be done."""
+    """Generator, in answer: `problem` says what memory has changed; `obstacle` why it could not be compared."""
 
     problem: str = ""
     obstacle: str = ""
 
 
 class GenerateFrom(_Message, frozen=True):
-    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`, which are trained on, dropped or held here, or have
-    rested.
+    """Trainer rank 0's first order: generate all prompts from `first` on except `skip`.
 
-    `dropped`: those that have been dropped so far or have rested, each of which another prompt replaces. `outside` and `scored`: what the
-    curriculum has learned so far (data/order.py)."""
+    Prompts in `skip` were trained on or dropped, have rested, or are held here. `dropped`: the prompts that were dropped or have rested so
+    far; another prompt replaces each. `outside` and `scored`: what the curriculum has learned so far (data/order.py)."""
 
     first: Ordinal
     skip: list[Ordinal]
@@ -137,8 +136,8 @@ class GroupReady(_Message, frozen=True, gc=False):
     summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
     pieces: list[memoryview]  # the numbers (rollouts/channel.py): of the prompt, then of each sample, for the ranks that train on it
-    dropped: bool = False  # by dynamic sampling, or unanswered: it is not trained on, so it has no pieces
-    outside: bool = False  # of the band of pass rates that the curriculum trains on: its row is to rest
+    dropped: bool = False  # by dynamic sampling, or because it is unanswered; it is not trained on, so it has no pieces
+    outside: bool = False  # the pass rate is outside the band that the curriculum trains on, so the row rests
     scoring_s: tuple[float, float] = (0.0, 0.0)  # how long rollouts had waited for scores by then, when it began and when it ended
 
 
@@ -179,7 +178,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class FleetAnswer(_Message, frozen=True):
-    """The answer to a FleetCall: `error` if it is refused; `engines`: those it was about, or all."""
+    """The answer to a FleetCall. `error`: why it is refused; `engines`: the engines concerned, or all."""
 
     do: str
     engines: list[EngineState] = []

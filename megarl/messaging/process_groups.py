@@ -1,4 +1,4 @@
-"""What torch's process groups need around them: stores to meet in, and an agreement to stop."""
+"""Additions to torch's process groups: stores to meet in, and an agreement to stop."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPSto
 # How trainer ranks stop on SIGTERM, which the launcher or Slurm sends to all processes of a job.
 #
 # Ranks receive the signal at different moments, possibly inside collectives, so it only sets a mark. Rank 0 announces the stop in place of
-# the next batch (`rollouts`); where every rank waits on its own, all agree whether the wait is given up. The running step is finished in
-# either case.
+# the next batch (`rollouts`). If every rank waits on its own, all agree whether to give up the wait. The running step is finished in either
+# case.
 
 
 class StopRequest:

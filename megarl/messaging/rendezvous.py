@@ -1,4 +1,4 @@
-"""What the processes of a run need to find each other: addresses, keys, where to resume."""
+"""How the processes of a run find each other: addresses, keys, where to resume."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return [engine.url for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:
-        """Appears by a rename, whole, since launchers of other nodes wait for the file."""
+        """The file appears whole, by a rename, because launchers of other nodes wait for it."""
         path = rendezvous_path(launch_dir)
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def note_departure(folder: Path, engine: str) -> None:
 
 
 class Departures:
-    """What has been noted in `folder`."""
+    """The engines noted in `folder`."""
 
     def __init__(self, folder: Path):
         self._folder, self._found = folder, frozenset[str]()

@@ -63,7 +63,7 @@ class Parameter:
     layers: Layers | None = None  # which layers have it; None: all
     dtype: str | None = None  # None: the layout's
     of_attention: bool = False  # with data-parallel attention, cut only over the ranks of one replica
-    units: tuple[tuple[str, int], ...] = ()  # what the shards must divide: its name for messages, and how many there are
+    units: tuple[tuple[str, int], ...] = ()  # the number that the shards must divide, with its name for messages
 
     @property
     def of_expert(self) -> bool:

@@ -144,8 +144,8 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
 
 
 def _padding_token(stated: Any, vocab_size: int) -> int | None:
-    """What Hugging Face's models make of `pad_token_id`: all families here pass it to nn.Embedding, which counts a negative one from the
-    end of the vocabulary."""
+    """The padding token, as Hugging Face's models use `pad_token_id`. All families here pass it to nn.Embedding, which counts a negative
+    number from the end of the vocabulary."""
     return stated % vocab_size if isinstance(stated, int) and -vocab_size <= stated < vocab_size else None
 
 
@@ -186,14 +186,14 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer of scores and weighted values, of which the causal mask leaves half."""
+    """Forward FLOPs per token and layer of scores and weighted values. The causal mask leaves half of them."""
     values = spec.v_head_dim or spec.head_dim
     return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
     """(dense, experts) elements of the matrices that one token is multiplied by in all layers."""
-    return _active_elements(replace(spec, rope_scaling=None))  # which cannot be hashed, and has no part in it
+    return _active_elements(replace(spec, rope_scaling=None))  # a dict cannot be hashed, and the result does not depend on it
 
 
 @functools.lru_cache(maxsize=64)

@@ -54,7 +54,7 @@ class RoutingFormat:
     def from_engine(self, answered: bytes) -> bytes:
         """Packs SGLang's answer: int32 [positions, layers, experts per token], including dense layers, whose ids mean nothing.
 
-        Raises ValueError if these cannot be the ids of `top_k` experts of each layer.
+        Raises ValueError if these are not ids of `top_k` experts in each layer.
         """
         ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[:, self.dense_layers :]
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_experts):

@@ -39,7 +39,7 @@ class ModelSpec:
     score_function: str = "softmax"  # of the router: "softmax" | "sigmoid"
     norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum 1
     router_bias: bool = False  # a bias added to the scores only to choose experts
-    num_expert_groups: int = 0  # of experts; each token's are chosen within `topk_groups` of them
+    num_expert_groups: int = 0  # number of groups; experts are chosen within `topk_groups` of them
     topk_groups: int = 0
     routed_scaling_factor: float = 1.0
 

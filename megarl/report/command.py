@@ -24,9 +24,9 @@ from megarl.config.errors import ConfigError
 from megarl.observe.metrics import METRICS_FILE
 from megarl.report.reading import RunReader
 
-# The report page: one HTML file with everything in it. What a run wrote is in it compressed, and becomes text nodes only.
+# The report page: one HTML file with everything in it. The run's data is in it compressed, and becomes text nodes only.
 #
-# The page's policy lets no script run but its own, and nothing be loaded; a page that is served may ask its server.
+# The page's policy admits only its own script, and no loading; a served page may ask its server.
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -65,7 +65,7 @@ PAGE = """<!doctype html>
 
 
 def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None) -> str:
-    """`found`: what RunReader.read returns of each run. `made`: when. `live`: how a served page asks for what is new."""
+    """`found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page asks for news."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "</script" not in script
@@ -95,19 +95,19 @@ def packed(value: Any) -> str:
 
 
 def _without_chunks(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The page has them beside, as many elements: one is opened when it is looked at."""
+    """The page has each as an element of its own, which is opened when somebody looks at it."""
     return {**found, "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])}}
 
 
 # `megarl report --serve`: the page over HTTP, for this machine alone, and what is new in the runs whenever an open page asks.
 
 
-PAGES = 8  # that are followed at a time: one that is opened beyond them makes the oldest load itself anew
+PAGES = 8  # pages that are followed at a time; one more makes the oldest load itself anew
 EVERY_MS = 2000
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
-    """Answers who knows `token`, on the loopback interface."""
+    """Answers whoever knows `token`, on the loopback interface."""
 
     daemon_threads = True
 
@@ -132,7 +132,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
         return page(found, self._now(), {"token": self.token, "page": name, "every_ms": EVERY_MS})
 
     def new(self, name: str, number: int) -> list[dict[str, Any]] | None:
-        """What is new for a page that has had `number` answers; None if it has to be loaded anew."""
+        """The news for a page that has had `number` answers; None if it has to be loaded anew."""
         with self._lock:
             opened = self._pages.get(name)
         return None if opened is None else opened.new(number)
@@ -161,7 +161,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(asked.query).items()}
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
-        if self.headers.get("Host") not in hosts:  # another name that somebody has led to this machine
+        if self.headers.get("Host") not in hosts:  # another name that somebody has pointed at this machine
             self._answer(403, "text/plain", "the page is served as " + " or ".join(hosts))
         elif not secrets.compare_digest(query.get("token", "").encode(), self.server.token.encode()):
             self._answer(403, "text/plain", "the token is missing or wrong: take the address that megarl report has printed")
@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --serve: the port; default: a free one")
     parser.add_argument(
-        "--text-mib", metavar="N", type=float, default=64, help="about how large the samples' texts may become; default: 64"
+        "--text-mib", metavar="N", type=float, default=64, help="approximate limit for the samples' texts, in MiB; default: 64"
     )
 
 
@@ -247,7 +247,7 @@ def _serve(folders: list[Path], text_bytes: int, port: int) -> None:
         raise ConfigError(f"--port {port}: {error.strerror}") from error
     with server:
         tunnel = f"-L {server.server_port}:127.0.0.1:{server.server_port}"
-        print(f"{server.url}\nThis machine alone can open it (over ssh: {tunnel}); Ctrl-C ends it.", flush=True)
+        print(f"{server.url}\nOnly this machine can open it (over ssh: {tunnel}); Ctrl-C ends it.", flush=True)
         server.serve_forever()
 
 

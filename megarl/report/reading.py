@@ -1,6 +1,7 @@
 """The files of a run, as the page wants them: columns of metrics, spans of the trace, an index of samples, and the samples in chunks.
 
-A reader may be asked again while the run goes on, and then returns what is new. Whole lines count; damaged ones are left out and counted.
+A reader may be asked again while the run goes on, and then returns the news. It uses whole lines only; damaged ones are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megarl.rewards.score import told as failure_told
 # The samples of a run: an index with a row for each, and the texts in compressed chunks that the page opens when they are looked at.
 
 
-SETTLED_S = 10.0  # after which no rank still writes its part of a step: all do so right after it
+SETTLED_S = 10.0  # after which every rank has written its part of a step
 CHUNK_BYTES = 400_000  # of JSON, before it is compressed
 EXCERPT_CHARS = 60  # of a response, in the table
 COMPRESSED = 0.3  # about this much of the files' bytes becomes the page's
@@ -96,7 +97,7 @@ class Samples:
         self._chunks = 0
         files = [self._folder / SAMPLES_FILE, *self._folder.glob("tokens.*.jsonl")]
         size = COMPRESSED * sum(path.stat().st_size for path in files if path.exists())
-        self.every = max(1, math.ceil(size / text_bytes))  # one in this many steps has texts
+        self.every = max(1, math.ceil(size / text_bytes))  # one step in this many has texts
 
     @property
     def tails(self) -> list[Lines]:
@@ -142,7 +143,7 @@ class Samples:
             yield from self._with_numbers(groups)
 
     def _settled(self) -> bool:
-        """Whether the newest step's lines are so old that all ranks have written theirs: the run waits, or has ended."""
+        """Whether the newest lines are old enough that all ranks have written theirs: the run waits, or has ended."""
         files = [self._groups.path, *(rank.tail.path for rank in self._ranks.values())]
         return all(time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists())
 
@@ -214,7 +215,7 @@ def _chunk(groups: list[bytes]) -> str:
     return base64.b64encode(gzip.compress(b"[" + b",".join(groups) + b"]", 6, mtime=0)).decode()
 
 
-# What the page says about a run beside `observe.advisories`: few things, each with the numbers that it is concluded from.
+# The page's advice on a run, beside `observe.advisories`. Each piece of advice names the numbers that it follows from.
 
 
 RECENT = 20  # steps that are looked at
@@ -243,12 +244,12 @@ def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
     if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
         return (
             f"the trainer waits {trainer / step:.0%} of a step ({trainer:.3g} of {step:.3g} s, median of the last {len(rows)}): "
-            "generation is the slower side; more engines, shorter responses, or a larger async.capacity if their times vary"
+            "generation is the slower side; use more engines, shorter responses, or a larger async.capacity if times vary"
         )
     if generator > WAITS * step and generator > trainer:
         return (
             f"the engines wait {generator / step:.0%} of a step for weights ({generator:.3g} of {step:.3g} s, median of the last "
-            f"{len(rows)}): training is the slower side; fewer engines or more trainer ranks, or a larger async.capacity"
+            f"{len(rows)}): training is the slower side; use fewer engines, more trainer ranks, or a larger async.capacity"
         )
     return ""
 
@@ -269,7 +270,7 @@ def _no_signal(rows: Sequence[Row]) -> str:
         return ""
     lowest, mean, highest = (_median(rows, f"reward/{name}") for name in ("min", "mean", "max"))
     height = (mean - lowest) / (highest - lowest) if highest > lowest else math.nan
-    if height >= SOLVED:  # equal since they are right: it has learned what there is to learn
+    if height >= SOLVED:  # equal because they are right: nothing is left to learn
         return ""
     why = "hard" if height <= 1 - SOLVED else "easy or too hard"
     return (
@@ -284,7 +285,7 @@ def _queue(rows: Sequence[Row]) -> str:
     before, now = (_median(part, "prompts/buffered") for part in (rows[-2 * RECENT : -RECENT], rows[-RECENT:]))
     if not (now > GROWTH * before and now > 1):
         return ""
-    return f"the queue of finished groups grows: {now:.0f} wait, {before:.0f} did {RECENT} steps before; samples become older than need be"
+    return f"the queue of finished groups grows: {now:.0f} wait, {before:.0f} waited {RECENT} steps ago; samples grow older than needed"
 
 
 def _slow_engine(tokens: Mapping[int, int]) -> str:
@@ -295,7 +296,7 @@ def _slow_engine(tokens: Mapping[int, int]) -> str:
     if usual < FEWEST_TOKENS or not slow:
         return ""
     shares = ", ".join(f"engine {index} {tokens[index] / usual:.0%}" for index in slow[:5])
-    return f"engines that made far fewer tokens than their peers, in per cent of the median engine's: {shares}"
+    return f"some engines made far fewer tokens than the median engine, in per cent of its tokens: {shares}"
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
@@ -303,7 +304,7 @@ def _median(rows: Sequence[Row], key: str) -> float:
     return median(values) if values else math.nan
 
 
-LAST_STEPS = 5  # in which something must have failed for its reason to be told
+LAST_STEPS = 5  # the page shows a failure's reason if something failed in this many steps
 MOST_RANKS = 64  # trainer ranks whose trace is read
 CHECKED_BYTES = 64  # before the place where reading goes on: unchanged unless a resumed run has cut the file
 NOT_FINITE = "n"  # in the place of NaN and infinities, which JSON lacks
@@ -350,7 +351,7 @@ _event = msgspec.json.Decoder(_Event).decode
 
 
 class FileChanged(Exception):
-    """What was read of a file is no longer there: a resumed run has cut it."""
+    """A part of a file that was read has gone: a resumed run has cut it."""
 
 
 class Tail:
@@ -414,9 +415,9 @@ class RunReader:
         self._settings = _settings(self.run_dir)
 
     def read(self, follow: bool = False) -> dict[str, Any]:
-        """What is new since the last call; everything, with `afresh`, at the first, and when a resumed run has cut a file.
-        With `follow` the newest step's samples are kept back until all ranks must have written theirs: until the next step's are
-        there, or nothing has been written for a while."""
+        """The news since the last call. The first call returns everything, with `afresh`; so does one after a resumed run has cut a file.
+        With `follow` the newest step's samples are kept back until all ranks must have written theirs. That is when the next step's are
+        there, or nothing was written for a while."""
         afresh = not self._metrics._end and not self._traces
         try:
             found = self._read(follow)
@@ -446,7 +447,7 @@ class RunReader:
         }
 
     def _reasons(self) -> list[str]:
-        """What failed last, if something has failed in the last steps."""
+        """The newest failure, if something has failed in the last steps."""
         self._failures.poll()
         found = []
         for episodes, key, what in ((True, FAILED_EPISODES, "episode"), (False, FAILED_FRACTION, "score")):
@@ -521,7 +522,7 @@ class RunReader:
         }
 
     def _count(self, kind: str, track: str, number: int | None, told: dict[str, Any]) -> None:
-        """Counts the engines' tokens. Beside each other they are compared only while none is lost."""
+        """Counts the engines' tokens. Engines are compared only while none of them is lost."""
         tokens = dict(enumerate(told.get("engine_tokens", ())))
         self._engine_tokens.update(tokens)
         if kind == "away":
@@ -554,7 +555,7 @@ def _number(value: Any) -> float | int | str | None:
 
 
 def _by_rank(name: str) -> tuple[str, int, str]:
-    """Trainers before generators before engines before those that only evaluate before the rest; ranks by number."""
+    """The order of tracks: trainers, generators, engines, engines that only evaluate, the rest; ranks by number."""
     role, _, rest = name.partition(".")
     number = NUMBER.match(rest)
     order = {"launcher": "0", "trainer": "1", "generator": "2", "engine": "3", "eval_engine": "4"}.get(role, f"5{role}")

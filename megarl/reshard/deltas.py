@@ -1,9 +1,9 @@
-"""Deltas: what has changed of the values of a copy since they were last sent, in whichever form takes the fewest bytes.
+"""Deltas: the changes in a copy's values since they were last sent, in the form that takes the fewest bytes.
 
-An element counts as changed if any of its bits has. A delta's *body* is one row of bytes, whose parts follow from four numbers: its kind,
-the elements of the copy, the changed ones, and the *entries* (changed elements, or runs of them). The parts are, each filled up to 8 bytes:
-the number of entries in each block of 65,536 elements (4 bytes), the values, where in its block each entry is (2 bytes), and the length
-of each run (2 bytes). A run ends with its block at the latest.
+An element counts as changed if any of its bits has. A delta's *body* is one row of bytes. Its parts follow from four numbers: its kind, the
+elements of the copy, the changed ones, and the *entries* (changed elements, or runs of them). The parts are, each filled up to 8 bytes: the
+number of entries in each block of 65,536 elements (4 bytes), the values, where in its block each entry is (2 bytes), and the length of each
+run (2 bytes). A run ends with its block at the latest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NOTHING, PAIRS, RUNS, WHOLE = range(4)  # kinds
 BLOCK_BYTES, PLACE_BYTES = 4, 2  # the number of entries of a block; a place in it, or the length of a run
 BLOCK = 1 << 16  # elements, as in kernels.changes (which imports torch)
 ALIGNMENT = 8
-MOST_OF_FULL = 0.5  # a delta of more of the full update's bytes is not worth what finding and spreading it takes (docs/transports.md)
+MOST_OF_FULL = 0.5  # share of the full update's bytes; finding and spreading a larger delta costs more than it saves (docs/transports.md)
 INBOX_SHARE = 1 / 8  # of the full bytes: room for a delta by Mooncake; in bf16 it takes changes of 6 % of the elements, in fp8 of 4 %
 PIECE = 1 << 26  # elements: as many are brought at a time from the host's memory to the GPU that compares
-AT_ONCE_BYTES = 1 << 29  # of values that are compared before the host reads what was found; those that were quantised are kept so long
+AT_ONCE_BYTES = 1 << 29  # of values that are compared before the host reads the result; quantised values are kept until then
 HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob: version and length; kind, entries and changed elements of a copy
 
 
@@ -56,7 +56,7 @@ def body_bytes(kind: int, elements: int, entries: int, changed: int, item_bytes:
 
 
 def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
-    """The kind whose body takes the fewest bytes; among equals the simplest to spread."""
+    """The kind whose body takes the fewest bytes; of equal ones, the simplest to spread."""
     if not changed:
         return NOTHING
     entries = {WHOLE: 0, PAIRS: changed, RUNS: runs}
@@ -64,7 +64,7 @@ def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
 
 
 def find_deltas(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[Delta]:
-    """What has to be written over `old` of each pair to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
+    """The values to write over `old` of each pair to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
     are on one device. For every `at_once_bytes` the host waits for a GPU twice: to learn how much has changed, and in how many runs."""
     import torch
 
@@ -108,7 +108,7 @@ def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor
 
 
 def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, runs: int) -> Delta:
-    """`counts` and `offsets`: the places of what has changed (kernels.changes.Places); `begins`: which of it begin the `runs` runs."""
+    """`counts` and `offsets`: the places of the changes (kernels.changes.Places); `begins`: which changes begin the `runs` runs."""
     import torch
 
     from megarl.kernels.changes import positions_of
@@ -201,7 +201,7 @@ def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     begins = torch.ones(len(offsets) + 1, dtype=torch.bool, device=offsets.device)
     begins[1:-1] = offsets[1:] != offsets[:-1] + 1
-    # The first of each block; that of a block without changes is that of the next one, or lies behind the last.
+    # The first of each block. A block without changes has the first of the next block, or one past the last.
     return begins.index_fill_(0, counts.cumsum(0) - counts, True)[:-1]
 
 

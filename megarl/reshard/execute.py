@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Finds the senders that hold parts of a cut tile of a quantised tensor, and who must learn its amax.
 #
-# Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax for itself, among
-# the ranks that together hold one whole model; so it does not matter which replica sends what.
+# Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax for itself, among the
+# ranks that together hold one whole model. So it does not matter which replica sends what.
 #
 #     parts = amax_parts(map, rank)                                 once
 #     table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
@@ -169,7 +169,7 @@ class AmaxTable:
 
 
 class Payloads:
-    """`payload` for many updates. Views of values that are sent as they are get kept as long as their parameter stays where it is."""
+    """`payload` for many updates. If values are sent unchanged, their views are kept as long as the parameter stays where it is."""
 
     def __init__(self) -> None:
         self._sources: Mapping[str, torch.Tensor] = {}

@@ -94,7 +94,7 @@ class Forwarding:
                     if len(set(ranks.tolist())) < len(ranks) or not np.array_equal(direct, np.sort(written)):
                         raise ProofError(f"{kind.name}: of ranks {ranks.tolist()} the trainer writes to {written.tolist()}")
                     if not np.isin(leaders, written).all():
-                        raise ProofError(f"{kind.name}: of {leaders.tolist()} pass it on who do not have it from the trainer")
+                        raise ProofError(f"{kind.name}: of {leaders.tolist()} some pass it on without having it from the trainer")
 
 
 def inside_hosts(layout: Layout, ranks_per_host: int) -> Forwarding:
@@ -118,7 +118,7 @@ def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
     groups = list(_groups(kind, ranks_per_host))  # per shard: the replicas' ranks, host by host
     turns = max(len(group) for of_shard in groups for group in of_shard)
     if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
-        raise ValueError(f"{kind.name}: replicas are not spread equally over hosts of {ranks_per_host} ranks")
+        raise ValueError(f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas")
     offset = number if kind.scales_of is None else kind.scales_of  # scales follow their weights
     leader_of = np.empty((turns, *kind.ranks.shape[1:]), dtype=kind.ranks.dtype)
     for turn in range(turns):
@@ -141,7 +141,7 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
 # Only trainer ranks hold a shard at first, so they would send it once for each engine. With many engines their links are the bottleneck,
 # and
 # with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
-# (scatter, then all-gather), the trainer writes every layer to some of the engines, different ones for each layer, and those pass it on.
+# (scatter, then all-gather), the trainer writes every layer to some of the engines, and those pass it on. Each layer has other engines.
 # Their number is chosen so that the two parts of the update, writing and then passing on, take the least time together.
 
 
@@ -187,8 +187,8 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
 
 
 def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
-    """The layer bytes that the busiest engine passes on, as a multiple of those that it holds. Engines take turns, layer by layer; if there
-    are more engines than layers, some lead one layer and others none."""
+    """The layer bytes that the busiest engine passes on, as a multiple of the layer bytes that it holds. Engines take turns, layer by
+    layer; if there are more engines than layers, some lead one layer and others none."""
     layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
     led = -(-layers * of_layers // engines)  # layers
     return led * -(-(engines - of_layers) // of_layers) / layers
@@ -284,7 +284,7 @@ def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
 
 
 def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
-    """As `busiest_bytes`, of an update that carries only what has changed, a share `changed` of the elements. Engines pass whole tensors
+    """As `busiest_bytes`, of an update that carries only changes, in a share `changed` of the elements. Engines pass whole tensors
     on. A delta that is too large becomes a full update."""
     share, full = delta_share(map, changed), busiest_bytes(map, forwarding)
     written = busiest_bytes(map, None)
@@ -365,7 +365,8 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
 
 
 def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
-    """(source * destination ranks + destination) * `count` + number of the name, of all rows, once for rows that are served equally."""
+    """(source * destination ranks + destination) * `count` + number of the name, of all rows. Rows with the same senders are computed
+    once."""
     ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
     found: dict[tuple, np.ndarray] = {}
     for row in map.rows:

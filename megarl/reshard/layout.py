@@ -33,7 +33,7 @@ from megarl.models.spec import ModelSpec
 
 # Layouts say which rank holds which elements of which logical tensor, and under which local name.
 #
-# A layout is kept factorised. A `Kind` is one parameter: it states once what each of its shards holds, with a table of the ranks that hold
+# A layout is kept factorised. A `Kind` is one parameter. It states once what each of its shards holds, with a table of the ranks that hold
 # each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are asked for. In a shard's
 # statement, experts are a leading dim of both boxes, whether the engine stacks them or not.
 
@@ -205,7 +205,7 @@ class Layout:
         return found
 
     def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold equal ones share them."""
+        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold equal tensors share them."""
         held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
         if held not in self._shapes:
             found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
@@ -218,7 +218,7 @@ class Layout:
 
     @cached_property
     def _alike(self) -> list[list[int]]:
-        """For each kind and shard, the first shard that differs in nothing but its pieces."""
+        """For each kind and shard, the first shard that differs only in its pieces."""
         stated = [[replace(shard, pieces=()) for shard in kind.shards] for kind in self.kinds]
         return [[shards.index(shard) for shard in shards] for shards in stated]
 
@@ -279,7 +279,7 @@ SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
     """Returns `kinds` with those called `names` quantised by `rule`, each followed by the kind of its scales.
 
-    Raises ConfigError if a padded tensor would be quantised. That no cut goes through a block is known (`sizes.generator_parameters`).
+    Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already checked that no cut goes through a block.
     """
     known = {kind.name for kind in kinds}
     if missing := [name for name in names if name not in known]:
@@ -470,7 +470,8 @@ def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], sha
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Splits elements first .. end of the flattened tensor into boxes; in two dims at most three (two cut rows and those between)."""
+    """Splits elements first .. end of the flattened tensor into boxes. Two dims take at most three boxes: two cut rows, and the rows
+    between."""
     if first >= end:
         return
     if len(shape) <= 1:
@@ -705,6 +706,6 @@ def _kinds(
 
 
 def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
-    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are the same."""
+    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are equal."""
     tensors = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}

@@ -57,8 +57,8 @@ class Copy(Struct, frozen=True, gc=False):
 
 # Writes out a rank's own part of a reshard map: expands template rows to copies, layer by layer and expert by expert.
 #
-# A rank waits for this expansion at start-up, so it is fast: senders and receivers are worked out once for rows that are served equally,
-# names are made once per kind and layer, and copies are put where they belong instead of being sorted.
+# A rank waits for this expansion at start-up, so it must be fast. Rows with the same senders and receivers share one computation of these.
+# Names are made once per kind and layer. Copies are put where they belong instead of being sorted.
 
 
 ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
@@ -126,7 +126,7 @@ def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Serv
 
 @dataclass
 class _Share:
-    """A rank's part in all rows that are served equally."""
+    """A rank's part in all rows that have the same senders and receivers."""
 
     layers: list[str]  # for each instance it has a part in
     copies: list[tuple]  # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its list)
@@ -149,7 +149,7 @@ class _Share:
 
 
 def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]) -> None:
-    """Writes out `rows`. `served` returns the rank's part in a row, which is the same for all rows served equally."""
+    """Writes out `rows`. `served` returns the rank's part in a row; rows with the same senders and receivers share it."""
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]

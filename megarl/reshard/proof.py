@@ -1,9 +1,9 @@
 """Proves that a reshard map writes every destination element exactly once, from a place that holds that element.
 
 The proof does not rely on how the map was built. The two layouts say which elements every tensor must hold. It checks the extents,
-disjointness and total volume of the boxes written, that each box and its source hold the same logical elements, and that every sender
-really has the tensor it is to send. For quantised tensors it checks that each scale is made from the weights of its own tile, and that
-copies which quantise only part of a tile are marked so.
+disjointness and total volume of the boxes written. It checks that each box and its source hold the same logical elements, and that every
+sender has the tensor that it sends. For quantised tensors it checks that each scale is made from the weights of its own tile. Copies that
+quantise only part of a tile must be marked so.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def check_senders(map: ReshardMap, row: Row) -> None:
 
 
 def _check_same_stages(kind: Kind, alike: np.ndarray) -> None:
-    """alike: [instances], the instance that represents each one."""
+    """`alike` [instances]: the instance that represents each one."""
     if len(alike) != kind.instances or (kind.stages[alike] != kind.stages).any():
-        raise ProofError(f"{kind.name}: layers of different stages are taken for equal")
+        raise ProofError(f"{kind.name}: layers of different stages are treated as equal")
 
 
 __all__ = ["ProofError", "prove_exactly_once"]

@@ -181,9 +181,9 @@ def to_json(
     """The summary numbers of a map, after proving it, and of relays beside it.
 
     `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or receives (`busiest_bytes`), divided by
-    `link_bytes_per_s`; without latency or quantisation. `delta_predicted_s`: the same of an update that carries only what has changed, if
-    that is a share `changed` of the elements (`relays.delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the
-    trainer's stages allow. `messages`: see `schedule.messages`.
+    `link_bytes_per_s`; without latency or quantisation. `delta_predicted_s`: the same of an update that carries only changes, in a share
+    `changed` of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's stages
+    allow. `messages`: see `schedule.messages`.
 
     Raises ProofError if the map does not write every destination byte exactly once.
     """
@@ -210,8 +210,8 @@ def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """Measures how long a rank takes to write out its own part, all writes in the batches of a run, right after it has built and proven the
-    map. Returns the median of several times, in seconds. Raises ConfigError as `copies_of` does."""
+    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run. It starts right after the map is built
+    and proven. Returns the median of several times, in seconds. Raises ConfigError as `copies_of` does."""
     sends, number = _parsed(map, rank)
     batches, times = batches_from if sends else batches_to, []
     for _ in range(5):

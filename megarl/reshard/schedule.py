@@ -22,8 +22,8 @@ from megarl.reshard.layout import ITEM_BYTES, Kind
 from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
 from megarl.reshard.template import ZEROS, Row
 
-# The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): rows of
-# 64 KiB take twice as long one by one as packed and spread, rows of 128 KiB equally long, longer ones less.
+# The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): one by one,
+# rows of 64 KiB take twice as long as packed and spread. Rows of 128 KiB take equally long, and longer ones less.
 SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
@@ -68,12 +68,12 @@ def landing_rows(map: ReshardMap) -> tuple[Row, ...]:
 
 
 def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) -> list[Copy]:
-    """The copies to destination rank `rank` whose boxes land. `rows`: the map's `landing_rows`, for whoever asks of many ranks."""
+    """The copies to destination rank `rank` whose boxes land. `rows`: the map's `landing_rows`, if a caller asks for many ranks."""
     return received(map.turns, rank, landing_rows(map) if rows is None else rows)
 
 
 def _lands(kind: Kind, row: Row) -> bool:
-    """Whether the copies of a row land, which all do or none: those of an expert kind differ in the expert alone."""
+    """Whether the copies of a row land. All do or none, because copies of an expert kind differ only in the expert."""
     tensor, box = kind.shards[row.shard], row.box
     shape = tensor.shape
     if tensor.experts is not None and row.transform != ZEROS:

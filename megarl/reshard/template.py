@@ -173,9 +173,8 @@ def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Bo
 # Builds the template of a reshard map: the join of two layouts, per parameter and pair of shards.
 #
 # A row says that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and for
-# every replica on both sides, so the number of rows depends only on tensor and expert parallelism, not on layers, experts or replicas.
-# Which
-# replica sends to which is worked out (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
+# every replica on both sides. So the number of rows depends only on tensor and expert parallelism. Which replica sends to which is worked
+# out (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
 
 
 __all__ = ["CAST", "IDENTITY", "QUANTISE", "SCALE", "ZEROS", "Holder", "Row", "coalesce", "join"]

@@ -1,7 +1,7 @@
-"""Decides who sends: replicas of a source shard take turns, in orders that every rank works out for itself.
+"""Decides which replica sends: replicas of a source shard take turns, in orders that every rank computes for itself.
 
-Instances (layers) that are served equally form a *class*. Senders are worked out per class, so the cost grows with pipeline stages and
-receivers, not with layers.
+Instances (layers) with the same senders and receivers form a *class*. Senders are found per class, so the cost grows with pipeline stages
+and receivers, not with layers.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Turns:
         return Assignment(class_of, first, holder_of[picked], ranks_of[np.arange(len(first))[:, None], picked], receivers)
 
     def alike(self, row: Row) -> tuple:
-        """A key: rows with equal keys are served equally, every instance and replica by the same senders."""
+        """A key. Rows with equal keys have the same senders for every instance and replica."""
         target, places = self.destination.kinds[row.kind], []
         for holder in row.holders:
             kind = self.source.kinds[holder.kind]

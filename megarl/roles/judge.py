@@ -1,7 +1,7 @@
 """Scores by a judge on engines: a model that reads responses and writes a verdict.
 
-Its input quotes hostile text, and its output depends on that; so the last verdict in its answer counts, numbers out of range and words that
-are no verdict are failures, and lengths are limited.
+Its input quotes hostile text, and its output depends on that. So only the last verdict in its answer counts. Numbers out of range and
+unknown words are failures, and lengths are limited.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FIELD = re.compile(r"\{[a-z_]+\}")
 
 
 class Template:
-    """A text with fields such as {response}, encoded with other values in them.
+    """A text with fields such as {response}, encoded with a value for each.
 
-    The values may be hostile: in them, the name of a special token is plain characters, so they cannot end a turn or open another. Only
-    special tokens of the text itself count. Apart from that, the ids are those of the whole text: nothing is cut between it and a value.
+    Values may be hostile. So the name of a special token in a value is plain text, which cannot end or open a turn. Only special tokens of
+    the text itself count. Otherwise the ids are those of the whole text: a token may span the border between it and a value.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, fields: Sequence[str]):
@@ -73,12 +73,12 @@ def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
     return text
 
 
-UNDECIDED = "undecided"  # the part of a pairwise score that tells which share of its comparisons had no verdict
+UNDECIDED = "undecided"  # the part of a pairwise score with the share of its comparisons that had no verdict
 _SHOWN_CHARS = 200
 
 
 class NoVerdict(Exception):
-    """Why the judge gave none. `kind`: as of types.Failure."""
+    """Why the judge gave no verdict. `kind`: that of a Failure (base/rollout_types.py)."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -106,8 +106,8 @@ class Judge:
             return part.failed(error.kind, str(error), request)
 
     async def compare(self, part: Part, prompt: str, answer: str, responses: Sequence[str]) -> list[Score]:
-        """The scores of a prompt's responses: which share of its comparisons each has won. Comparisons without a verdict do not count; a
-        response all of whose comparisons have none has failed."""
+        """The scores of a prompt's responses: the share of comparisons that each has won. Comparisons without a verdict do not count. A
+        response without any verdict has failed."""
         games = [game for pair in pairs(len(responses), self._settings.opponents) for game in (pair, pair[::-1])]
 
         async def play(first: int, second: int) -> float | NoVerdict:
@@ -145,7 +145,7 @@ class Judge:
 
 
 def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
-    """The judge's tokenizer, and what it is asked. Raises ConfigError."""
+    """The judge's tokenizer and its question. Raises ConfigError."""
     settings, key = role.settings, f"roles.{role.name}"
     assert settings.template is not None  # checked with the settings
     tokenizer = tokenizer_of(settings.path, f"{key}.path")
@@ -155,7 +155,7 @@ def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
 
 
 def verdict_score(text: str, settings: RoleConfig) -> float | None:
-    """The score of the last verdict in the text; None if there is none, or it is no number in its range, or no known word."""
+    """The score of the last verdict in the text. None if there is no verdict, or if it is neither a number in range nor a known word."""
     found = [match[1] for match in re.finditer(settings.verdict or "", text)]
     if not found or found[-1] is None:
         return None

@@ -25,7 +25,7 @@ Scorer = RewardModel | Judge
 
 
 async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> dict[str, Fleet]:
-    """The engines of each role, when they take requests. `resources` closes their clients. Elastic ones can lose engines."""
+    """The engines of each role; returns when they take requests. `resources` closes their clients. Elastic fleets can lose engines."""
     fleets: dict[str, Fleet] = {}
     for role in plan.served:
         keys = rendezvous.engine_key, rendezvous.engine_admin_key
@@ -38,7 +38,7 @@ async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExi
 
 
 def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
-    """What gives the scores of each role. Raises ConfigError."""
+    """The scorer of each role. Raises ConfigError."""
     return {role.name: _scorer(role, fleets[role.name], policy) for role in plan.served if role.role != TEACHER}
 
 

@@ -1,4 +1,4 @@
-"""The models beside the policy: whether their settings make sense, and the shapes of those that are on engines."""
+"""The models beside the policy: checks of their settings, and the shapes of those on engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3"
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
 _OF_ENGINES = ("engines", "tp", "ep", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
-_KEYS = {  # beside role, path, on, and on engines those of engines
+_KEYS = {  # beside role, path and on; a role on engines also has the engines' settings
     CRITIC: (),
     REWARD_MODEL: ("template",),
     JUDGE: ("template", *_OF_JUDGE),
@@ -103,7 +103,7 @@ def check_roles(config: RunConfig) -> Iterator[str]:
 
 
 def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
-    """Settings that another role has, or the same one elsewhere."""
+    """Problems of settings that only another role has, or the same role at another place."""
     allowed = ("role", "path", "on", "sft", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
     default = RoleConfig()
     for name in (field.name for field in fields(settings)):
@@ -148,7 +148,7 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
 
 
 def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
-    """Fields that must be there, and what may be meant as a field, but would be read as it is."""
+    """Missing fields, and misspelt ones, which would be read as plain text."""
     if missing := [name for name in needed if name not in template]:
         yield f"{key}.template={template!r}: must contain {' and '.join(missing)}"
         return
@@ -187,7 +187,7 @@ _CHECKS = {
 
 
 def check_reward(config: RunConfig) -> Iterator[str]:
-    """Finds parts that nothing scores, and misnamed ones."""
+    """Problems of reward parts that nothing scores, or that have a wrong name."""
     for name in (name for name, part in config.reward.parts.items() if part is not None):
         if not NAME.fullmatch(name) or name in TAKEN_PARTS:
             yield f"reward.parts.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_PARTS)}"
@@ -257,7 +257,7 @@ def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
 
 
 def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
-    """Whether what the command `maker` will make cannot be in this role."""
+    """The problem, if the model that the command `maker` will make cannot be in this role."""
     architecture = family(spec).ARCHITECTURES[0]
     if maker == "reward-model":
         architecture = architecture.replace(CAUSAL_LM, CLASSIFICATION)
@@ -277,7 +277,7 @@ def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     """Raises ConfigError for an architecture that cannot be in this role."""
     values = read_json(settings.path, "config.json")
     if not values.get("architectures"):
-        return load_spec(settings.path, key)  # it says what is wrong
+        return load_spec(settings.path, key)  # the error says what is wrong
     architecture = values["architectures"][0]
     if why := _misplaced(architecture, role):
         raise ConfigError(f"{key}={settings.path}: is a {architecture}{why}")

@@ -21,8 +21,8 @@ Encode = Callable[[ScoreRequest], list[int]]
 
 
 class RewardModel:
-    """A score that is not finite or above MAX_REWARD in size is a failure, as is a request that an engine refuses or does not answer
-    in time. A request to an engine that is lost goes to another, or waits until one is back."""
+    """A score is a failure if it is not finite, or above MAX_REWARD in size. So is a request that an engine refuses, or does not answer in
+    time. A request to an engine that is lost goes to another, or waits until one is back."""
 
     def __init__(self, role: ServedRole, fleet: Fleet, policy: Tokenizer):
         """`policy`: the policy's tokenizer. Raises ConfigError."""
@@ -54,7 +54,7 @@ class RewardModel:
 
 
 def reading(role: ServedRole, policy: Tokenizer) -> Encode:
-    """What the model reads of a response. Raises ConfigError."""
+    """How a response becomes the model's input. Raises ConfigError."""
     settings, key = role.settings, f"roles.{role.name}"
     own = tokenizer_of(settings.path, f"{key}.path")
     if settings.template is None:

@@ -82,7 +82,7 @@ class RoleConfig:
 
 
 def flat(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Of RoleConfig.sft: dotted keys and their values, whether they were written dotted or nested; the last of several counts."""
+    """RoleConfig.sft as dotted keys with their values. It may be written dotted or nested; the last of several values counts."""
     found: dict[str, Any] = {}
     for name, value in overrides.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -29,8 +29,8 @@ from megarl.trainer.step import MegatronTrainer
 #
 #     loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
 #
-# A pair's responses may be in different microbatches and on different ranks. So all scores are computed before the optimizer step, and the
-# step is made on a sum of scores with constant weights, which are the loss's derivatives: its gradient is the loss's.
+# A pair's responses may be in different microbatches and on different ranks. So all scores are computed before the optimizer step. The step
+# uses a sum of scores with constant weights, the loss's derivatives, so its gradient is that of the loss.
 
 
 class PairLoss(NamedTuple):
@@ -54,7 +54,7 @@ def bradley_terry(scores: Tensor, margins: Tensor) -> PairLoss:
 
 
 def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
-    """A sequence whose score is the value of what would come next: one token more, of which only the place counts, is all of the loss.
+    """A sequence for scoring. One more token is added, and is the only one in the loss: the value at its place is the sequence's score.
     `weight` of its score in `weighted_values`."""
     length = len(token_ids) + 1
     mask = np.arange(length) == length - 1
@@ -117,7 +117,7 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
 
 
 def begin(trainer: MegatronTrainer, plan: RunPlan) -> None:
-    """Sets the first weights: those that a run would begin with, and a new head unless these are of a reward model."""
+    """Sets the first weights: those that a run would begin with, and a new head unless they belong to a reward model."""
     config = plan.config
     if not plan.weights.are_there:  # the plan has checked that they may be random
         trainer.init_random(config.seed)

@@ -1,6 +1,6 @@
 """The first process of a sandboxed program: sets limits, leads its calls out of the sandbox, and ends with the program's exit status.
 
-It runs in the sandbox by a Python of its own choice, so it imports the standard library alone, and only this file.
+The sandbox's own Python runs it, so it is a single file that imports only the standard library.
 Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket`, `port`, `kind` ("bwrap" | "namespace" | "limits"), `home` (a folder
 that becomes the program's own) and `size_bytes` (of it, and of /dev/shm), and the command.
 """
@@ -31,9 +31,9 @@ _PDEATHSIG, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 22, 24
 _FILTER = 2  # of PR_SET_SECCOMP
 _JOIN_SESSION_KEYRING = 1
 
-# Numbers of system calls: x86-64, AArch64. No agent needs them, and each is a way past a limit or out of the sandbox: memory that no
-# process has (System V's, files without names, keys), a pool of the whole host (io_setup's), other families of sockets, namespaces with
-# limits of their own, work by the kernel.
+# Numbers of system calls: x86-64, AArch64. No agent needs them, and each is a way past a limit or out of the sandbox. They give memory that
+# no process owns (System V's, files without names, keys), a pool of the whole host (io_setup's), other families of sockets, namespaces with
+# limits of their own, or work by the kernel.
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _REFUSED = {
     errno.ENOSYS: {
@@ -80,7 +80,7 @@ def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
     for numbers, allowed in ((_SOCKET, families), (_SOCKETPAIR, _FAMILIES)):
         known = [(_EQUAL, len(allowed) - place, 0, int(family)) for place, family in enumerate(allowed)]
         code += _looking_at(numbers[which], _FIRST, [*known, _refuse(errno.EAFNOSUPPORT)])
-    # A process that cannot be dumped hides what it has from other users. Programs that ask for it are told that they have it.
+    # A process that cannot be dumped hides its memory from other users. Programs that ask for this get a success, but no effect.
     hide = [(_EQUAL, 0, 3, _SET_DUMPABLE), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, 0), _refuse(0)]
     code += _looking_at(_PRCTL[which], _FIRST, hide)
     code += _looking_at(_FALLOCATE[which], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)])
@@ -148,9 +148,9 @@ def _leave_host(home: str, size_bytes: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Root's, or those that come with a namespace. A program that it starts has none either."""
+    """Drops root's capabilities, or those that come with a namespace. Programs that it starts have none either."""
     number = 0
-    with contextlib.suppress(OSError):  # behind the last of them, or of another user, who has none
+    with contextlib.suppress(OSError):  # the number is past the last capability, or the user has none
         while number < 64:
             _call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
             number += 1
@@ -175,8 +175,8 @@ def _own_devices() -> None:
 
 
 def _end_as(child: int) -> None:
-    """Waits for it, and for whatever orphans there are meanwhile; then ends as it did, after what it has left behind. After a SIGTERM it
-    ends all of them at once."""
+    """Waits for the program, and reaps orphans meanwhile. Then ends the processes that the program left behind, and exits with its status.
+    After a SIGTERM it ends all of them at once."""
     status = None
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -197,7 +197,8 @@ def _end_as(child: int) -> None:
 
 
 def _children() -> "list[int]":
-    """Fast where the kernel lists them: one that begins another and ends, again and again, is to be met."""
+    """Ends all of them. It must be fast, to catch a process that forks and ends again and again; the kernel's list of children makes it
+    so."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(each) for each in file.read().split()]
     found = []

@@ -36,7 +36,7 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
-_MOST_CHANNELS = 2048  # sockets, pipes and terminals: the kernel keeps up to 0.4 MiB for each, which no process has
+_MOST_CHANNELS = 2048  # sockets, pipes and terminals: the kernel keeps up to 0.4 MiB for each, which counts for no process
 _MOST_THREADS = 4096
 _INODE_BYTES = 1024  # of a file that is memory, beside what is in it
 _THREAD_BYTES = 32 << 10  # its stack in the kernel and the like
@@ -47,8 +47,8 @@ _PIECE = 1 << 18
 _MOST_LEFT = 16  # pieces: more than a pipe holds
 _GRACE_S = 0.1
 _ENDS_S = 5.0
-# In a bwrap. Whoever is root outside could write the kernel's settings in /proc/sys, one of which names a program that the kernel runs on
-# the host; the other two are bwrap's own, of memory without a limit.
+# In a bwrap. Root of the host could write the kernel's settings in /proc/sys. One of these names a program that the kernel runs on the
+# host. The other two are bwrap's own, of memory without a limit.
 _READ_ONLY = ("/proc", "/dev", "/")
 _HIDDEN = ("/proc/keys", "/proc/key-users")
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
@@ -64,7 +64,7 @@ class Ended(NamedTuple):
 
 
 class _Printed:
-    """The end of what a program prints. It comes by a pipe: a file's size is not bounded for a program that has it open."""
+    """The end of a program's output. It comes through a pipe, because nothing bounds the size of a file that a program has open."""
 
     def __init__(self, most_bytes: int, running: _Running):
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -73,7 +73,7 @@ class _Printed:
         asyncio.get_running_loop().add_reader(self._reading, self._read)
 
     def _read(self) -> bool:
-        """Whether there may be more."""
+        """Whether more output may come."""
         try:
             piece = os.read(self._reading, _PIECE)
         except BlockingIOError:
@@ -88,7 +88,7 @@ class _Printed:
         return True
 
     def close(self) -> str:
-        """All that was printed, once the program has ended. Others that have left its session may go on."""
+        """Reads all of the output, once the program has ended. Processes that have left its session may run on."""
         for _ in range(_MOST_LEFT):
             if not self._read():
                 break
@@ -98,7 +98,7 @@ class _Printed:
 
 
 class _Running:
-    """A program that runs. `wrong` says what it must be ended for, of which `ended` tells at once."""
+    """A running program. `wrong` says why it must be ended; `ended` is set at once."""
 
     def __init__(self, most_bytes: int, lines: int | None, line_s: float | None):
         self.wrong, self.late, self.ended = "", False, asyncio.Event()
@@ -110,7 +110,7 @@ class _Running:
         self.ended.set()
 
     def note(self, piece: bytes) -> None:
-        """What it has printed, on any of its outputs."""
+        """The new output, on either of its outputs."""
         self._left_bytes -= len(piece)
         if self._left_bytes < 0:
             self.end(f"it printed more than {self._most_bytes >> 20} MiB")
@@ -123,7 +123,7 @@ class _Running:
         self._timer = asyncio.get_running_loop().call_later(self.line_s, self._warn)
 
     def _warn(self) -> None:
-        """If it was the event loop that was held up, what has been printed is read first."""
+        """If the event loop was held up, pending output is read first."""
         self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self._expire)
 
     def _expire(self) -> None:
@@ -137,12 +137,12 @@ class _Running:
 
 @dataclass
 class Jail:
-    """`folder` can be read and is where the program starts; in a bwrap nothing else of the host can be, but its programs and libraries.
-    There a program writes to /tmp and /dev/shm, which are its own and memory; in a namespace to /dev/shm and a new folder, its TMPDIR,
-    which are memory too; otherwise to that folder and wherever its user can."""
+    """The program starts in `folder`, which it can read. In a bwrap it can read nothing else of the host but programs and libraries. There
+    it writes to a /tmp and a /dev/shm of its own, in memory. In a namespace it writes to /dev/shm and a new folder, its TMPDIR, in memory
+    too. Otherwise it writes to that folder, and wherever its user can."""
 
-    kind: str  # BWRAP | NAMESPACE: the host's files can be read, its network is out of reach | LIMITS: both are as its user has them
-    memory_mib: int  # of all its processes together; looked at every half second. No process can ever have more than this
+    kind: str  # BWRAP | NAMESPACE: reads the host's files, no network | LIMITS: files and network as its user has them
+    memory_mib: int  # of all its processes together; checked every half second. No single process can ever have more
     file_mib: int  # of each file, and of what is memory of TMPDIR and of /dev/shm as a whole
     deadline_s: float
     folder: Path | None = None
@@ -154,11 +154,11 @@ class Jail:
 
     @property
     def networked(self) -> bool:
-        """Whether programs have the host's network; otherwise there is nothing in theirs but the socket that they are run with."""
+        """Whether programs have the host's network; otherwise theirs has only the socket that they are run with."""
         return self.kind == LIMITS
 
     def base_url(self, port: int) -> str:
-        """Where a program finds what the host has at the socket, or at this port of its own."""
+        """Where a program finds the host's socket, or this port of its own."""
         return f"http://127.0.0.1:{port if self.networked else _PORT}"
 
     async def run(
@@ -170,11 +170,11 @@ class Jail:
         lines: int | None = None,
         line_s: float | None = None,
     ) -> Ended:
-        """`given`: on standard input. Ends all processes of the program whatever happens; also when it has printed so many `lines`, or
-        once it has printed one, takes longer than `line_s` for the next."""
+        """`given`: the standard input. Ends all processes of the program, whatever happens. It ends them too when the program has printed
+        `lines` lines, or takes longer than `line_s` from one line to the next."""
         self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
         if self._watch.done():
-            self._watch.result()  # raises what ended it: without it nothing bounds the programs' memory
+            self._watch.result()  # raises the watch's error: without the watch nothing bounds the programs' memory
         running = _Running(self.printed_bytes, lines, line_s)
         own = tempfile.mkdtemp(prefix="megarl-agent-")
         outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
@@ -280,7 +280,7 @@ class Jail:
         ]
 
     async def _keep_watch(self) -> None:
-        """Ends programs whose processes have more memory together than they may, are too many, or print too much."""
+        """Ends programs whose processes together have too much memory, are too many, or print too much."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._watched:
@@ -300,8 +300,8 @@ class Jail:
                     running.end("one of its processes hides what it has: its program's file cannot be read")
 
     def _kill(self, pid: int) -> None:
-        """All of it. In a sandbox of its own that is what is behind the first process; otherwise its session and whatever of its
-        processes has left that."""
+        """Ends all of the program. In a sandbox of its own, that means the descendants of the first process. Otherwise it means its
+        session, and its processes that have left that."""
         for process in _descendants(pid) if self.kind == LIMITS else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -310,10 +310,10 @@ class Jail:
 
 
 def unbounded(kind: str) -> str:
-    """What such a sandbox does not keep a program from on this machine, for whoever starts a run."""
+    """What a program can still do in such a sandbox on this machine, as a warning to whoever starts a run."""
     kept = (
-        "buffers of its pipes and Unix sockets, file locks, events that it watches for, and shared memory that no process maps any more, "
-        "are not counted in memory_mib; its processes may keep every core busy, each for deadline_s of CPU time"
+        "memory_mib does not count buffers of its pipes and Unix sockets, file locks, watched events, and shared memory that no process "
+        "maps any more; its processes may keep every core busy, each for deadline_s of CPU time"
     )
     hosts = "it has the host's network, and files and processes as your user has them (as root without its capabilities)"
     found = {
@@ -330,7 +330,8 @@ def unbounded(kind: str) -> str:
 
 
 def kind_for(asked: str) -> str:
-    """The best that there is on this machine, if AUTO is asked for. Raises ConfigError where programs cannot be run so."""
+    """The best kind of sandbox on this machine, if AUTO is asked for. Raises ConfigError if programs cannot be run in the kind that is
+    asked for."""
     if asked in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
         return BWRAP
     if asked == BWRAP:
@@ -366,7 +367,7 @@ def _filter_file() -> Iterator[int]:
 
 
 async def _feed(writing: int, given: bytes) -> None:
-    """Writes to a program's standard input what it reads of it, and closes it."""
+    """Writes a program's standard input, as far as it is read, and closes it."""
     loop, left = asyncio.get_running_loop(), memoryview(given)
     os.set_blocking(writing, False)
     try:
@@ -390,7 +391,8 @@ async def _feed(writing: int, given: bytes) -> None:
 
 @cache
 def _no_more_users() -> tuple[str, ...]:
-    """What keeps a program from namespaces of its own, in which it could mount memory without a limit, if bubblewrap can (from 0.8 on)."""
+    """The arguments that keep a program from namespaces of its own, in which it could mount memory without a limit. bubblewrap has them
+    from 0.8 on."""
     offered = subprocess.run([BWRAP, "--help"], capture_output=True, text=True, check=False).stdout
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
@@ -404,7 +406,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class _Used:
-    """What processes have together. Memory that they share counts for each, files that are memory for one."""
+    """The resources of several processes together. Shared memory counts for each process, files in memory only once."""
 
     processes: int = 0
     threads: int = 0
@@ -418,7 +420,7 @@ class _Used:
         return self.own_bytes + sum(self.files.values())
 
     def add(self, pid: int, may_hide: bool) -> None:
-        """With what the kernel keeps for it: tables of pages and mappings, stacks of threads."""
+        """Includes the kernel's memory for it: tables of pages and mappings, stacks of threads."""
         self.processes += 1
         found: dict[object, int] = {}
         try:
@@ -436,7 +438,7 @@ class _Used:
 
 
 def _used_by(pids: list[int]) -> dict[int, _Used]:
-    """What each of these processes has together with all its descendants."""
+    """The resources of each of these processes together with all its descendants."""
     children: dict[int, list[int]] = {}
     for process in psutil.process_iter(["pid", "ppid"]):
         children.setdefault(process.info["ppid"], []).append(process.info["pid"])
@@ -488,7 +490,7 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
 
 
 def _waiting_bytes(sockets: Path) -> int:
-    """What has been sent and not been read, by a table of sockets of the kernel (proc_net_tcp.rst). 0 where the kernel has none."""
+    """The bytes that were sent but not read, by the kernel's table of sockets (proc_net_tcp.rst). 0 if the kernel has no such table."""
     if not sockets.exists():
         return 0
     queues = [line.split()[4].split(":") for line in sockets.read_text().splitlines()[1:]]
@@ -496,7 +498,7 @@ def _waiting_bytes(sockets: Path) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether it has no memory any more. While a process begins another program nobody may look, so this waits for a moment."""
+    """Whether the process has no memory any more. Nobody may look while a process begins another program, so this waits for a moment."""
     time.sleep(_LOOK_AGAIN_S)
     with contextlib.suppress(OSError):
         os.scandir(f"/proc/{pid}/fd").close()
@@ -507,7 +509,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _remove(folder: str) -> None:
-    """Whatever a program has made of it: folders may be nested deeper than Python can go, or closed to their own user."""
+    """Removes a folder in any state: a program may have nested folders deeper than Python can go, or closed them to their own user."""
     try:
         os.rmdir(folder)  # as most are empty
     except OSError:

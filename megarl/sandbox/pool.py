@@ -1,4 +1,4 @@
-"""Calls one function in worker processes, for an asyncio program. Whatever a call does to its process, other calls get their answers."""
+"""Calls one function in worker processes, for an asyncio program. A call may ruin its process; other calls still get their answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Worker:
     def kill(self) -> None:
         self.writer.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call, which is not waited for
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call; nobody waits for it
             self.process.wait(_KILLED_S)
 
 
@@ -66,8 +66,8 @@ class WorkerPool:
     `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.sandbox.process.serve; all its arguments are strings.
     A call that takes longer than `timeout_s` fails, and its worker is replaced; a call that has brought down two workers fails too. Every
     other call is answered, whatever happens to a worker. If no worker can be started, pending and later calls raise RunError, which
-    names the pool by `name`. What functions print, and the tracebacks of their exceptions, goes to `log_folder`/<name>.<number>.log, one
-    file per worker, or to standard error. `open` and `close` must be called in one event loop.
+    names the pool by `name`. Output and tracebacks of the functions go to `log_folder`/<name>.<number>.log, one file per worker, or to
+    standard error. `open` and `close` must be called in one event loop.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WorkerPool:
                     worker.kill()
                     worker = None
                     self.replaced += 1
-        except Exception as error:  # nobody awaits this task while the pool is in use, so the callers must be told
+        except Exception as error:  # nobody awaits this task while the pool is in use, so the callers must get the error
             self._fail(RuntimeError(f"{self.name} worker failed: {error!r}"))
             raise
         finally:

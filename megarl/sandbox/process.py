@@ -73,7 +73,7 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
 
 
 def _own_ends() -> tuple[BinaryIO, int]:
-    """Standard input and output, taken over for requests and replies: what the function or its children print or read does not
+    """Standard input and output, taken over for requests and replies: the function and its children get others, so they cannot
     interfere."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,9 +1,9 @@
 """Runs a program on the inputs of tests, inside the sandbox, each in a process of its own. It imports the standard library alone.
 
 Standard input: a JSON object with `code`, `function` (null: the program reads standard input), `inputs`, `test_timeout_s`, `timeout_s` and
-`most_bytes` (of all results together). Standard output: the line "ready", then for each test, up to the first without a result, a line with
-a JSON list of what became of it ("done", "crashed", "slow", "long") and its result: what the program printed, or JSON of what the function
-returned. What the results ought to be is not known here.
+`most_bytes` (of all results together). Standard output: the line "ready", then a line for each test, up to the first without a result. A
+line is a JSON list: the outcome ("done", "crashed", "slow", "long"), and the program's output or the function's value as JSON. The right
+results are not known here.
 """
 
 import atexit
@@ -76,7 +76,7 @@ def _run(task: dict, given: Any, space: dict, end: float, room: int) -> "tuple[s
 
 
 def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]":
-    """Until the process has gone, whoever else still has its output open."""
+    """Waits until the process has gone, even if another one still has its output open."""
     pieces = bytearray()
     os.set_blocking(reading, False)
     waited_for = [reading, gone]

@@ -1,4 +1,4 @@
-"""`megarl init`: writes a folder with a run to begin with, which trains as it stands and says which of its lines to make one's own."""
+"""`megarl init`: writes a folder with a first run. It trains as it is, and marks the lines that a user changes for a run of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.base.files import folder_problems
 from megarl.config.errors import ConfigError
 from megarl.data.synthetic import Chain
 
-DESCRIPTION = "write a folder to begin with: a commented run.yaml, a reward function, some rows and a small model"
+DESCRIPTION = "write a folder for a first run: a commented run.yaml, a reward function, some rows and a small model"
 EXAMPLES = ["megarl init first"]
 FILES = Path(__file__).parent / "files"
 ROWS = {"train": 2000, "eval": 128}
@@ -21,18 +21,18 @@ FIRST_STEPS = """\
 {folder}: {listed}
 
 First steps, about five minutes on two cores:
-  megarl run {run}  # a supervised warm start, since the model has no weights yet, then RL by the reward in graders.py
+  megarl run {run}  # a supervised warm start, because the model has no weights yet; then RL with the reward in graders.py
   megarl report {run_dir}  # one page of curves, times and samples
   megarl eval {run} --best  # the held-out score of the best checkpoint
 Then change the lines marked OWN in {run}: your model, your data, your reward (docs/first_hour.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="where to write; nothing that is there already is changed")
+    parser.add_argument("folder", metavar="FOLDER", help="where to write; existing files are never changed")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, before anything is written, if a file is there already or the folder cannot be written to."""
+    """Raises ConfigError, before anything is written, if a file exists already or the folder cannot be written to."""
     folder = Path(arguments.folder)
     found = (path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES)))  # no __init__.py, no __pycache__
     texts = {str(path.relative_to(FILES)): path.read_text() for path in found}

@@ -1,4 +1,4 @@
-"""What teachers on engines say of the responses to a prompt."""
+"""The judgements of teachers on engines on the responses to a prompt."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Teacher:
 
 
 class Teachers:
-    """Each finished response is sent once to each of them. A sample that one has failed to judge is left out of its distillation; the
-    failure goes with it."""
+    """Each finished response is sent once to each teacher. A sample that a teacher failed to judge is left out of its distillation, and
+    carries the failure."""
 
     def __init__(self, teachers: Sequence[Teacher], form: TeacherFormat):
         self._teachers, self._form = teachers, form

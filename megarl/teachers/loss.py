@@ -11,7 +11,7 @@ policy.
 
 Over the vocabulary, or the likeliest tokens (kernels/chunked_kl.py; the bucket for the rest: arXiv:2608.14728), the divergence is a term
 of the loss with its own gradient through pi (GKD, arXiv:2306.13649, with lambda = 1). Given the tokens before it, it is exact whichever
-weights have sampled the token, so it is not weighted. That older weights have sampled the tokens before it is not corrected for.
+weights have sampled the token, so it is not weighted. There is no correction for older weights having sampled the tokens before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 class Distillation:
     coef: float
     sampled: bool  # over the sampled tokens alone
-    teachers: Mapping[str, float]  # their weights, in the order of what a microbatch has of them
+    teachers: Mapping[str, float]  # the teachers' weights, in the order of a microbatch's entries
 
     def __call__(self, log_pi: Tensor, correction: Tensor, possible: Tensor, taught: Sequence[Taught]) -> Terms:
         """log_pi: [t] a constant; correction: [t] what each token counts by in means over the policy's tokens; possible: [t] bool, tokens

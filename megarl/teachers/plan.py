@@ -35,7 +35,7 @@ def teachers_of(config: RunConfig) -> dict[str, float]:
 
 
 def teacher_format(config: RunConfig) -> TeacherFormat:
-    """The form in which the teachers on engines are told of with each response."""
+    """The form of the numbers that teachers on engines give with each response."""
     served = [name for name, settings in roles_of(config).items() if name in teachers_of(config) and place_of(name, settings) == ENGINES]
     return TeacherFormat(len(served), config.algorithm.distill.likeliest)
 
@@ -56,16 +56,14 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
         place = place_of(name, settings)
         if (needed := PLACE_OF.get(distill.over, place)) != place:
             gives = (
-                "SGLang gives the likeliest tokens alone"
-                if place == ENGINES
-                else "there the whole vocabulary is known: set over=vocabulary"
+                "SGLang gives only the likeliest tokens" if place == ENGINES else "the whole vocabulary is known there: set over=vocabulary"
             )
             yield f"algorithm.distill.over={distill.over}: needs roles.{name}.on={needed}; it is on {place}, and {gives}"
         if place == ENGINES and config.rollout.temperature != 1:
-            what = "SGLang gives log-probs of what it reads at temperature 1 alone"
+            what = "SGLang gives log-probs of its input at temperature 1 only"
             yield f"rollout.temperature={config.rollout.temperature}: must be 1 with roles.{name} on engines: {what}"
     if config.rollout.truncated:
-        yield "rollout.top_p, top_k, min_p: must be off with a teacher, whose whole distribution the policy is compared with"
+        yield "rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is compared with its whole distribution"
     if recipes.recipe_of(algorithm).beta is not None:
         yield f"algorithm.name={algorithm.name}: is a loss of several responses, to which no teacher can be added"
     if config.rollout.dynamic_sampling and not recipes.needs_reward(algorithm):
@@ -73,8 +71,8 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
 
 
 def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tuple[FrozenRole, ...]:
-    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts;
-    any other that is missing is left out of commands before a run. Raises ConfigError with all that is wrong."""
+    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts.
+    Commands before a run leave out any other missing one. Raises ConfigError with all problems."""
     found, problems = [], []
     for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
         role, key = role_of(name, settings), f"roles.{name}.path"

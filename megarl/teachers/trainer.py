@@ -94,7 +94,7 @@ def token_divergence(
     return spread(values, rows, microbatch)
 
 
-# The frozen models on the trainer's ranks, and what a batch's teachers say of it.
+# The frozen models on the trainer's ranks, and the judgements of a batch's teachers.
 
 
 Sequences = Mapping[int, TrainSequence | Elsewhere]  # by samples' places in the batch
@@ -150,7 +150,7 @@ class Teachers:
 
 @dataclass(frozen=True)
 class OfBatch:
-    """What they say of a batch, by the places of its samples."""
+    """The teachers' judgements of a batch, by the places of its samples."""
 
     teachers: Teachers
     names: Sequence[str]

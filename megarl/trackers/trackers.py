@@ -51,7 +51,7 @@ class Tracker(Protocol):
 
     def close(self) -> None: ...
 
-    # One with a place for texts also has samples(step, columns, rows): of the step that it was given last.
+    # A tracker with a place for texts also has samples(step, columns, rows), for the step that it was given last.
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -65,14 +65,14 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _requirements(name: str) -> list[str]:
-    """Of the extra `name` of this package."""
+    """The requirements of this package's extra `name`."""
     found = [line.partition(";") for line in importlib.metadata.requires("megarl") or ()]
     wanted = [requirement.strip() for requirement, _, marker in found if re.search(rf"extra == ['\"]{name}['\"]", marker)]
     return wanted or [_PACKAGES[name]]
 
 
 def _library(name: str) -> Any:
-    """Not by a statement, whose names would have types only where the extra is installed."""
+    """Imports by name, because an import statement has types only where the extra is installed."""
     return importlib.import_module(name)
 
 

@@ -1,4 +1,4 @@
-"""The audit compares what the trainer ranks say they sent with what lies in the engines' memory, and that with what it was before."""
+"""The audit compares hashes of the values that trainer ranks sent with hashes of the engines' memory, and these with earlier ones."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
 
 
 def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
-    """Names the memory that may be copies of old weights. Raises AuditError if `strict` and models hold such; what others hold may as well
-    be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
+    """Names memory that may be copies of old weights. Raises AuditError if `strict` and a model holds such memory; memory held by others
+    may be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
     unproven = [(held, ranks) for held, ranks in ranks_of.items() if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)]
     if not unproven:
         return
@@ -55,8 +55,8 @@ def packed(hashes: Mapping[str, int]) -> bytes:
 
 
 def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
-    """The shares of one sender, by generator rank and name, as they travel: how many differ (uint32), these (uint64), and which of them
-    each one is, in this order. Replicas of a tensor have equal shares, so that is a third of the bytes and less."""
+    """The shares of one sender, by generator rank and name, as they travel. In this order: the number of different shares (uint32), these
+    (uint64), and the index of each one among them. Replicas of a tensor have equal shares, so this takes at most a third of the bytes."""
     return pack_shares(np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64))
 
 
@@ -76,7 +76,7 @@ def _index_type(count: int) -> type[np.unsignedinteger]:
 
 
 def digest_of(hashes: bytes) -> bytes:
-    """Of a rank's hashes (`packed`), which are asked for only where their digest differs from what is expected."""
+    """The digest of a rank's hashes (`packed`). The hashes are asked for only if it differs from the expected one."""
     return hashlib.blake2b(hashes, digest_size=16).digest()
 
 
@@ -122,7 +122,7 @@ def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
-    """Which trainer ranks should have filled a tensor, and which generator rank passed it on."""
+    """The trainer ranks that should have filled a tensor, and the generator rank that passed it on."""
     leader = leaders.get((rank, name), rank)
     ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"

@@ -17,7 +17,7 @@ class Connect(_Command, frozen=True):
 
     first_rank: int
     reply_address: str  # of the run's hub
-    connection: str  # suffix of the workers' names at the hub: never used before, so that answers of lost engines are ignored
+    connection: str  # suffix of the workers' names at the hub; never used before, so that answers of lost engines are ignored
     key_file: str  # of its RunKey, readable by this user alone
 
 
@@ -46,14 +46,14 @@ class Open(_Command, frozen=True):
 class Spread(_Command, frozen=True):
     """Copies the boxes that have landed into their parameters. Other boxes may still be written meanwhile.
 
-    With `changes_to`, what has landed are the changes that lead to that version (weights.delta), and all of them are written."""
+    With `changes_to`, the changes that lead to that version have landed instead (weights.delta), all of them."""
 
     changes_to: int = -1
     adapters: bool = False  # only those of adapters
 
 
 class Receive(_Command, frozen=True):
-    """Receives all messages of one update, straight into the live parameters; with `changes_to`, what leads to that version."""
+    """Receives all messages of one update, straight into the live parameters; with `changes_to`, the changes that lead to that version."""
 
     changes_to: int = -1
     adapters: bool = False  # only adapters come
@@ -75,8 +75,8 @@ class PassOn(_Command, frozen=True):
 
 
 class Watch(_Command, frozen=True):
-    """Hashes the tensors that no update writes, for every audit to compare, and rehearses the post-load work of an update, which makes some
-    of them; does nothing when sent again. Answer: Watched."""
+    """Hashes the tensors that no update writes, for every audit to compare. Rehearses the post-load work of an update, which makes some of
+    them. Does nothing when sent again. Answer: Watched."""
 
 
 class Inventory(_Command, frozen=True):
@@ -87,7 +87,7 @@ class Inventory(_Command, frozen=True):
 
 class Recall(_Command, frozen=True):
     """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. It is empty when
-    nothing has been audited since the last Recall. Where no update will follow, `unwritten` asks for the other tensors that it compares."""
+    nothing has been audited since the last Recall. If no update will follow, `unwritten` asks for the tensors that no update writes too."""
 
     unwritten: bool = False
 
@@ -103,7 +103,7 @@ class Hashes(_Command, frozen=True):
 
 
 class End(_Command, frozen=True):
-    """Ends the engine's processes, so that it is started again: its weights are half-written. Not answered."""
+    """Ends the engine's processes, so that it is started again, because its weights are half-written. Not answered."""
 
 
 Command = (
@@ -129,7 +129,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     bytes: int
     kind: str
-    detail: str  # of a constant, its hash (megarl.kernels.audit); of others, what made them, and when
+    detail: str  # of a constant, its hash (megarl.kernels.audit); of other memory, what made it, and when
 
 
 class Watched(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What both ends of the weights channel compute, each for itself, and alike."""
+"""Results that both ends of the weights channel compute, each for itself. They must be equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.map import ReshardMap
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
-    """The trainer's layout of what updates are made of: the model's, with the adapters if these are sent as they are."""
+    """The trainer's layout of the tensors that updates carry: the model's, and the adapters' if these are sent as they are."""
     if plan.adapters is None:
         return base
     return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, plan.adapters))

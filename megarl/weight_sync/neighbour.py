@@ -1,4 +1,4 @@
-"""Another process that holds the parameters of an engine, and nothing else: for direct writes that are tried or timed without SGLang."""
+"""Another process that holds only the parameters of an engine. It serves to try or time direct writes without SGLang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.weight_sync.transports.choice import transport_class
 
 
 class Neighbour:
-    """The process, seen from the one that writes: generator rank 0. A context manager: leaving it ends the process."""
+    """The other process, seen from the one that writes: generator rank 0. A context manager: leaving it ends the process."""
 
     def __init__(self, device: str, layout: Layout, timeout_s: float):
         context = multiprocessing.get_context("spawn")
@@ -31,13 +31,13 @@ class Neighbour:
         theirs.close()
 
     def start(self, what: str, *arguments: Any) -> None:
-        """Has it call a method of Held."""
+        """Makes it call a method of Held."""
         self._asked = what
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as the answer will say
+        with contextlib.suppress(BrokenPipeError):  # it has ended; the answer will say so
             self._pipe.send((what, arguments))
 
     def answer(self) -> Any:
-        """What the method returned. Raises TimeoutError, and RuntimeError with what went wrong there."""
+        """The method's result. Raises TimeoutError, or RuntimeError with the error of the other process."""
         if not self._pipe.poll(self._timeout_s):
             raise TimeoutError(f"the engine's process did not answer {self._asked!r} within {self._timeout_s:.0f} s")
         try:
@@ -62,7 +62,7 @@ class Neighbour:
 
 
 class Held:
-    """What the process holds: the parameters of generator rank 0, in memory of its own."""
+    """The process's content: the parameters of generator rank 0, in memory of its own."""
 
     def __init__(self, device: str, layout: Layout):
         if device.startswith("cuda"):

@@ -72,8 +72,9 @@ class Opened:
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> bytes:
-        """What a trainer rank needs of the endpoints (base.decode_endpoints): of the ranks that it writes to, and only the tensors that it
-        writes, and one of each group that it belongs to. (At 405B all endpoints together are 100 MB, for each of 512 ranks.)"""
+        """The part of the endpoints that a trainer rank needs (base.decode_endpoints): those of the ranks that it writes to, with only the
+        tensors that it writes, and one of each group that it belongs to. (At 405B all endpoints together are 100 MB, for each of 512
+        ranks.)"""
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
         begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # of each rank's places
@@ -166,8 +167,8 @@ async def open_memory(
 ) -> list[Endpoint]:
     """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
 
-    `writers` says which trainer ranks will write to which generator ranks by it (None: all to all), `hosts` where all ranks run (empty:
-    on this host), `deltas` whether updates may come as changes. Needs an open update session.
+    `writers`: which trainer ranks will write to which generator ranks by it (None: all to all). `hosts`: where all ranks run (empty: on
+    this host). `deltas`: whether updates may come as changes. Needs an open update session.
     """
     if writers is None:
         writers = {rank: range(map.source.world_size) if map else () for rank in range(workers.count)}
@@ -230,7 +231,7 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
-    """Connects the engines' workers to those they pass tensors on to. Each engine is told only its own part."""
+    """Connects the engines' workers to those they pass tensors on to. Each engine gets only its own part of the endpoints."""
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)

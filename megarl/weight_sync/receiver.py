@@ -93,7 +93,7 @@ class Taken:
 
 
 class ServedExecutor(Protocol):
-    """What drives engines."""
+    """A driver of engines."""
 
     fleet: Fleet
     trace: TraceWriter
@@ -204,8 +204,8 @@ class WeightsReceiver:
         await self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
 
     async def look_again(self, executor: ServedExecutor) -> None:
-        """At the end of a run, with weights.audit=strict: no update will follow whose audit finds what has changed in the engines since the
-        last one. Raises AuditError."""
+        """The last audit of a run, with weights.audit=strict. No further update would find changes in the engines since the last one.
+        Raises AuditError."""
         if self._plan.config.weights.audit != STRICT:
             return
         self._busy = True
@@ -215,7 +215,7 @@ class WeightsReceiver:
         self._over(executor.fleet)
 
     async def _answer(self, executor: ServedExecutor) -> None:
-        """Looks again when the run stops; trainer rank 0 has a deadline for it."""
+        """Compares the memory again when the run stops; trainer rank 0 has a deadline for it."""
         sender, _ = await self._link.arrival(LookAgain, None, "the run's stop")
         await executor.fleet.pulse.until(lambda: not self._busy)
         found = LookedAgain()

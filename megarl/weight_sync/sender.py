@@ -12,7 +12,7 @@ What an update has, and what is worked out before it is offered, is the matter o
 `AdapterUpdates` (`lora.sync`).
 
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
-what has landed while the rest is written.
+the landed boxes while the rest is written.
 
 No rank gathers a tensor, and no rank sends for another: the reshard map says who writes what where. Trainer ranks that hold parts of the
 same quantisation tile exchange its amax before they offer.
@@ -231,7 +231,7 @@ class WeightsSender:
         executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
-        """Waits until the last weights are in use: the generator could not tell a rank that left early from a lost one."""
+        """Waits until the last weights are in use, because to the generator a rank that left early looks lost."""
         if self._unconfirmed is not None:  # (a run that stops does not wait)
             self._await_applied(self._unconfirmed)
         # (An offer that was left keeps the engines paused.) After the last version the generator looks of itself.
@@ -241,8 +241,8 @@ class WeightsSender:
             self._updates.transport.close()
 
     def _look_again(self) -> None:
-        """When the run stops: no update will follow whose audit finds what has changed in the engines since the last one. Raises RunError
-        if something has."""
+        """The last audit when the run stops, since no further update would find changes in the engines. Raises RunError if memory has
+        changed."""
         config = self._plan.config
         left_s = config.checkpoint.on_termination_s - (time.monotonic() - self._stop.since)
         if config.weights.audit != STRICT or left_s <= 0:
@@ -253,7 +253,7 @@ class WeightsSender:
         except TimeoutError as error:
             found = LookedAgain(obstacle=str(error))
         if found.obstacle:
-            print(f"the engines' memory was not compared with the last audit once more: {found.obstacle}", flush=True)
+            print(f"the engines' memory was not compared with the last audit again: {found.obstacle}", flush=True)
         if found.problem:
             raise RunError(found.problem)
 

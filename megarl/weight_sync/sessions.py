@@ -39,7 +39,7 @@ class Session:
     update: WeightUpdate
     opened: Opened
     grant: WeightsGrant  # the same for every trainer rank
-    opens: bool  # whether the trainer ranks are to be told of their endpoints, with the grant; otherwise they have not changed
+    opens: bool  # whether the grant must carry the trainer ranks' endpoints; otherwise these have not changed
 
 
 class EngineSessions:
@@ -60,8 +60,8 @@ class EngineSessions:
         None when there are none.
 
         `serving` is the version that the engines hold by now (-1: none of the run's yet), `trainers` says where each trainer rank runs.
-        `delta`: the trainer ranks may write only what has changed since `serving`, or adapters alone, as long as the engines' memory need
-        not be opened anew: then all of them hold that version.
+        `delta`: the trainer ranks may write only changes since `serving`, or only adapters. That is possible unless the engines' memory
+        must be opened anew, because then all of them hold that version.
 
         An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
         """
@@ -121,8 +121,8 @@ class EngineSessions:
         return [index for index in members if index in fleet.serving]
 
     async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
-        """Tries engines that join before the others are paused for them: that they reach the hub, are laid out as planned, and open their
-        memory, in a way that lets others come and go. Those that fail must leave; the run goes on."""
+        """Tries engines that join, before the others are paused for them. They must reach the hub, be laid out as planned, and open their
+        memory in a way that lets engines come and go. Those that fail must leave; the run goes on."""
         if not joining:
             return
         weights, workers = self._plan.config.weights, self._workers_for(joining, fleet)
@@ -199,6 +199,6 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
 
 
 def _two_sided(kinds: Iterable[str]) -> str:
-    """Says which of these transports tie a run to the engines it has; empty if none does."""
+    """Names the transports among these that tie a run to the engines it has; empty if none does."""
     ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
     return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""

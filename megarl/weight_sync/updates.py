@@ -1,6 +1,7 @@
 """One update of the engines' weights, as the generator sees it: pause, be written to, be audited, go on under the new version.
 
-A class for what is written: all weights (`WeightUpdate`) or what has changed (`DeltaUpdate`); adapters alone are in `megarl.lora.updates`.
+It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`). Updates of adapters alone are in
+`megarl.lora.updates`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megarl.weight_sync.workers import Workers
 # await update.abandon(reason)       # instead, when any of it failed: half-written weights never generate
 
 
-ENDED_S = 10.0  # for an engine to end that was told to; after that it is left to its launcher
+ENDED_S = 10.0  # for an engine to end after it was asked to; then it is left to its launcher
 
 _decode_found = msgspec.msgpack.Decoder(commands.Found).decode
 _decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
@@ -61,7 +62,7 @@ class Writes:
     def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
         self._version = version
-        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks of which nothing has come, or not yet everything
+        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks that have reported nothing, or not yet everything
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
@@ -98,7 +99,7 @@ class Writes:
         return {rank: f"{sender} could not write" for sender, message in self.parts for rank in message.unwritten}
 
     def shares(self) -> list[bytes]:
-        """Of each trainer rank: its share of the hashes of an update that is done."""
+        """Each trainer rank's share of the hashes, once the update is done."""
         whole = {sender: message.shares for sender, message in self.parts if not message.more}
         return [whole[name] for name in self._trainers]
 
@@ -183,7 +184,7 @@ class WeightUpdate:
             await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
 
     async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
-        """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares), and checks that tensors which no
+        """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares). Checks that tensors which no
         update writes are unchanged. Raises AuditError naming tensors and ranks."""
         payloads = await self.workers.run_all(Audit(self.version))
         found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
@@ -211,7 +212,7 @@ class WeightUpdate:
         the pause.
 
         With `in_place` running requests still use their keys and values, which are kept; the version in a request's cache key keeps other
-        requests from them (`EngineClient.complete`). Raises VersionError where an engine does not report `version`; none is resumed then.
+        requests from them (`EngineClient.complete`). Raises VersionError if an engine does not report `version`; no engine is resumed then.
         """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
@@ -254,7 +255,7 @@ class WeightUpdate:
 
 
 class DeltaUpdate(WeightUpdate):
-    """One with what has changed since the version before."""
+    """An update with the changes since the version before."""
 
     async def take(self, opened: Opened, writes: Writes) -> None:
         if not opened.one_sided:

@@ -150,7 +150,7 @@ async def _described(workers: Workers, known: Mapping[int, bytes]) -> list[list[
 async def settle_layout(workers: Workers, layout: Layout) -> None:
     """Checks the live engines against the layout, and has their workers use its shapes. Raises LayoutError.
 
-    Each worker is told what is expected of it, and describes itself only if it differs: a large run has a million tensors."""
+    Each worker gets the digest of the expected layout, and describes itself only if it differs: a large run has a million tensors."""
     tensors = [layout.shapes(rank) for rank in range(workers.count)]
     shown = {id(own): digest_of(_forms(own, engine_view)) for own in _distinct(tensors)}
     found = await _described(workers, {rank: shown[id(own)] for rank, own in enumerate(tensors)})
@@ -161,7 +161,7 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
 
 
 def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
-    """What the first `count` ranks hold once the layout is settled; replicas share the list."""
+    """The tensors of the first `count` ranks once the layout is settled; replicas share the list."""
     tensors = [layout.shapes(rank) for rank in range(count)]
     forms = {id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))) for own in _distinct(tensors)}
     return [forms[id(own)] for own in tensors]
@@ -196,7 +196,7 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
     kinds = {kind: [held for held in inventories[alike[most.digest][0]] if held.kind == kind] for kind in commands.KINDS}
     parts = [f"{len(of)} {kind} ({sum(held.bytes for held in of)} bytes)" for kind, of in kinds.items() if of]
     checked = f"{commands.WRITTEN}, {commands.DERIVED} or {commands.CONSTANT}"
-    print(f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks all that is {checked}", flush=True)
+    print(f"memory of a generator rank, in tensors: {', '.join(parts)}; every audit checks what is {checked}", flush=True)
     check_proven(ranks_of, strict)
 
 

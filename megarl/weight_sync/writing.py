@@ -1,4 +1,4 @@
-"""What a trainer rank writes in an update: all weights (`FullUpdates`), or what has changed of them (`DeltaUpdates`).
+"""The content that a trainer rank writes in an update: all weights (`FullUpdates`), or their changes (`DeltaUpdates`).
 
 Adapters alone are in `megarl.lora.updates`. The sending end of the weights channel (`megarl.weight_sync.sender`) has one of the three.
 """
@@ -76,8 +76,8 @@ def send(
 ) -> Sent:
     """Carries out `copies`, all of one source rank, and fences.
 
-    `sources` are the rank's parameters by their names in the trainer layout, `shapes` the shapes of destination tensors by rank and name,
-    `amax` the maxima of the tiles that the copies cut; `payloads` is kept from one update to the next. The shares are hashes of the values
+    `sources`: the rank's parameters by their names in the trainer layout. `shapes`: the shapes of destination tensors by rank and name.
+    `amax`: the maxima of the tiles that the copies cut. `payloads` is kept from one update to the next. The shares are hashes of the values
     as they should arrive, computed at the source, so that the audit covers the whole way.
     """
     hashes = Hashes()
@@ -127,8 +127,8 @@ class AmaxExchange:
     Ranks that share a tile send each other one message, with the amax of all tiles of the parts they share, in forward order. Both ends
     derive its content from the map, so it carries no names.
 
-    Construct it on every trainer rank: where the map cuts a tile, that is collective over the default process group, unless the exchange
-    for the map `before` has a group already. (A group that is not used any more keeps its connections all the same.)
+    Construct it on every trainer rank. If the map cuts a tile, that is collective over the default process group, unless the exchange
+    `before` has a group already. (A group that is not used any more keeps its connections all the same.)
     """
 
     def __init__(self, map: ReshardMap, rank: int, timeout_s: float, before: AmaxExchange | None = None):
@@ -181,14 +181,14 @@ def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) 
     return [(part.tiles_of, part.tiles, piece.view(part.tiles.shape)) for part, piece in zip(parts, pieces)]
 
 
-# Deltas (`weights.delta`). Trainer ranks work out what has changed before they offer an update, so no engine is paused for it. Each offers
+# Deltas (`weights.delta`). Trainer ranks find the changes before they offer an update, so no engine is paused for it. Each offers
 # a delta from the version that the generator confirmed last, with its size. The generator grants it if all ranks offer one from the version
 # that all engines hold, and if it saves enough; otherwise every rank writes everything.
 
 
 @dataclass(frozen=True)
 class Found:
-    """What has changed of all copies of a rank."""
+    """The changes in all copies of a rank."""
 
     by_rank: Mapping[int, Changes]
     by_payload: Mapping[tuple, Delta]
@@ -204,7 +204,8 @@ def compares(weights: WeightsConfig) -> bool:
 
 
 class Deltas:
-    """What was sent last. Version by version: `find` before the offer; then `send_changes` and `keep_changes`, or a full update and `keep`.
+    """The values that were sent last. Version by version: `find` before the offer; then `send_changes` and `keep_changes`, or a full update
+    and `keep`.
 
     It keeps the bytes that were written, cast or quantised, once for all engines that get them. They count as those of a version when all
     of them were written. An update that fails is followed by a full one.
@@ -214,7 +215,7 @@ class Deltas:
         self.on = compares(weights)
         self._refresh, self._on_host = weights.delta_refresh, weights.delta_shadow == "host"
         self._kept: dict[tuple, torch.Tensor] = {}
-        self._version: Version = -1  # that they are the bytes of
+        self._version: Version = -1  # the version that the bytes belong to
         self._fulls = 1  # updates to come that are sent in full, without comparing
         self._since_full = 0
 
@@ -227,7 +228,7 @@ class Deltas:
         amax: AmaxTable | None,
         payloads: Payloads,
     ) -> Found | None:
-        """What has changed since version `confirmed`; None if that is not known, or not to be used. `payloads` are at their update."""
+        """The changes since version `confirmed`; None if they are not known, or not to be used. `payloads` are at their update."""
         usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
         if not usable or any(_key(copy) not in self._kept for copy in copies):
             return None
@@ -284,7 +285,7 @@ class Deltas:
 
 
 def worth_it(offers: Sequence[WeightsOffer], serving: Version) -> bool:
-    """Whether every rank can send what has changed since the version that all engines hold, and the busiest saves enough by it."""
+    """Whether every rank can send the changes since the version that all engines hold, and the busiest rank saves enough by it."""
     most, full = max(offer.delta_bytes for offer in offers), max(offer.full_bytes for offer in offers)
     return serving >= 0 and all(offer.base == serving for offer in offers) and most <= MOST_OF_FULL * full
 
@@ -297,7 +298,7 @@ def changed_fraction(offers: Sequence[WeightsOffer]) -> float | None:
 
 
 def send_changes(transport: Writer, found: Found, version: Version, sources: Mapping[str, torch.Tensor]) -> Sent:
-    """Writes what has changed, and fences."""
+    """Writes the changes, and fences."""
     transport.prepare(sources.values())
     for rank, changes in found.by_rank.items():
         transport.write_changes(rank, changes, version)
@@ -320,13 +321,13 @@ def _alike(copies: Sequence[Copy]) -> dict[tuple, list[Copy]]:
 # How a run's updates are made.
 
 
-Part = tuple[Sent, Shares | None]  # (what has been written, the shares of all parts, or None if more parts follow)
+Part = tuple[Sent, Shares | None]  # (the written part, the shares of all parts, or None if more parts follow)
 
 
 class FullUpdates:
     """Every update has all weights, cast or quantised. Version by version: `offer`, perhaps `connect`, `write`."""
 
-    compares = False  # whether `offer` looks for what has changed since a base
+    compares = False  # whether `offer` looks for changes since a base
 
     def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
         """Proves the map. Collective, as `AmaxExchange` is."""
@@ -383,7 +384,7 @@ class FullUpdates:
 
 
 class DeltaUpdates(FullUpdates):
-    """An update has only what has changed since the version that all engines hold, where that is known and saves enough."""
+    """An update has only the changes since the version that all engines hold, if they are known and that saves enough."""
 
     compares = True
 

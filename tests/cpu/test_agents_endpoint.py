@@ -243,7 +243,7 @@ def test_an_engine_that_fails_ends_the_run():
         ("tool_choice='required'", "no call can be forced"),
         ("response_format={'type': 'json_object'}", "no format can be forced"),
         ("messages=[]", "the last message must not be"),
-        ("messages=[{'content': 'a'}]", "does not have the form it must have"),
+        ("messages=[{'content': 'a'}]", "does not have the required form"),
         ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "only text is supported"),
         ("messages=[{'role': 'user', 'content': 'a' * 300}]", "context_length_exceeded"),
     ],

@@ -179,8 +179,8 @@ def test_no_tools_are_shown_where_none_may_be_called():
     assert policy.asked == ["<bos><user>6*7=<assistant>"] * 2
 
 
-FORCED = "that would need tokens of another distribution than the policy's, whose log-probs training uses"
-DRAWN = "how tokens are drawn is the run's to say"
+FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
+DRAWN = "the run's rollout settings say how tokens are drawn"
 FUNCTION = {"type": "function", "function": {"name": "calculate"}}
 REFUSED = [
     (OPENAI, "tool_choice", "required", f"tool_choice=required: must be auto or none: no call can be forced upon the policy: {FORCED}"),
@@ -192,12 +192,12 @@ REFUSED = [
     (OPENAI, "repetition_penalty", 1.1, "repetition_penalty=1.1: must be 1"),
     (OPENAI, "logit_bias", {"5": 100}, DRAWN),
     (OPENAI, "chat_template_kwargs", {"enable_thinking": False}, "rendered by the chat template as it is"),
-    (OPENAI, "top_logprobs", 5, "only the log-probs of the tokens that were sampled are known"),
-    (OPENAI, "functions", [{"name": "f"}], "tools has taken its place"),
+    (OPENAI, "top_logprobs", 5, "only the log-probs of sampled tokens are known"),
+    (OPENAI, "functions", [{"name": "f"}], "use tools instead"),
     (OPENAI, "modalities", ["text", "audio"], "modalities=['text', 'audio']: must be ['text']"),
     (OPENAI, "stop", ["x", ""], "stop=['x', '']: must be texts of 1 to 256 characters"),
     (OPENAI, "stop", "x" * 257, "must be texts of 1 to 256 characters"),
-    (OPENAI, "stop", 5, "does not have the form it must have"),
+    (OPENAI, "stop", 5, "does not have the required form"),
     (OPENAI, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
     (RESPONSES, "tool_choice", "required", FORCED),
     (RESPONSES, "tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}, "no call can be forced upon the policy"),
@@ -205,11 +205,11 @@ REFUSED = [
     (RESPONSES, "response_format", {"type": "json_object"}, FORCED),
     (RESPONSES, "logit_bias", {"5": 100}, DRAWN),
     (RESPONSES, "presence_penalty", 0.5, DRAWN),
-    (RESPONSES, "top_logprobs", 5, "only the log-probs of the tokens that were sampled are known"),
+    (RESPONSES, "top_logprobs", 5, "only the log-probs of sampled tokens are known"),
     (RESPONSES, "stop", ["x"] * 33, "stop: 33 texts; with those of rollout.stop, there can be 32"),
     (RESPONSES, "background", True, "background=True: must be False: an answer is sampled while its call waits"),
-    (RESPONSES, "conversation", "conv_1", "conversation=conv_1: cannot be set: previous_response_id goes on from an answer"),
-    (RESPONSES, "prompt", {"id": "pmpt_1"}, "there are no templates of prompts here"),
+    (RESPONSES, "conversation", "conv_1", "conversation=conv_1: cannot be set: use previous_response_id to go on from an answer"),
+    (RESPONSES, "prompt", {"id": "pmpt_1"}, "prompt templates are not supported"),
     (RESPONSES, "truncation", "auto", "truncation=auto: must be disabled: the policy is trained on the conversation as it was sent"),
     (RESPONSES, "context_management", [{"type": "compaction"}], "the policy is trained on the conversation as it was sent"),
     *(
@@ -224,7 +224,7 @@ REFUSED = [
         RESPONSES,
         "input",
         [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}],
-        "what the policy has thought is part of its messages",
+        "the policy's messages contain its reasoning",
     ),
     (ANTHROPIC, "stop_sequences", [7], "stop_sequences=[7]: must be texts"),
     (ANTHROPIC, "tool_choice", {"type": "any"}, "tool_choice.type=any: must be auto or none: no call can be forced upon the policy"),

@@ -56,7 +56,7 @@ def test_rows_are_the_tasks_that_are_selected(tmp_path: Path):
     [
         ({"rows": {"eval": {}}, "args": args()}, r"A taskset has no splits: set rollout\.args\.rows\.train"),
         ({"rows": {"train": {"take": 3}}, "args": args()}, "its train rows cannot be had: ValidationError: .* take Extra inputs are not"),
-        ({"rows": {"train": {"taskset": {"task": {}}}}, "args": args()}, r"belongs into args\.taskset\.task"),
+        ({"rows": {"train": {"taskset": {"task": {}}}}, "args": args()}, r"belongs in args\.taskset\.task"),
         ({"args": {"taskset": {"id": "others"}}}, r"args\.taskset\.id=others is another one than environment=sums"),
         ({"args": {"taskset": {"task": {"size": 3}}}}, "it cannot be loaded: ValidationError: .*task.size Extra inputs are not permitted"),
         ({"args": {"agent": {"client": {"type": "eval", "base_url": "http://localhost"}}}}, "the policy would play none of its agents"),

@@ -126,7 +126,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
     async def run():
         await Fleet([FakeEngine(answer)], "abort").generate([1], Sampling(max_tokens=2), 1)
 
-    with pytest.raises(EngineError, match="engine engine aborted a request that nobody told it to"):
+    with pytest.raises(EngineError, match="engine engine aborted a request without being asked to"):
         asyncio.run(run())
 
 

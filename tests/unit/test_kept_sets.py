@@ -82,7 +82,7 @@ def test_sets_that_cannot_be_are_refused(sets, tokens, problem) -> None:
         kept(sets, tokens=tokens)
     meta = {"output_token_logprobs": [[-0.5, token, None] for token in tokens], "output_token_sampling_mask": sets}
     meta["output_token_sampling_logprobs"] = [-0.25] * len(tokens)
-    with pytest.raises(EngineError, match=f"engine e answered with sets of kept tokens that cannot be: {problem}"):
+    with pytest.raises(EngineError, match=f"engine e answered with impossible sets of kept tokens: {problem}"):
         completions_of("e", answer(meta), [SAMPLING], None, V)
 
 

@@ -174,7 +174,7 @@ class TestAdapterFolder:
             "its r is 4; lora.rank=2",
             "its lora_alpha is 4; lora.alpha=8",
             'its target_modules are q_proj; lora.targets=["q_proj", "down_proj"] are down_proj, q_proj',
-            "its bias is all; only none is supported",
+            "its bias is all; it must be none",
             "its use_dora is true, which is not supported",
             'its use_bdlora is {"nblocks": 2}, which is not supported',
         ]
@@ -200,4 +200,4 @@ class TestAdapterFolder:
 
     def test_what_is_none(self, tmp_path: Path) -> None:
         (problem,) = self.problems(replace(self.LORA, init=str(tmp_path)))
-        assert problem.startswith("is no folder of a PEFT adapter: ") and "adapter_config.json" in problem
+        assert problem.startswith("is not the folder of a PEFT adapter: ") and "adapter_config.json" in problem

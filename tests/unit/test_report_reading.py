@@ -249,7 +249,7 @@ def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
     )
     assert "engine 1 40%" in told({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
     rows = [{"step": step, **calm, "prompts/buffered": 2 if step < 20 else 9} for step in range(40)]
-    assert advice(rows, {}, {}) == ["the queue of finished groups grows: 9 wait, 2 did 20 steps before; samples become older than need be"]
+    assert advice(rows, {}, {}) == ["the queue of finished groups grows: 9 wait, 2 waited 20 steps ago; samples grow older than needed"]
     assert advice(rows[:5], {}, {}) == []
 
 

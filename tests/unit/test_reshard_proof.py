@@ -114,7 +114,7 @@ def nobody(assignment: Assignment) -> Assignment:
     [
         (other_stage, r"on generator rank \d+: trainer rank \d does not hold"),
         (other_receiver, r"on generator rank \d+: trainer rank \d does not hold"),
-        (all_alike, "layers of different stages are taken for equal"),
+        (all_alike, "layers of different stages are treated as equal"),
         (nobody, "does not hold"),
     ],
 )

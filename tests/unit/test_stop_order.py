@@ -147,7 +147,7 @@ def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
         stopped(Link("trainer.0", LookedAgain(problem="lm_head.weight on generator rank 0 has changed")))
     for answer, why in ((None, "trainer.0 waited for generator.0 to look at the engines again"), (LookedAgain(obstacle="gone"), "gone")):
         stopped(Link("trainer.0", answer))
-        assert f"not compared with the last audit once more: {why}" in capsys.readouterr().out
+        assert f"not compared with the last audit again: {why}" in capsys.readouterr().out
     others: list[dict] = [{"offered": 4}, {"offered": 9, "written": 9}, {"offered": -1, "written": -1}, {"asked": False}]
     for left_out in (*others, {"since_s": 121}, {"audit": "on"}):
         stopped(link := Link("trainer.0", None), **left_out)

@@ -54,19 +54,19 @@ def shaped(folder: Path, **changes: object) -> Path:
         ([TEACHER, "algorithm.distill.top_k=4"], ["algorithm.distill.top_k=4: must be null: only algorithm.distill.over=top_k has it"]),
         (
             [TEACHER, "algorithm.distill.over=vocabulary"],
-            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on engines, and SGLang gives the likeliest tokens "
-             "alone"],
+            ["algorithm.distill.over=vocabulary: needs roles.teacher.on=trainer; it is on engines, and SGLang gives only the likeliest "
+             "tokens"],
         ),
         (
             [TEACHER, "roles.teacher.on=trainer", "algorithm.distill.over=top_k", "roles.teacher.tp=2"],
             ["roles.teacher.tp=2: a teacher on the trainer's ranks has no such setting",
-             "algorithm.distill.over=top_k: needs roles.teacher.on=engines; it is on trainer, and there the whole vocabulary is known: set "
+             "algorithm.distill.over=top_k: needs roles.teacher.on=engines; it is on trainer, and the whole vocabulary is known there: set "
              "over=vocabulary"],
         ),
         (
             [TEACHER, "rollout.temperature=0.7"],
-            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives log-probs of what it reads at temperature 1 "
-             "alone"],
+            ["rollout.temperature=0.7: must be 1 with roles.teacher on engines: SGLang gives log-probs of its input at temperature 1 "
+             "only"],
         ),
         (
             [TEACHER, "rollout.top_p=0.9", "algorithm.name=online_dpo", "roles.teacher.on=own"],
@@ -74,7 +74,7 @@ def shaped(folder: Path, **changes: object) -> Path:
         ),
         (
             [TEACHER, "rollout.top_p=0.9", "algorithm.name=online_dpo"],
-            ["rollout.top_p, top_k, min_p: must be off with a teacher, whose whole distribution the policy is compared with",
+            ["rollout.top_p, top_k, min_p: must be off with a teacher, because the policy is compared with its whole distribution",
              "algorithm.name=online_dpo: is a loss of several responses, to which no teacher can be added"],
         ),
         ([TEACHER, "rollout.n=1"], ["rollout.n=1: must be at least 2: aipo compares a prompt's samples"]),

@@ -45,7 +45,7 @@ def load(asked):
         return Hub(asked, {})  # seeds are written without a server
     urls = [server if _URL.fullmatch(server) else _serve(server) for server in asked["servers"]]
     hub = Hub(asked, dict.fromkeys((url.rstrip("/") for url in urls), 0))
-    end = time.monotonic() + 0.5 * asked["start_s"]  # whoever waits for this program until start_s still hears why
+    end = time.monotonic() + 0.5 * asked["start_s"]  # earlier than start_s, so that whoever waits for this program still hears why
     for url in hub.sessions:
         _wait_for(url, end)
     if served:
@@ -103,7 +103,7 @@ async def _ask_for_actions(hub, end):
 
 
 async def _mcp_tools(url, limit_s, end):
-    """None for environments with actions of their own, which refuse the question. A server that is full is asked again until `end`."""
+    """None if the environment has actions of its own: it then refuses the question. A full server is asked again until `end`."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
 
     while True:
@@ -135,7 +135,7 @@ def write_rows(hub, files):
     for split, file in files.items():
         wanted = asked["rows"].get(split)
         if wanted is None:
-            raise Mistake(f"rollout.args.rows has no {split}: a number of seeds, or the name of a split of the environment's tasks")
+            raise Mistake(f"rollout.args.rows has no {split}: give a number of seeds, or the name of a split of the environment's tasks")
         if isinstance(wanted, str):
             resets = [{"split": wanted, "index": index} for index in range(_number_of_tasks(hub, wanted))]
         else:

@@ -21,8 +21,8 @@ from inside_serving import policy_of, within
 _CODE = re.compile(r"\(code: (\w+)\)$")  # at the end of what the client raises if a server answers with an error
 FULL = "CAPACITY_REACHED"
 _ASK_AGAIN_S = (0.05, 1.0)  # a server that is full or gone: first, and at most
-_AWAY_S = 5.0  # in which a server that could not be reached is asked only if all others could not
-_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the policy does not answer, since the conversation is at its end
+_AWAY_S = 5.0  # for which a server that could not be reached is asked last
+_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the policy does not answer, because the conversation has ended
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Hub:
 
 @dataclass
 class _Course:
-    """What happens in an episode. One that does not begin alike is no rival for a row's other episodes, so its start is told too."""
+    """What happens in an episode. Its start is recorded, because a row's episodes are compared only if they begin in the same way."""
 
     start: str
     ended: bool  # by the environment
@@ -63,7 +63,7 @@ class _Course:
 
 
 async def play(hub, asked):
-    """What each of the episodes has come to, within `deadline_s` for all of it."""
+    """The outcome of each episode; all of them together take at most `deadline_s`."""
     end = time.monotonic() + asked["deadline_s"]
     told = await asyncio.gather(*(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"]))
     different = len({each.pop("start") for each in told if "start" in each}) > 1
@@ -91,13 +91,13 @@ async def _episode(hub, asked, episode):
 
 @contextlib.asynccontextmanager
 async def _session(hub, asked, reset):
-    """A session and its first result, at the server that has the fewest of ours. One that is full is asked again; so is one that is gone,
-    behind all others, since it may be starting anew, as long as a server may take for that."""
+    """A session and its first result, at the server that has the fewest of our sessions. A full server is asked again. So is one that is
+    gone, after all others, for as long as a server may take to start."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
     from websockets.exceptions import ConnectionClosed  # pyright: ignore[reportMissingImports]
 
     wait_s, longest_s = _ASK_AGAIN_S
-    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # then the reason is told, not that it took too long
+    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # so the error names this reason, not the time limit
     while True:
         url = _chosen(hub)
         hub.sessions[url] += 1
@@ -153,7 +153,8 @@ async def _ask(hub, asked, policy, messages):
 
 
 async def _answer(hub, session, course, said):
-    """The messages that follow the policy's; none if it calls no tool, which ends the episode, as all calls after its end are left out."""
+    """The messages that follow the policy's. There are none if it calls no tool, which ends the episode. Calls after the end are
+    ignored."""
     if not hub.tools:
         text, _ = await _step(hub, session, course, {hub.asked["text_field"]: said.get("content") or ""})
         return [{"role": "user", "content": text}]
@@ -167,7 +168,7 @@ async def _answer(hub, session, course, said):
 
 
 async def _call(hub, session, course, name, arguments):
-    """The answer to a call, whose arguments are a JSON object. What the policy does wrong is told to it, and counted."""
+    """The answer to a call, whose arguments are a JSON object. The policy's mistakes are counted, and shown to it."""
     if not hub.by_mcp:
         return (await _step(hub, session, course, arguments))[0]
     text, observation = await _step(hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments})
@@ -178,7 +179,7 @@ async def _call(hub, session, course, name, arguments):
 
 
 async def _step(hub, session, course, action):
-    """What the policy is shown of it, and the observation. An action that does not have the form of one is told to the policy."""
+    """The text that the policy is shown, and the observation. For an invalid action the text says so."""
     try:
         result = await session.step(action)
     except RuntimeError as error:
@@ -191,7 +192,8 @@ async def _step(hub, session, course, action):
 
 
 def _start(observation, fields):
-    """What the policy is shown first. Raises ValueError if it has none of the fields: later ones may lack some."""
+    """The first observation as the policy is shown it. Raises ValueError if it lacks all of the fields; later observations may lack
+    some."""
     if fields and not set(fields) & set(observation):
         raise ValueError(f"shown={', '.join(fields)}: the first observation has {', '.join(observation) or 'no fields'}")
     return _text(observation, fields)

@@ -45,8 +45,8 @@ def check_module(module):
 def main(look, load, write_rows, play):
     """The whole program. Call it from `__main__`.
 
-    Args: look: raises Mistake if what was asked for is not there. load: what was asked → an environment. write_rows: an environment and
-    `files` → lines to print. play: async, an environment and a request → what each of its episodes has come to.
+    Args: look: raises Mistake if something that was asked for is missing. load: what was asked → an environment. write_rows: an environment
+    and `files` → lines to print. play: async, an environment and a request → the outcome of each episode.
     """
     del sys.path[0]  # this folder, whose files are not for this interpreter
     try:
@@ -59,7 +59,7 @@ def _do(asked, look, load, write_rows, play):
     if asked["do"] == "look":
         look(asked)
         return
-    # Environments print, and start programs: neither may disturb the lines that are read and written here.
+    # Environments print, and start programs. Neither may disturb the lines that are read and written here.
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -72,8 +72,8 @@ def _do(asked, look, load, write_rows, play):
 
 
 async def within(end, asked, coroutine) -> Any:
-    """What it returns, or what went wrong: what it raises, or that it took until `end`. An environment may raise TimeoutError and
-    CancelledError too, as those do that call other services."""
+    """Its result, or what went wrong: its exception, or that it took until `end`. An environment may raise TimeoutError and CancelledError
+    itself, for example if it calls other services."""
     task = asyncio.ensure_future(coroutine)
     late = not (await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic())))[0]
     if late:
@@ -94,7 +94,7 @@ def policy_of(episode, **settings):
 
 
 def metrics_of(found):
-    """Metrics by names that can be reported. A reward function may be called `reward`: what it says alone is not the episode's reward."""
+    """Metrics by names that can be reported. A reward function may be called `reward`, though its value is not the episode's reward."""
     metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()}
     return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
 
@@ -105,7 +105,7 @@ def shown(error):
 
 
 def _fitting(told):
-    """What was found of an episode, as it can be written: metrics may be of any kind and size, and errors have halves of characters."""
+    """The outcome of an episode in a form that can be written. Metrics may have any type and size, and errors may hold half characters."""
     if "error" in told:
         return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
     try:
@@ -118,7 +118,7 @@ def _fitting(told):
 
 
 def _plain(value):
-    """Numbers of NumPy and of torch as Python's; the reader refuses what is no number."""
+    """Numbers of NumPy and torch as Python's; the reader refuses all else."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -133,7 +133,7 @@ async def _serve(play, requests, replies):
     def read():
         for line in requests:
             asyncio.run_coroutine_threadsafe(begin(json.loads(line)), loop)
-        # Whoever asks has gone. A reward function that hangs does not hold up this, and what the environment has started ends too.
+        # The asking process has gone. This exit does not wait for a hanging reward function, and ends what the environment has started.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)

@@ -25,7 +25,7 @@ _failed_functions = contextvars.ContextVar("reward functions that have failed")
 
 
 def look(asked):
-    """The module and attribute that the environment's name means, without importing them; no attribute for the hub's name of one.
+    """The module and attribute that the environment's name stands for, without importing them. A hub's name has no attribute.
 
     Raises Mistake.
     """
@@ -41,7 +41,8 @@ def look(asked):
 
 
 def _is_v1():
-    """Whether verifiers is there without load_environment, which it has not had since 0.4. This folder has a module of that name, too."""
+    """Whether verifiers is installed in a version without load_environment, that is, from 0.4 on. This folder has a module `verifiers`
+    too."""
     there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
     places = there.submodule_search_locations or () if there else ()
     inside = {inner for place in places for inner in ("envs", "legacy", "v1") if os.path.isdir(os.path.join(place, inner))}
@@ -84,7 +85,7 @@ def write_rows(environment, files):
 
 
 async def play(environment, asked):
-    """What each of the episodes has come to, within `deadline_s` for all of it."""
+    """The outcome of each episode; all of them together take at most `deadline_s`."""
     end, alone = time.monotonic() + asked["deadline_s"], not _compares(environment)
     ran = await asyncio.gather(*(_episode(environment, asked, episode, end) for episode in asked["episodes"]))
     states = [state for state, wrong in ran if wrong is None]
@@ -122,7 +123,7 @@ async def _episode(environment, asked, episode, end):
 
 
 def _client(native):
-    """What an environment calls the policy by; versions before 0.1.10 take the client of the package openai itself."""
+    """The client by which an environment calls the policy; versions before 0.1.10 take the one of the package openai itself."""
     if importlib.util.find_spec("verifiers.clients") is None:
         return native
     from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
@@ -131,7 +132,7 @@ def _client(native):
 
 
 async def _scored(score, scored):
-    """A reward function that raises counts as 0 for verifiers, which only logs it; that is what went wrong here."""
+    """The failed reward functions. verifiers counts a reward function that raises as 0, and only logs it; here it is a failure."""
     failed = []
     _failed_functions.set(failed)
     try:

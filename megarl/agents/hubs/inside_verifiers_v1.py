@@ -66,7 +66,7 @@ def _with_taskset(args, environment, own):
 
 
 def _agent(vf, config):
-    """Whom the policy plays: the only agent that has no client of its own. Raises Mistake."""
+    """The agent that the policy plays: the only one without a client of its own. Raises Mistake."""
     agents = [name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None]
     if len(agents) != 1:
         raise Mistake(
@@ -97,11 +97,11 @@ def _tasks(loaded, split):
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     if split not in loaded.rows:
-        raise Mistake(f"which of its tasks are those of {split}? A taskset has no splits: set rollout.args.rows.{split} ({_SPLIT_FIELDS})")
+        raise Mistake(f"a taskset has no splits: rollout.args.rows.{split} must say which tasks {split} has ({_SPLIT_FIELDS})")
     asked = dict(loaded.rows[split])
     own = asked.pop("taskset", {})
     if "task" in own:
-        raise Mistake(f"rollout.args.rows.{split}.taskset.task: what tasks read when they are played belongs into args.taskset.task")
+        raise Mistake(f"rollout.args.rows.{split}.taskset.task: what tasks read while they are played belongs in args.taskset.task")
     config = vf.resolve_env_config(_with_taskset(loaded.raw, loaded.taskset, own))
     tasks = vf.load_taskset(config.taskset).select(vf.SelectConfig.model_validate(asked))
     if not tasks.bounded:
@@ -129,14 +129,14 @@ def _task_of(loaded, row):
     make = vf.task_type(loaded.taskset)
     task = make(make.data_type().model_validate(row["task"]), loaded.config.taskset.task)
     if task.hash != row["hash"]:
-        raise Mistake("the task that its row makes is not the one that was written: write the rows again with megarl rows")
+        raise Mistake("the row now makes another task than it was written from: write the rows again with megarl rows")
     return task
 
 
 async def play(loaded, asked):
-    """What each of the episodes has come to, within `deadline_s` for all of it.
+    """The outcome of each episode; all of them together take at most `deadline_s`.
 
-    An Env and what it serves last for one request: its server keeps a client for each endpoint, and each episode has its own.
+    An Env lasts for one request, because its server keeps a client for each endpoint, and each episode has an endpoint of its own.
     """
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
@@ -166,7 +166,8 @@ async def _episode(loaded, environment, asked, episode):
 
 @contextlib.contextmanager
 def _key(key):
-    """The name of a variable that holds it: clients read keys from nowhere else. Its name keeps it from what harnesses start."""
+    """The name of an environment variable with the key, the only place that clients read keys from. Harnesses do not pass on variables of
+    such a name."""
     name = f"MEGARL_API_KEY_{uuid.uuid4().hex}"
     os.environ[name] = key
     try:

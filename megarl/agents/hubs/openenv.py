@@ -17,7 +17,7 @@ _ROWS: _Rows = {"train": 1000, "eval": 100}
 
 
 class OpenEnv(HubRollout):
-    """An episode is a session with a server. What the policy says becomes steps, whose rewards are summed."""
+    """An episode is a session with a server. The policy's turns become steps, whose rewards are summed."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ _EXIT_S = 5.0  # from its last line to its exit
 
 
 class WorkerFailed(Exception):
-    """The process has ended or was ended; what it was asked is not answered. The message has the end of its standard error."""
+    """The process has ended, or was ended, without an answer. The message has the end of its standard error."""
 
 
 class NotStarted(WorkerFailed):
@@ -123,7 +123,7 @@ class Worker:
         return process
 
     def _limit(self, pid: int) -> None:
-        """From outside, since code between fork and exec would fork a process in which threads encode texts."""
+        """The limits are set from outside: code between fork and exec is unsafe while threads encode texts."""
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
         with contextlib.suppress(ProcessLookupError):  # it has ended already
@@ -158,8 +158,8 @@ class Worker:
         await asyncio.shield(self._begin_end(process, why))
 
     async def _kill(self, process: _Process, why: str) -> None:
-        """Its whole session, and what it has started in others; whoever waits for it hears why. Without a reason it has ended by itself,
-        and its status says how."""
+        """Ends its whole session, and the processes that it has started in others. Whoever waits for it hears `why`. Without a reason it
+        has ended by itself, and its status says how."""
         if not why:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
@@ -229,8 +229,8 @@ class Interpreter:
         return variables_for(self._python, {**self._own, **found})
 
     def run(self, do: str, limit_s: float, **more: Any) -> str:
-        """What it prints. Raises ConfigError with the last line of its errors if it fails. What it has started ends with it,
-        also if that keeps a pipe open."""
+        """Its output. Raises ConfigError with the last line of its errors if it fails. The processes that it has started end with it, even
+        if they keep a pipe open."""
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
             status = self._status(self.command(do, **more), limit_s, printed, errors)
             told, wrong = _written(printed), _written(errors)
@@ -272,12 +272,12 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(eq=False)
 class HubRollout(Player):
-    """Rows, turns and reward are an environment's own, which a process of another interpreter plays. If that fails, or an episode has
-    sampled nothing, all episodes of the prompt are played again."""
+    """The environment defines rows, turns and reward, and a process of another interpreter plays it. If it fails, or an episode has sampled
+    nothing, all episodes of the prompt are played again."""
 
     worker: Worker
     deadline_s: float
-    grace_s: float = 15.0  # in which the worker tells of episodes that it has cut at their deadline
+    grace_s: float = 15.0  # for the worker to report episodes that it has cut at their deadline
 
     failures = ("environment", "deadline", "reward", "worker", UNANSWERED)
 
@@ -296,7 +296,7 @@ class HubRollout(Player):
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
     ) -> tuple[list[Episode], list[dict[str, Any]]]:
-        """The episodes and what is said of each, of the first attempt that does well, or of the last. A row whose first call has no room is
+        """The episodes and the worker's reports, of the first attempt that succeeds, or of the last. A row whose first call has no room is
         not tried again."""
         left = self.retries
         while True:
@@ -314,9 +314,9 @@ class HubRollout(Player):
             left -= 1
 
     async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
-        """What the worker says of each. Raises WorkerFailed, and whatever failed a call."""
+        """The worker's report on each episode. Raises WorkerFailed, or the error of a failed call."""
         async with contextlib.AsyncExitStack() as context:
-            async with self._entering:  # in turn, so that no two wait for places that the other has
+            async with self._entering:  # one after the other, so that no two prompts wait for each other's places
                 for _ in range(min(len(episodes), self.at_once)):
                     await context.enter_async_context(self._places)
             served = [await context.enter_async_context(self._endpoint.serving(episode, None)) for episode in episodes]

@@ -16,7 +16,7 @@ _Rows = dict[Literal["train", "eval"], dict[str, Any]]  # which tasks of a tasks
 
 
 class Verifiers(HubRollout):
-    """Tools, state and rubric are the environment's too. It is loaded once, by one process, which plays all episodes."""
+    """The environment brings tools, state and rubric. One process loads it once, and plays all episodes."""
 
     def __init__(
         self,

@@ -185,7 +185,7 @@ def supervise(name: str, rehearse: bool) -> dict[str, Any]:
                 process.wait(part.deadline_s)
                 status, error = ("ok", "") if process.returncode == 0 else ("failed", f"exit status {process.returncode}")
             except subprocess.TimeoutExpired:
-                status, error = "late", f"not done within {part.deadline_s:.0f} s; the rows are those that were"
+                status, error = "late", f"not done within {part.deadline_s:.0f} s; the rows show what was done"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all that it started

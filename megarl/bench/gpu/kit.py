@@ -57,7 +57,7 @@ def main():
         what = f"{', '.join(lacking)} cannot be imported" if lacking else "there are no wheels"
         problems.append(f"{what}: `make gpu-kit`, on a machine with a network, makes {KIT}, which holds what is needed")
     if problems:
-        print("make gpu needs what is not here:\n" + "\n".join(f"- {problem}" for problem in problems), file=sys.stderr)
+        print("make gpu lacks:\n" + "\n".join(f"- {problem}" for problem in problems), file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-kit-") as site:
         for wheel in wanted:

@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 1 << 24  # of padded keys and of the mask: bounds the memory t
 def decode(
     original: Callable[..., torch.Tensor],
     backend: object,
-    query: torch.Tensor,  # [B, Hq, D], one token a sequence
+    query: torch.Tensor,  # [B, Hq, D], one token per sequence
     output: torch.Tensor,  # [B, Hq, D], written
     k_cache: torch.Tensor,  # [slots, Hkv, D]
     v_cache: torch.Tensor,  # [slots, Hkv, D]

@@ -43,7 +43,8 @@ def _adapted(*arguments: Any) -> None:
 
 
 def _empty(original: Any, adapter: Any) -> None:
-    """Reads no weights of an adapter: the first update writes them. SGLang would read them as it read the model, which fp8 leaves out."""
+    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
+    do not."""
     adapter.initialize_weights_from_tensors({})
 
 

@@ -67,7 +67,7 @@ from megarl.weight_sync.transports.base import (
 )
 from megarl.weight_sync.transports.choice import AUTO, PairwiseTransport, this_host
 
-Parameters = dict[str, torch.Tensor]  # those of the model, and the buffers of the adapters' pool
+Parameters = dict[str, torch.Tensor]  # parameters of the model, and the buffers of the adapters' pool
 
 
 class Worker:
@@ -119,7 +119,7 @@ class Worker:
         self.unwritten.adapted(pool.buffers.values(), pool.slot)
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
-        """All that updates write."""
+        """All tensors that updates write."""
         return {**parameters_of(model), **(self.pool.buffers if self.pool else {})}
 
     def connect(self, command: Connect) -> None:
@@ -183,7 +183,7 @@ class Worker:
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
-        """Whole tensors, also after an update of what has changed: a worker whose memory is mapped does not know what was written."""
+        """Hashes whole tensors, also after an update with changes only: a worker whose memory is mapped does not know what was written."""
         if self.neighbours is None:
             return []
         tensors = self.tensors(parameters)
@@ -199,7 +199,7 @@ class Worker:
         return sorted(self.neighbours.unwritten)
 
     def end(self, parameters: Parameters, command: End) -> None:
-        print("told to end: the weights are half-written", file=sys.stderr, flush=True)
+        print("asked to end: the weights are half-written", file=sys.stderr, flush=True)
         os._exit(1)  # SGLang ends an engine when one of its schedulers ends
 
     def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
@@ -235,8 +235,8 @@ class Worker:
         """Runs SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors derived from
         kv_b_proj, which SGLang derives again only if no loader has run, and a custom loader counts as one.
 
-        Direct writes do not change torch's version counters. They are incremented here, because SGLang keeps copies of some parameters (a
-        router's bias in another dtype) and renews a copy when the counter of its parameter has changed.
+        Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters (a
+        router's bias in another dtype), and renews a copy when the counter of its parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
@@ -281,7 +281,7 @@ _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its imp
 
 
 def _post_load(model: torch.nn.Module) -> None:
-    """The work of SGLang that ends an update, and that of the next one's begin."""
+    """SGLang's work at the end of an update and at the beginning of the next one."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device

@@ -1,9 +1,9 @@
 """Watches the tensors that an engine's worker computes with but no update writes: rotary caches, tensors that post-load work derives from
 parameters, scales of a quantisation method. They are hashed before the first update, and again with each audit.
 
-They are the buffers of all modules, and all other tensors reachable from a module: through attributes, containers, and objects of SGLang's
-layers that are not modules (quantisation methods, router settings). Parameters, and tensors that share a parameter's memory, are left out:
-updates write those, and the audit compares them with the trainer's.
+They are the buffers of all modules, and all other tensors reachable from a module. The walk follows attributes, containers, and objects of
+SGLang's layers that are not modules (quantisation methods, router settings). Parameters, and tensors that share a parameter's memory, are
+left out: updates write those, and the audit compares them with the trainer's.
 
 Forward passes create working memory that changes every time. So a tensor counts only if it exists as soon as the model is loaded, if
 post-load work creates it, or if it is listed in `MADE_LATER`. KV caches, graph pools and the memory of collectives lie outside the model
@@ -65,8 +65,8 @@ class Built:
         self._outside = [(weakref.ref(values), prints(model.parameters(), {"": values})) for values in self._elsewhere(model)]
 
     def outside(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yields the tensors that nothing in the model leads to, though they were made while it was constructed or loaded, and whether they
-        are still as they were before the first weight was loaded."""
+        """Yields the tensors that were made while the model was constructed or loaded, but that nothing in it leads to. With each: whether
+        it is still as it was before the first weight was loaded."""
         found = self._elsewhere(model)
         if found:
             del found
@@ -83,7 +83,7 @@ class Built:
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """All that Python knows of. (`isinstance` would ask objects, of which some import modules to answer.)"""
+    """All tensors that Python knows of. (`isinstance` would ask objects, and some import modules to answer.)"""
     return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
@@ -101,7 +101,7 @@ class Watch:
         saved = model.state_dict().keys() if dummy else set[str]()
         unlike = {name: each for name, each in tensors.items() if name in saved or _region(each) not in as_built}
         self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
-        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # of those that are moved or cast later
+        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # of tensors that are moved or cast later
         self.remade: set[str] = set()  # by the post-load work of an update
         self.moved: set[str] = set()  # among these, those that it has put elsewhere
         self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
@@ -167,7 +167,7 @@ class Watch:
         return [(values[slot], slot == self._slot) for slot in range(len(values))] if of_pool else []
 
     def unproven(self, name: str, values: torch.Tensor) -> bool:
-        """Whether loading has made or changed it, and the post-load work of an update has not."""
+        """Whether loading has made or changed it, but the post-load work of an update does not make it again."""
         return name not in self.remade and (_region(values) in self._made or unwrapped(name) in self._made_names)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -307,7 +307,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:
     return Print(dtype, tuple(values.shape), hash_tensor(values.to(dtype)))
 
 
-# Lists all memory of an engine's worker that a model computes with, and why it is right after an update.
+# Lists all memory that a model computes with in an engine's worker, and why it is right after an update.
 
 
 def inventory(watch: Watch) -> list[Held]:

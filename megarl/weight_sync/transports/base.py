@@ -1,7 +1,7 @@
 """The interface of transports, which carry boxes of values from a trainer rank into the live tensors of engine workers.
 
-Each transport is one file of this folder. It holds both ends, and what the generator tells the one about the other. `choice.TABLE` lists
-the built-in ones; `weights.transport` takes any other by its import path.
+Each transport is one file of this folder. It holds both ends, and the generator's messages that tell one about the other. `choice.TABLE`
+lists the built-in ones; `weights.transport` takes any other by its import path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 class Inbox(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the worker's host into which one trainer rank writes what has changed (Mooncake)."""
+    """Memory of the worker's host into which one trainer rank writes changes (Mooncake)."""
 
     trainer: int
     offset_bytes: int  # in the endpoint's memory
@@ -164,7 +164,7 @@ def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
 
 
 class Ways(msgspec.Struct, frozen=True, array_like=True):
-    """Endpoints for one rank that writes to them, as they travel: what several have in common is told once."""
+    """Endpoints for one rank that writes to them, as they travel. Common parts of several are sent once."""
 
     forms: list[list[Form]]
     members: list[Members]
@@ -176,7 +176,7 @@ _decode_ways = msgspec.msgpack.Decoder(Ways).decode
 
 
 def decode_endpoints(ways: bytes) -> list[Endpoint]:
-    """What `Endpoints.towards` has made; none of nothing."""
+    """The result of `Endpoints.towards`; no bytes give no endpoints."""
     if not ways:
         return []
     sent = _decode_ways(ways)
@@ -276,7 +276,7 @@ class Memory(abc.ABC):
         """As `receive`, of an update to `version` that `write_changes` sends."""
 
     def spread_changes(self, version: int) -> None:  # noqa: B027
-        """As `spread`. Raises RuntimeError where what has landed is of another version."""
+        """As `spread`, of changes. Raises RuntimeError if those that have landed lead to another version."""
 
 
 class Transport(abc.ABC):
@@ -302,8 +302,8 @@ class Transport(abc.ABC):
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend on `cuda`
-        and `has` of both, and on whether they share memory or network: other pairs that are alike in these are not asked."""
+        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend only on
+        `cuda` and `has` of both, and on whether they share memory or network. It is asked once for all pairs that agree in these."""
         return ""
 
     @classmethod
@@ -332,7 +332,7 @@ class Transport(abc.ABC):
         return 0.0
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        """Instead of `write`, once for each generator rank: writes only what has changed, and brings the rank to `version`."""
+        """Called instead of `write`, once for each generator rank: writes only the changes, and brings the rank to `version`."""
         raise NotImplementedError
 
     @abc.abstractmethod

@@ -127,11 +127,11 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
 def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence[Host]) -> Pairs:
     """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve.
 
-    It is worked out once for all pairs that are alike: hosts differ in what they have, and two ranks in whether they share memory and
-    network. (A run has thousands of ranks on each side, and millions of pairs.)
+    It is found once for all pairs of the same kind. Pairs differ in what their hosts have, and in whether they share memory and network. (A
+    run has thousands of ranks on each side, and millions of pairs.)
     """
     (trainer_of, trainer_hosts), (generator_of, generator_hosts) = _numbered(trainers), _numbered(generators)
-    found: dict[tuple, int] = {}  # number of the kind, of pairs that are alike
+    found: dict[tuple, int] = {}  # number of the transport, once for each kind of pair
     kinds: dict[str, int] = {}
     table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)
     for g, generator in enumerate(generator_hosts):
@@ -173,8 +173,8 @@ class PairwiseTransport:
     """`setting` is weights.transport, `host` the Host of this trainer rank, as the generator knows it.
 
     With `may_lose`, writing goes on without engines that have ended. An engine whose memory was mapped has surely ended, and the
-    generator goes on without it too. Ranks that could not be reached over the network may still run, so the generator must be told of
-    them (`unwritten`).
+    generator goes on without it too. Ranks that could not be reached over the network may still run, so the generator must learn of them
+    (`unwritten`).
     """
 
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):

@@ -4,8 +4,8 @@ torch's allocator cuts large allocations into many tensors, and CUDA shares only
 once, with its handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The endpoint's
 address is an empty file that the engine's process holds open: it exists as long as the process does.
 
-The engine's GPU need not be visible to the trainer process: a handle is opened on the trainer's own current device, which then
-reaches the memory over NVLink or PCIe (CUDA enables peer access), or directly where both share a GPU.
+The engine's GPU need not be visible to the trainer process. A handle is opened on the trainer's own current device. That device reaches the
+memory over NVLink or PCIe (CUDA enables peer access), or directly if both share a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CudaMemory:
         return torch.UntypedStorage._new_shared_cuda(device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False)
 
     def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """On a stream of its own: what is quantised next is worked out meanwhile."""
+        """Copies on a stream of its own, while the next values are quantised."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for place, value in zip(places, values):

@@ -1,15 +1,15 @@
 """One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, otherwise over TCP, with the same calls.
 
 The engine worker and the trainer rank each register their parameters once. Values that are contiguous on both sides are sent from where
-they lie. Values that have to be cast, quantised or packed go through a staging buffer: a separate thread sends one half of it while the
-other half is being filled.
+they lie. Values that have to be cast, quantised or packed go through a staging buffer. A separate thread sends one half of it while the
+other is being filled.
 
 A box whose rows are short in the destination (a column slice) would take thousands of small writes. It is written in one piece into the
 worker's *landing* memory instead, and the worker spreads it once all of these are written (`commands.Spread`). Both sides learn from
 `schedule.landings` which boxes they are.
 
-What has changed since the last update (weights.delta) is written in one piece from each trainer rank, into an *inbox* of the worker: memory
-of its host, of a fixed size for each trainer rank. A larger delta becomes a full update.
+Each trainer rank writes its changes since the last update (weights.delta) in one piece into an *inbox* of the worker. That is memory of its
+host, of a fixed size for each trainer rank. A larger delta becomes a full update.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from megarl.weight_sync.transports.base import (
 )
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
-# Memory of a worker's host into which trainer ranks write what has changed (Mooncake).
+# Memory of a worker's host into which trainer ranks write changes (Mooncake).
 
 
-SMALL_BYTES = 64  # and so much for each copy, whose delta may be little more than its numbers
+SMALL_BYTES = 64  # and this much for each copy, because a delta may be little more than its header
 
 
 def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
-    """The fields of an Offer that say what may come as changes, and into inboxes of which size; none without `map`."""
+    """The fields of an Offer that say which boxes may come as changes, and how large inboxes are; none without `map`."""
     copies = [copy for copy in map.writes_to(rank) if copy.source_rank in trainers] if map is not None else []
     sizes: dict[int, int] = {}
     for copy in copies:
@@ -101,7 +101,7 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
 HALF_BYTES = 32 << 20  # of the staging buffer
-MOST_NOTED_BYTES = 64 << 20  # noted before they are handed to the thread, so that the wire is busy meanwhile
+MOST_NOTED_BYTES = 64 << 20  # at most this much is collected before the thread gets it, so that the wire stays busy
 MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and does not recover
 POLL_S = 0.0002
 _DEVICES = Path("/sys/class/infiniband")
@@ -115,7 +115,7 @@ class MooncakeMemory(Memory):
     """Parameters that can be written where they lie, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        for earlier in ("_engine", "_memory", "_changes"):  # for other writers; their room is needed, and the engine knows where they lie
+        for earlier in ("_engine", "_memory", "_changes"):  # for other writers: their room is needed, and they are registered
             vars(self).pop(earlier, None)
         self._tensors, self._landing = live.tensors(), offer.landing
         engine = open_engine(live.address, offer.protocol)
@@ -294,7 +294,7 @@ class MooncakeTransport(Transport):
         failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by Mooncake"
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)
-        except Exception as error:  # otherwise the thread would end, and only a deadline would tell
+        except Exception as error:  # otherwise the thread would end, and only a deadline would show it
             return f"{failure}: {error!r}"
         return "" if written else f"{failure}: is its engine alive? see the log on stderr"
 

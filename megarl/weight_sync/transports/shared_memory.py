@@ -128,8 +128,8 @@ class SharedMemoryTransport(Transport):
         self._tensors, self._places = {}, {}
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
-        """Maps the endpoint's tensors. If its process has ended, they are on the meta device: writes then do nothing, and `Owners.check`
-        raises, just as it does for a process that ends a moment later."""
+        """Maps the endpoint's tensors. If its process has ended, they are on the meta device. Writes then do nothing, and `Owners.check`
+        raises, as it does for a process that ends later."""
         try:
             storage = _mapped(endpoint.address, endpoint.size_bytes)
         except RuntimeError as error:

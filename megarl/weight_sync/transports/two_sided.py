@@ -4,7 +4,7 @@ Trainer and generator ranks share a process group of their own, independent of e
 same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are under way, so
 staging buffers on either side stay small.
 
-What has changed since the last update (weights.delta) comes as one blob from each trainer rank: first the sizes of all, then the blobs.
+Changes since the last update (weights.delta) come as one blob from each trainer rank: first the sizes of all, then the blobs.
 """
 
 from __future__ import annotations
