@@ -362,7 +362,7 @@ def _written(kind: str, source: str, target: str, chosen: bool, bytes: int, gb_p
 WRITE_REMEDIES = {
     "cuda_ipc": "it needs peer access (nvidia-smi topo -p2p r) and one container, or --ipc=host; weights.transport=nccl needs neither",
     "shared_memory": "weights.transport=gloo does not need it",
-    "mooncake": "weights.transport=nccl does not need it; auto would take it between several nodes",
+    "mooncake": "weights.transport=nccl (on CPUs gloo) does not need it; auto would take it between several nodes",
     "nccl": "NCCL_DEBUG=INFO says why; trainer ranks need it too",
     "gloo": "does this host reach itself at 127.0.0.1?",
 }

@@ -96,6 +96,10 @@ def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | 
             return _fields(found)
         return _of_function(init, skip=1)
     if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if copied := [
+            each.args[0] for each in found.decorator_list if isinstance(each, ast.Call) and ast.unparse(each.func) == "copy_signature"
+        ]:
+            return signature(sources, module, sources.find(module, ast.unparse(copied[0])))
         kept = ("torch.no_grad", "jit_fuser", "internal_api", "nvtx", "lru_cache", "overload")
         changed = [ast.unparse(each) for each in found.decorator_list if not any(name in ast.unparse(each) for name in kept)]
         return None if changed else _of_function(found)

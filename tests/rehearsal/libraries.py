@@ -3,7 +3,7 @@
     python tests/rehearsal/libraries.py [SITE-PACKAGES]
 
 Prints a row for each library of the system: its package of Debian 12, and the packages of Python that need it. Exit status 1: one is not
-listed here. Needs readelf.
+listed here, or there are no libraries. Needs readelf.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(folder: Path) -> int:
         failed |= library not in SYSTEM
         print(f"{library:24s} {SYSTEM.get(library, 'not listed'):20s} {', '.join(sorted(needed[library]))}")
     print(f"{len(files)} libraries in {folder}")
-    return int(failed)
+    return int(failed or not files)
 
 
 def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import calls
 import pytest
+import rank
 import torch
 
 HERE = Path(__file__).parent
@@ -194,6 +195,18 @@ def test_kernels_neither_spill_nor_load_a_few_bytes_at_a_time(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def test_more_memory_than_planned_is_told():
+    report = {
+        "plan": {"weights": 2.0, "activations": 4.0, "runtime": 9.0},
+        "parts": {"weights": 2.05},
+        "phases": {"step": {"peak_gib": 6.2}},
+    }
+    assert rank.overruns(report) == []
+    report["phases"]["step"]["peak_gib"] = 6.4
+    report["parts"]["weights"] = 2.2
+    assert rank.overruns(report) == ["weights takes 2.20 GiB, planned 2.00", "a step takes 6.40 GiB, planned 6.00"]
+
+
 def test_calls_fit_what_the_vendors_have_installed():
     count, problems = calls.check_all(Path(sysconfig.get_path("purelib")))
     assert not problems
@@ -208,11 +221,14 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
         "model_parallel_cuda_manual_seed(1, sed=2)\n"
         "parallel_state.no_such_group()\n"
         "model_parallel_cuda_manual_seed(1)\n"
+        "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec\n"
+        "get_gpt_layer_with_transformer_engine_spec(num_expert=8)\n"  # its signature is copied from another function
     )
     count, problems = calls.check(calls.Sources(Path(sysconfig.get_path("purelib"))), wrong)
-    assert count == 2
+    assert count == 3
     assert [problem.partition(": ")[2] for problem in problems] == [
         "megatron.core.tensor_parallel has no no_such",
         "model_parallel_cuda_manual_seed: got an unexpected keyword argument 'sed'",
         "megatron.core.parallel_state has no no_such_group",
+        "get_gpt_layer_with_transformer_engine_spec: got an unexpected keyword argument 'num_expert'",
     ]
