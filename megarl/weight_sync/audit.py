@@ -95,8 +95,8 @@ def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
 
 def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
     """The generator ranks whose hashes are not as `expected`, by their digests (None: it is lost)."""
-    ends = pairwise(tensors.places.tolist())
-    return [r for r, (digest, (a, b)) in enumerate(zip(digests, ends)) if digest is not None and digest != digest_of(sums[a:b].tobytes())]
+    of_ranks = zip(digests, pairwise(tensors.places.tolist()), strict=True)
+    return [rank for rank, (digest, (a, b)) in enumerate(of_ranks) if digest is not None and digest != digest_of(sums[a:b].tobytes())]
 
 
 def compare(found: Sequence[bytes | None], shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
