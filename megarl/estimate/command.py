@@ -11,6 +11,7 @@ from megarl.estimate import report, sides
 from megarl.estimate.estimate import check_longest, estimate, to_json
 from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
+from megarl.plan.checks import OF_GPUS
 from megarl.plan.resolve import RunPlan, resolve
 
 
@@ -40,7 +41,7 @@ def run(
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, sides.gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts = sides.describe(plan)
+    facts, refused = sides.describe(plan), [problem for check in OF_GPUS for problem in check(plan.config)]
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
@@ -48,12 +49,12 @@ def run(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        facts["not_counted"] = report.not_counted(plan.config)
+        facts |= {"not_counted": report.not_counted(plan.config), "refused": refused}
         facts |= {"search": report.search_details(found)} if searching and found else {}
         print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
         return
     _print_roles(plan, facts)
-    print(*report.render(estimated, baseline, cures), sep="\n")
+    print(*report.render(estimated, baseline, cures), *(f"refused    by megarl train: {problem}" for problem in refused), sep="\n")
     if left_out := report.not_counted(plan.config):
         print(f"not counted: {', '.join(left_out)}")
     if searching and found:

@@ -382,7 +382,8 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_distillation,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks, check_resume)
+OF_GPUS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks)  # of `cluster.gpu`; a plan says them, and goes on
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (*OF_GPUS, check_resume)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),

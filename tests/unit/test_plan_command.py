@@ -114,6 +114,17 @@ def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("gpu", "refused"), [("A100", "must be null with cluster.gpu=A100"), ("B200", "with cluster.gpu=B200 needs"), ("H100", "")]
+)
+def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
+    arguments = ["configs/8b_aipo.yaml", f"cluster.gpu={gpu}", "generator.quantization=fp8_block"]
+    problems = plan(capsys, *arguments)["refused"]
+    assert len(problems) == bool(refused) and all(refused in problem for problem in problems)
+    assert cli.main(["plan", *arguments]) == 0
+    assert ("refused    by megarl train: generator.quantization=fp8_block: " + refused in capsys.readouterr().out) == bool(refused)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpus", "8"], "--gpus 8: needs --search"),
