@@ -3,7 +3,8 @@
     python tests/rehearsal/calls.py [SITE_PACKAGES]
 
 A call is checked if what it calls was imported by name, or is an attribute of a module that was: that the name is there, and that its
-parameters take the arguments. Methods of objects are not: their classes are not known without running the code.
+parameters take the arguments. Methods of objects are not: their classes are not known without running the code. PyTorch can be imported
+without a device, so calls of torch.cuda and torch.distributed are checked against the functions themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -193,11 +195,52 @@ def misfit(takes: inspect.Signature, call: ast.Call) -> str:
     return ""
 
 
+OF_TORCH = ("torch.cuda.", "torch.distributed.", "torch.multiprocessing.")  # NCCL, and CUDA's runtime, as PyTorch calls them
+
+
+def check_torch(path: Path) -> tuple[int, list[str]]:
+    """As `check`, of calls by dotted names of PyTorch's modules."""
+    import torch
+
+    tree, told, checked = ast.parse(path.read_text()), [], 0
+    here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    modules = {
+        a.asname or a.name.split(".")[0]: a.name if a.asname else "torch" for a in _imported(tree) if a.name.split(".")[0] == "torch"
+    }
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        first, _, rest = ast.unparse(call.func).partition(".")
+        name = f"{modules.get(first)}.{rest}"
+        if not name.startswith(OF_TORCH) or not re.fullmatch(r"[\w.]+", name):
+            continue
+        found: Any = torch
+        try:
+            for part in name.split(".")[1:]:
+                found = getattr(found, part)
+        except AttributeError as error:
+            told.append(f"{here}:{call.lineno}: {error}")
+            continue
+        try:
+            takes = inspect.signature(found)
+        except (TypeError, ValueError):  # of C++
+            continue
+        checked += 1
+        if problem := misfit(takes, call):
+            told.append(f"{here}:{call.lineno}: {name}: {problem}")
+    return checked, told
+
+
+def _imported(tree: ast.Module) -> list[ast.alias]:
+    return [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+
+
 def check_all(folder: Path) -> tuple[int, list[str]]:
     sources, total, told = Sources(folder), 0, []
     for path in sorted([*(ROOT / "megarl").rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "launch").glob("*.py")]):
         if any(vendor in path.read_text() for vendor in VENDORS):
             count, problems = check(sources, path)
+            total, told = total + count, told + problems
+        if "torch" in path.read_text():
+            count, problems = check_torch(path)
             total, told = total + count, told + problems
     return total, told
 

@@ -210,7 +210,7 @@ def test_more_memory_than_planned_is_told():
 def test_calls_fit_what_the_vendors_have_installed():
     count, problems = calls.check_all(Path(sysconfig.get_path("purelib")))
     assert not problems
-    assert count > 30
+    assert count > 150
 
 
 def test_calls_that_do_not_fit_are_told(tmp_path):
@@ -231,4 +231,26 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
         "model_parallel_cuda_manual_seed: got an unexpected keyword argument 'sed'",
         "megatron.core.parallel_state has no no_such_group",
         "get_gpt_layer_with_transformer_engine_spec: got an unexpected keyword argument 'num_expert'",
+    ]
+
+
+def test_calls_of_cuda_and_nccl_that_do_not_fit_are_told(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "torch.cuda.current_stream(stream=0)\n"
+        "torch.cuda.caching_allocator_alloc(1, bytes=2)\n"
+        "torch.cuda.no_such()\n"
+        "dist.all_gather_into_tensor(a, b, grp=c)\n"
+        "dist.new_group(backend='nccl', timeout=t)\n"
+        "torch.zeros(1, no_such=2)\n"  # compiled, and checked wherever it runs
+    )
+    count, problems = calls.check_torch(wrong)
+    assert count == 4
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "torch.cuda.current_stream: got an unexpected keyword argument 'stream'",
+        "torch.cuda.caching_allocator_alloc: got an unexpected keyword argument 'bytes'",
+        "module 'torch.cuda' has no attribute 'no_such'",
+        "torch.distributed.all_gather_into_tensor: got an unexpected keyword argument 'grp'",
     ]
