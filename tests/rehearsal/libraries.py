@@ -8,6 +8,7 @@ listed here, or there are no libraries. Needs readelf.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +35,9 @@ UNUSED = {  # what nothing here loads → the beginnings of what that needs
 
 
 def main(folder: Path) -> int:
+    if shutil.which("readelf") is None:
+        print("there is no readelf: install binutils", file=sys.stderr)
+        return 2
     needed, provided = defaultdict(set), set()
     files = [str(path) for path in folder.rglob("*.so*") if path.is_file() and not path.is_symlink()]
     provided |= {path.name for path in folder.rglob("*.so*")}

@@ -12,6 +12,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import shutil
 import sys
 import time
 import traceback
@@ -39,6 +41,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plant", metavar="NAME", help="a fault of planted.py")
     options = parser.parse_intermixed_args(arguments)
+    if shutil.which(compiler := os.environ.get("CC", "cc")) is None:
+        parser.error(f"there is no C compiler {compiler}, which makes the driver that is pretended: install gcc, or set CC")
     pretended_cuda.preload()
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
