@@ -124,7 +124,7 @@ FLEET = "run by tests/cpu/test_run_fleet.py beside a run"
 KIT = "run by tests/cpu/test_gpu_kit.py, as far as that needs no GPU"
 VERIFIERS = "needs an interpreter of 850 MiB with verifiers, with which tests/cpu/test_hubs_verifiers.py tries it"
 OPENENV_THERE = "is done by the Makefile for the tests, with what openenv 0.10.0 imports alone"
-STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_studies_offpolicy.py"
+STUDY = "takes an hour and more; two short runs of it are made by tests/cpu/test_studies_offpolicy_runs.py"
 REHEARSED = "takes an hour; tests/rehearsal/test_rehearsal.py does it with one layer"
 NOT_RUN = {
     "make check": ITSELF,
