@@ -54,7 +54,7 @@ def test_rows_are_the_tasks_that_are_selected(tmp_path: Path):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        ({"rows": {"eval": {}}, "args": args()}, r"A taskset has no splits: set rollout\.args\.rows\.train"),
+        ({"rows": {"eval": {}}, "args": args()}, r"a taskset has no splits: rollout\.args\.rows\.train must say"),
         ({"rows": {"train": {"take": 3}}, "args": args()}, "its train rows cannot be had: ValidationError: .* take Extra inputs are not"),
         ({"rows": {"train": {"taskset": {"task": {}}}}, "args": args()}, r"belongs in args\.taskset\.task"),
         ({"args": {"taskset": {"id": "others"}}}, r"args\.taskset\.id=others is another one than environment=sums"),

@@ -118,7 +118,7 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(eng
         assert process.wait(DEADLINE_S) == 0
     finally:
         end(process, run_dir, tmp_path / "log", tmp_path / "again")
-    assert "The run ended before it had evaluated version 6, its last: that is done now" in (tmp_path / "again").read_text()
+    assert "The run ended before version 6, its last, was evaluated: this is done now" in (tmp_path / "again").read_text()
     assert evaluated(run_dir).keys() == {0, 6} and not missed(run_dir)
     table = rows(run_dir)
     assert [row["step"] for row in table] == [*range(6)] and table[-1]["eval/version"] == 6

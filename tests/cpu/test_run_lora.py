@@ -58,7 +58,7 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
     # The second is in the fingerprint, the first in the checkpoint's hashes of all weights alone.
     for place, status, said in (
         (-1, 1, "Its adapters belong to the weights that were in"),
-        (len(content) // 2, 2, "others have come into"),
+        (len(content) // 2, 2, "holds other weights now"),
     ):
         content[place] ^= 1
         file.write_bytes(content)

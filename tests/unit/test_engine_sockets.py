@@ -69,7 +69,7 @@ def test_only_who_has_the_engines_key_gets_a_message_through(network, context, t
 
 
 def test_an_engine_whose_sockets_would_have_no_key_does_not_start(network, monkeypatch):
-    with pytest.raises(RuntimeError, match="anybody could speak to them"):
+    with pytest.raises(RuntimeError, match="anybody could connect to them"):
         hooks.check_hooks()
     monkeypatch.setattr(network, "get_zmq_socket", partial(hooks._with_key, network.get_zmq_socket))
     monkeypatch.setattr(network, "get_zmq_socket_on_host", partial(hooks._bound_with_key, network.get_zmq_socket_on_host))

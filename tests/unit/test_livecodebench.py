@@ -72,9 +72,9 @@ def compressed(data: bytes) -> str:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (compressed(pickle.dumps(Evil())), "something else than a text: STACK_GLOBAL"),
-        (compressed(pickle.dumps([1, 2])), "something else than a text"),
-        (compressed(b"]r\xff\xff\xff\x3f."), "something else than a text: EMPTY_LIST"),  # an unpickler makes room for a billion things
+        (compressed(pickle.dumps(Evil())), "something other than a text: STACK_GLOBAL"),
+        (compressed(pickle.dumps([1, 2])), "something other than a text"),
+        (compressed(b"]r\xff\xff\xff\x3f."), "something other than a text: EMPTY_LIST"),  # an unpickler makes room for a billion things
         (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),  # a text of 2^64 bytes
         (compressed(b"\x80\x09."), "a pickle of 0 texts"),
         (compressed(b"no pickle"), "neither JSON nor a text"),

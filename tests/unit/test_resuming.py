@@ -67,7 +67,7 @@ def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(tmp_pat
     arguments = ["train", str(CONFIGS / "quickstart.yaml"), "--dry-run", f"run_dir={tmp_path}"]
     newest = save(tmp_path, 4)
     assert cli.main(arguments) == 0
-    assert "the run hashes its tensors when it reads them, which is not done now\nWeights: " in capsys.readouterr().out
+    assert "Their hashes are not checked now; the run does that when it reads them\nWeights: " in capsys.readouterr().out
     (newest / "tensors").write_bytes(b"shorter")
     assert cli.main(arguments) == 2
     assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in capsys.readouterr().err
@@ -239,7 +239,7 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: p
     damaged.write_text("{")
     with pytest.raises(ConfigError, match="--best: no checkpoint in run_dir=.* has been evaluated"):
         best_step(config)
-    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; set it to what .*: eval/pass@1, eval/reward/mean$"):
+    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; set it to the score to choose by: eval/pass@1, eval/reward/mean$"):
         best_step(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}"]))
 
 
