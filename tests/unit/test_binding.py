@@ -88,7 +88,7 @@ def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, tmp_path,
     try:
         if not refused:
             return roles.check_gpus(plan)
-        with pytest.raises(RuntimeError, match="this node has 8 GPUs, but torch .* cannot use them .*; with cluster.gpu=cpu it would train on the CPU"):
+        with pytest.raises(RuntimeError, match="this node has 8 GPUs, but torch .* cannot use them .*; with cluster.gpu=cpu it would"):
             roles.check_gpus(plan)
     finally:
         gpus.cache_clear()

@@ -54,8 +54,8 @@ def test_quotas_are_exact_in_every_step_and_weights_share_what_they_leave() -> N
         ({"a": {"quota": 16}, "b": {"weight": 1}},
          "data.train.sources.a.quota=16: must leave some of rollout.prompts_per_step=16 for the other sources"),
         ({"a": {"quota": 6, "weight": 2.0}}, "data.train.sources.a.weight=2: must be null with a quota (quota=6)"),
-        ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: shares of 2469 : 2000000000 repeat only after "
-         f"2000002469 prompts; at most {LONGEST_PERIOD}: choose rounder weights"),
+        ({"a": {"weight": 0.0000012345}, "b": {"weight": 1}}, "data.train.sources.NAME.weight: shares of 2469 : 2000000000 repeat "
+         f"only after 2000002469 prompts; at most {LONGEST_PERIOD}: choose rounder weights"),
     ],
 )  # fmt: skip
 def test_what_is_refused(sources: dict[str, dict[str, float]], problem: str) -> None:
