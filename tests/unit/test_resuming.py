@@ -239,7 +239,7 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: p
     damaged.write_text("{")
     with pytest.raises(ConfigError, match="--best: no checkpoint in run_dir=.* has been evaluated"):
         best_step(config)
-    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; set it to the score to choose by: eval/pass@1, eval/reward/mean$"):
+    with pytest.raises(ConfigError, match="--best: checkpoint.keep_best is null; .* to choose by: eval/pass@1, eval/reward/mean$"):
         best_step(load_config(CONFIGS / "quickstart.yaml", [f"run_dir={tmp_path}"]))
 
 
