@@ -176,7 +176,7 @@ def test_a_program_that_never_calls_ends_the_run_with_its_errors():
 
 
 def test_a_program_that_is_not_there_ends_the_run_at_once():
-    with pytest.raises(RunError, match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127, .*: ./nowhere: .*No such file'):
+    with pytest.raises(RunError, match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127: .*: ./nowhere: .*No such file'):
         roll_out(Calculating(), command=["./nowhere"], max_unanswered=1.0)
     code = "call(); sys.exit(127)"  # what the policy has caused, perhaps
     assert roll_out(Calculating(), command=script(code)).samples[0].metrics["failed_exit"] == 1.0
