@@ -12,7 +12,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
 from megarl.config.schema import MAX_REWARD, UNSCORED, RunConfig
 from megarl.data.rows import held_out
-from megarl.data.tokenizer import read_json
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family, missing_folder
 from megarl.rewards.score import Part, parts_in_evaluation, parts_of
@@ -275,6 +274,8 @@ def _misplaced(architecture: str, role: str) -> str:
 
 def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
     """Raises ConfigError for an architecture that cannot be in this role."""
+    from megarl.data.tokenizer import read_json  # not at the top: the GPU kit has no tokenizers
+
     values = read_json(settings.path, "config.json")
     if not values.get("architectures"):
         return load_spec(settings.path, key)  # the error says what is wrong
