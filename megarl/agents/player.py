@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ _MOST_TOLD = 20  # failures that are written to the log
 
 
 @dataclass(eq=False)
-class Player:
+class Player(ABC):
     """Plays the n episodes of each prompt. One that fails has the reward `on_crash`, and is trained on.
 
     One in which no call of the policy was answered has sampled nothing. It is played again, `retries` times; then its prompt is dropped.
@@ -73,8 +74,9 @@ class Player:
         await self._endpoint.close()
         await self.parser.close()
 
+    @abstractmethod
     async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
-        raise NotImplementedError
+        """The n episodes of a prompt, as `played` has them. Those that sampled nothing have no turns."""
 
     def episode(self, context: RolloutContext, sampling: Sampling) -> Episode:
         return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from megarl.base.rollout_types import Version
+from megarl.config.schema import RunConfig
 from megarl.lora.layout import is_adapter
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.observe.status import TraceWriter
@@ -15,7 +16,7 @@ from megarl.reshard.map import Copy, ReshardMap
 from megarl.weight_sync.commands import PassOn, Receive, Spread
 from megarl.weight_sync.transports.base import Endpoint
 from megarl.weight_sync.updates import DeltaUpdate
-from megarl.weight_sync.writing import FullUpdates, Part, Sent, Shares
+from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Shares
 
 
 class AdapterUpdates(FullUpdates):
@@ -25,8 +26,10 @@ class AdapterUpdates(FullUpdates):
     frozen weights too: their hashes must equal those of the values that were sent.
     """
 
-    _adapters: Sequence[Copy] | None = None  # in sending order; None until it is connected
-    _frozen: Shares = {}  # of the frozen weights, as written last  # noqa: RUF012  it is replaced, never changed
+    def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
+        super().__init__(transport, map, rank, config)
+        self._adapters: Sequence[Copy] | None = None  # in sending order; None until it is connected
+        self._frozen: Shares = {}  # of the frozen weights, as written last
 
     def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
         if self._adapters is None:

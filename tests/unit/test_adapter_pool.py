@@ -22,7 +22,6 @@ from megarl.plan.resolve import resolve
 from megarl.reshard.layout import generator_layout, hf_layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.weight_sync import writing
 from megarl.weight_sync.common import sent_layout, weights_map
 from megarl.weight_sync.transports.base import Endpoint, Landing, RemoteTensor
 from megarl.weight_sync.writing import FullUpdates, worth_it
@@ -168,13 +167,14 @@ def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tm
         assert shares == expected and sent.bytes == offer.delta_bytes
 
 
-def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(tmp_path, monkeypatch) -> None:
-    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64")
+def test_a_rank_that_sends_nothing_keeps_no_update_from_being_of_adapters_alone(tmp_path) -> None:
+    sizes = ("trainer.dp=64", "rollout.prompts_per_step=64")
+    run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64", *sizes)
     plan = resolve(run)
     map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
-    monkeypatch.setattr(writing, "scheduled_writes", lambda *_: [])
+    assert not list(map.copies_from(63))
     trace: Any = None
-    idle = AdapterUpdates(Discard(), map, 0, run)
+    idle = AdapterUpdates(Discard(), map, 63, run)
     assert not worth_it([idle.offer(4, -1, {}, trace)], 3)
     idle.connect(map, [], {})
     assert worth_it([idle.offer(5, -1, {}, trace), WeightsOffer(5, 4, delta_bytes=1, changed_bytes=1, full_bytes=9)], 4)
