@@ -15,10 +15,8 @@ import numpy as np
 # What travels between executors: prompts, samples, groups, batches.
 #
 # Whatever has one number per token is a typed array. At the generator, where users' code handles it, that is Python's `array`: as with
-# lists,
-# `+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer it is NumPy's. `rollouts.packing` has the form
-# between
-# the two.
+# lists, `+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer it is NumPy's. `rollouts.packing` has the
+# form between the two.
 
 
 Version = int

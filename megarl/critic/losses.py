@@ -11,8 +11,7 @@ import numpy as np
 # Advantages of tokens from a critic's values (PPO).
 #
 # Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the T tokens of the policy in a response;
-# what
-# the environment wrote in between is skipped, as if the next token of the policy followed at once:
+# what the environment wrote in between is skipped, as if the next token of the policy followed at once:
 #
 #     d_t = r_t + gamma V_(t+1) - V_t         V_t the value of what precedes token t; V_T = 0: a response ends, also where it was cut
 #     A_t = sum over l >= t of (gamma lambda)^(l - t) d_l

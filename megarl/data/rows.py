@@ -75,9 +75,8 @@ WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "inst
 # Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and what is asked of their rows.
 #
 # The questions are worded as is usual for each: MATH-500, AIME and GSM8K as Qwen2.5-Math's evaluation asks them (arXiv:2409.12122),
-# MMLU-Pro
-# as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves.
-# LiveCodeBench's (arXiv:2403.07974) are its own for chat models, the system's message first.
+# MMLU-Pro as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves. LiveCodeBench's
+# (arXiv:2403.07974) are its own for chat models, the system's message first.
 
 
 LIVECODEBENCH = "livecodebench"

@@ -70,9 +70,8 @@ def score(response: str, answer: str) -> float:
 # order) a reward model may take for one another.
 #
 # A pair of responses is two demonstrations that megarl.data.synthetic scores differently, the better one preferred. They are not sampled
-# from
-# a trained policy: as in arXiv:2410.18252 all reward models learn from the same given pairs, which the gold scorer has labelled; and a warm
-# start writes much as its demonstrators do.
+# from a trained policy: as in arXiv:2410.18252 all reward models learn from the same given pairs, which the gold scorer has labelled; and a
+# warm start writes much as its demonstrators do.
 
 
 LETTERS = "abcdefghijklmnop"

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 # Closes the sockets of SGLang's own processes to everybody else on the host and the network.
 #
 # With data-parallel attention these processes communicate over TCP, and unpickle what arrives. SGLang gives the sockets no key, so each
-# gets
-# one here.
+# gets one here.
 
 
 SOCKET_KEY = "MEGARL_ENGINE_SOCKET_KEY"  # environment variable of all processes of an engine, on all its nodes

@@ -15,9 +15,8 @@ from megarl.models.spec import ModelSpec
 # Low-rank adapters as logical tensors, and where the trainer keeps them. Both follow from what the family states of its linear layers.
 #
 # Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT:
-# one
-# pair for every target, also where Megatron fuses several targets into one layer. Such a layer keeps the As one below the other, and the
-# Bs fused and cut as its own rows are:
+# one pair for every target, also where Megatron fuses several targets into one layer. Such a layer keeps the As one below the other, and
+# the Bs fused and cut as its own rows are:
 #
 #     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the layer's order of groups
 #     columns are cut (o, down)           A cut by columns                    B whole
@@ -158,8 +157,7 @@ def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
 # Where SGLang keeps the adapters that it serves: a pool of memory, in which every adapter has a slot.
 #
 # Each linear layer of SGLang's has an A [parts * rank, in] and a B [out, rank] in a slot. Dense layers multiply what they add by alpha /
-# rank
-# when requests run; for experts B has to hold it (`LoraTrainer.served_parameters`). Both are cut as the layer is, in the way that
+# rank when requests run; for experts B has to hold it (`LoraTrainer.served_parameters`). Both are cut as the layer is, in the way that
 # lora/layout.py shows for the trainer:
 #
 #     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the layer's order of groups

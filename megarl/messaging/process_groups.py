@@ -20,8 +20,7 @@ from megarl.messaging.host import family_of, in_url, is_loopback, with_port
 # Torch's stores, where the members of a process group meet. Whoever can reach a store can read and change it.
 #
 # So on one host the store is a file that only this user can open. Between hosts it is a port, but only on the network that they share:
-# torch
-# has no keys for it, and would listen on every network.
+# torch has no keys for it, and would listen on every network.
 
 
 def open_store(host: str) -> tuple[dist.Store, str]:

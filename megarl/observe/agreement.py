@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 # How much a probe's log-probs may differ between trainer and generator under the same weights.
 #
 # Rounding keeps the mean over a probe's tokens far below the limits (docs/benchmarks.md); a stale or corrupt tensor, or engines that
-# compute
-# something else, brings it far above. The mean counts, since even in a healthy run a token whose router is nearly tied may go to another
-# expert and differ by 0.1 to 0.3. The largest difference is reported too.
+# compute something else, brings it far above. The mean counts, since even in a healthy run a token whose router is nearly tied may go to
+# another expert and differ by 0.1 to 0.3. The largest difference is reported too.
 
 
 DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"

@@ -139,8 +139,7 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
 # Relays between engines, for a trainer with few ranks or unequal stages.
 #
 # Only trainer ranks hold a shard at first, so they would send it once for each engine. With many engines their links are the bottleneck,
-# and
-# with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
+# and with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
 # (scatter, then all-gather), the trainer writes every layer to some of the engines, and those pass it on. Each layer has other engines.
 # Their number is chosen so that the two parts of the update, writing and then passing on, take the least time together.
 

@@ -261,8 +261,7 @@ def _other(token: str, level: _Level, written: list[str]) -> None:
 # Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
 #
 # The expressions and matrices in it are parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0); `_checked`
-# refuses
-# and `_rewritten` changes what the grammar would read wrongly.
+# refuses and `_rewritten` changes what the grammar would read wrongly.
 
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
@@ -582,9 +581,8 @@ def _fraction(number: Any) -> Fraction | None:
 # depends on the two texts alone and takes bounded time.
 #
 # math-verify's own `verify` (0.9.0) is not used. It takes what stands right of "=" as the answer and drops the left ("7 = 5" is 5). It
-# calls
-# 2^{\infty} equal to some numbers, which differ between processes, since SymPy's simplification depends on the order of hashes. It rounds
-# decimals to 6 places whatever their size (0.0000001 is 0.0000002).
+# calls 2^{\infty} equal to some numbers, which differ between processes, since SymPy's simplification depends on the order of hashes. It
+# rounds decimals to 6 places whatever their size (0.0000001 is 0.0000002).
 
 
 _NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2

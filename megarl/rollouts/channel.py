@@ -52,11 +52,8 @@ from megarl.rollouts.buffer import RolloutBuffer
 #
 # A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids; each sample's has its token ids,
 # log-probs, sizes of kept sets, what teachers say, policy mask (where the environment has written tokens), routing and kept sets. The
-# summary
-# says how long each is. A data-parallel rank's
-# share of a batch is the pieces of its samples, end to end, each group's prompt before the first of them. Pieces are multiples of 4
-# bytes, so
-# that no number of a share is unaligned.
+# summary says how long each is. A data-parallel rank's share of a batch is the pieces of its samples, end to end, each group's prompt
+# before the first of them. Pieces are multiples of 4 bytes, so that no number of a share is unaligned.
 
 
 _ALIGNED = 4
