@@ -44,7 +44,7 @@ def main() -> None:
         registered()
         HookRegistry.register("sglang.srt.state_capturer.base.BaseTopkCapturer.__init__", _twice_as_wide, HookType.AROUND)
         HookRegistry.register("sglang.srt.layers.moe.topk._post_process_topk_ids", _with_weights, HookType.AROUND)
-        HookRegistry.register("sglang.srt.state_capturer.base.BaseTopkCapturer.capture", _behind_the_ids, HookType.AROUND)
+        HookRegistry.register("sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.capture", _behind_the_ids, HookType.AROUND)
 
     hooks.register = register
     server.main()

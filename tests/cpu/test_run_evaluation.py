@@ -50,7 +50,7 @@ def audits(run_dir: Path) -> dict[int, bool]:
 def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
     """The scores are those of `megarl eval` for the same version's export."""
     monkeypatch.setenv(GATE, str(tmp_path / "no gate"))
-    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0005")  # the task's own reward may be 0 for all samples
+    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")  # the task's own reward may be 0 for all samples
     process, run_dir = begin(tmp_path, "log", *SCORED, *learning, "checkpoint.hf_every=2")
     try:
         assert process.wait(DEADLINE_S) == 0
