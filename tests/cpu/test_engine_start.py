@@ -80,7 +80,8 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
     assert ended.how in endings and ended.signalled
     # A process between may be killed by SGLang before it can name the scheduler, and the engine before it can name either.
     named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", str(ended))}
-    assert named == {killed.pid} if replicas == 1 else named <= processes
+    assert named <= ({killed.pid} if replicas == 1 else processes)
+    assert named or ended.how == endings[1]
 
 
 @pytest.mark.long
