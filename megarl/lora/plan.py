@@ -9,6 +9,8 @@ from megarl.config.schema import RunConfig
 from megarl.generator.cpu_support import cuda_available
 from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
 from megarl.models import ModelSpec
+from megarl.models.parameters import LAYER_FIELD
+from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import find_weights
 
@@ -22,6 +24,8 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         return
     if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
         yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
+    if fused := [tensor.name.replace(LAYER_FIELD, "*") for tensor in fused_tensors(spec)]:
+        yield f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for {' and '.join(fused)} of a {spec.family} checkpoint"
     if not known:
         yield f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's whose name is linear_…"
     unknown = [name for name in lora.targets if name not in (*known, ALL)]

@@ -8,6 +8,7 @@ A new family is one file, `megarl/models/<name>.py`, or one outside the package 
     megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]      parameters of the trainer
     sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
     quantised_parameters(spec) -> tuple[str, ...]                                 the engine's parameters that are kept in fp8
+    fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: tensors of the HF checkpoint that hold several
 
 and needs no registration. Most families consist of blocks that state one part of a layer on all three sides: `vocabulary`, `attention`,
 `latent_attention`, `mlp`, `experts`; `dense` and `sparse` join these into whole layers. What is new in a family is stated in the

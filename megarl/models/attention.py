@@ -33,6 +33,11 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
     return tensors + [LogicalTensor(O, (hidden, q_rows), LAYER)]
 
 
+def fused() -> Parameter:
+    """The weights of q, k and v as one tensor, in checkpoints that keep them so; SGLang's parameter has the same name."""
+    return whole(SGLANG_QKV + "weight", LAYER, *(name + "weight" for name in _QKV))
+
+
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
     tp, kv = topology.tp, spec.num_kv_heads
     units = ("attention heads", spec.num_attention_heads), ("key-value heads", tp if tp % kv == 0 else kv)

@@ -22,6 +22,11 @@ def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None
     return [LogicalTensor(name, shape, LAYER, layers) for name, shape in ((gate, wide), (up, wide), (down, narrow))]
 
 
+def fused() -> Parameter:
+    """Gate and up as one tensor, in checkpoints that keep them so; SGLang's parameter has the same name."""
+    return whole(QUANTISED[0], LAYER, *_names(MLP)[:2])
+
+
 def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
     return LogicalTensor(POST_NORM, (spec.hidden_size,), LAYER, layers)
 

@@ -1,8 +1,8 @@
 """The vocabulary in which a family states where an engine keeps the model's tensors.
 
-A *logical tensor* is a full, unsharded tensor of the HF checkpoint. An engine's *parameter* is one or several logical tensors, fused along
-one dim and cut over the tensor-parallel shards. All fused layouts follow one pattern: `groups` times a slice of each part in turn;
-shard s holds the s-th contiguous chunk of that sequence.
+A *logical tensor* is a full, unsharded tensor of the HF checkpoint, or a run of rows of one (a family's `fused_tensors`). An engine's
+*parameter* is one or several logical tensors, fused along one dim and cut over the tensor-parallel shards. All fused layouts follow one
+pattern: `groups` times a slice of each part in turn; shard s holds the s-th contiguous chunk of that sequence.
 
     Megatron linear_qkv    groups = kv heads   [q..q, k, v] per query group
     SGLang qkv_proj        groups = tp         [Q_r; K_r; V_r] per rank
@@ -28,7 +28,7 @@ Layers = tuple[int, int]  # first, end
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of the HF checkpoint. A name with `{layer}` stands for one tensor per layer, with `{expert}` for one per expert."""
+    """A tensor of the HF checkpoint, or rows of one. A name with `{layer}` stands for one per layer, with `{expert}` for one per expert."""
 
     name: str
     shape: tuple[int, ...]  # of the tensor of one layer and one expert

@@ -22,11 +22,13 @@ from typing import Any
 from megarl.base.files import HubError, hub_file
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
+from megarl.models.parameters import Parameter
 from megarl.models.spec import LM, ModelSpec
 
 CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # how names of architectures end: head LM, head SCALAR
 
 # What a family's module declares: see the docstring of the package.
+FUSED = "fused_tensors"  # which a family may declare
 FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
 
@@ -102,6 +104,11 @@ def family(spec: ModelSpec) -> ModuleType:
     return import_module(spec.family) if is_own(spec) else importlib.import_module(f"megarl.models.{spec.family}")
 
 
+def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
+    """The tensors of an HF checkpoint that hold several logical tensors, one below the other."""
+    return getattr(family(spec), FUSED, lambda spec: ())(spec)
+
+
 def is_own(spec: ModelSpec) -> bool:
     """Whether its family is outside this package; `spec.family` is then the module's full name, or its file."""
     return spec.family not in _modules()
@@ -137,7 +144,7 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
         return _read_own(source, values, architecture, own_family)
     known = architectures()
     if architecture not in known:
-        allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family)"
+        allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family, docs/extending.md)"
         raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported; supported: {allowed}")
     spec = known[architecture].read_spec(ConfigReader(source, values))
     return replace(spec, padding_token=_padding_token(values.get("pad_token_id"), spec.vocab_size))

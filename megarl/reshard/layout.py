@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from megarl.models.parameters import (
     Parameter,
     whole,
 )
-from megarl.models.registry import family
+from megarl.models.registry import family, fused_tensors
 from megarl.models.spec import ModelSpec
 
 # Layouts say which rank holds which elements of which logical tensor, and under which local name.
@@ -537,8 +537,8 @@ def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
 
 
 __all__ = [
-    "Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "together",
-    "trainer_layout",
+    "Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "stored",
+    "together", "trainer_layout",
 ]  # fmt: skip
 
 LAYER_SPECS = ("local", "te")
@@ -546,14 +546,21 @@ DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 
 
-def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None) -> Layout:
-    """The layout of an HF checkpoint, for import and export: one rank that holds every logical tensor under its own name. With `lora`, that
-    of its adapters alone."""
+def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool = False) -> Layout:
+    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. With `lora`, that of its adapters alone;
+    if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
     logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
-    parameters = [whole(tensor.name, tensor.place, tensor.name, layers=tensor.layers, dtype=tensor.dtype) for tensor in logical]
+    joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
+    parameters = [joined.get(t.name) or whole(t.name, t.place, t.name, layers=t.layers, dtype=t.dtype) for t in logical]
+    parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
+
+
+def stored(tensors: Iterable[LocalTensor]) -> dict[str, tuple[str, Box]]:
+    """Logical name → the tensor of a checkpoint's files that holds it, and where in it."""
+    return {piece.logical_name: (tensor.name, piece.local) for tensor in tensors for piece in tensor.pieces}
 
 
 def parameter_count(spec: ModelSpec, lora: Lora | None = None) -> int:

@@ -64,7 +64,7 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
     problems, files = [], check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
-    for name in sorted(tensor.name for tensor in hf_layout(spec, "float32").tensors(0)):
+    for name in sorted(tensor.name for tensor in hf_layout(spec, "float32", fused=True).tensors(0)):
         path, entry = folder / files[name], headers[files[name]][name]
         word, exponent = EXPONENTS[entry["dtype"]]
         with open(path, "rb") as opened:
@@ -98,7 +98,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
-    expected = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32").tensors(0) if tensor.name not in without}
+    expected = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32", fused=True).tensors(0) if tensor.name not in without}
     yield from (f"{folder}: tensor {name} is missing" for name in expected if name not in files)
     headers: dict[str, dict[str, Any]] = {}
     for file in sorted({files[name] for name in expected if name in files}):

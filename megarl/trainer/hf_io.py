@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.base.files import sync_folder
-from megarl.base.geometry import Box
+from megarl.base.geometry import Box, whole_box
 from megarl.config.errors import ConfigError, RunError
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION
 from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
-from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, hf_layout
+from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, hf_layout, stored
 from megarl.trainer.hf_files import INDEX, check_checkpoint, not_finite
 
 # Folders that appear complete or not at all, written by all ranks together on a shared file system.
@@ -182,8 +182,9 @@ def load_hf(
 
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
-    names = (piece.logical_name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces if piece.logical_name in files)
-    opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in names})}
+    places = stored(hf_layout(spec, "float32", fused=True).tensors(0))
+    held = {places[piece.logical_name][0] for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
+    opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
     for tensor in counted(
         layout.tensors(dist.get_rank()), "loading weights", lambda each: local_parameter(parameters, each).nbytes, show=mib
     ):
@@ -194,10 +195,11 @@ def load_hf(
                 if new_head == "random":
                     parameter.copy_(_random_rows(piece, spec.hidden_size, seed) / INIT_STD / math.sqrt(spec.hidden_size + 1))
                 continue
-            source = opened[files[piece.logical_name]].get_slice(piece.logical_name)
-            parameter[piece.local.slices()].copy_(source[piece.logical.slices()])
+            name, place = places[piece.logical_name]
+            box = piece.logical.move(whole_box(place.shape), place)
+            parameter[piece.local.slices()].copy_(opened[files[name]].get_slice(name)[box.slices()])
             if not parameter[piece.local.slices()].isfinite().all():
-                raise ConfigError(not_finite(folder / files[piece.logical_name], piece.logical_name))
+                raise ConfigError(not_finite(folder / files[name], name))
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -245,7 +247,7 @@ def export_hf(
     configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
     If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
-    plan = file_plan(hf_layout(spec, dtype).tensors(0), max_file_bytes)
+    plan = file_plan(hf_layout(spec, dtype, fused=True).tensors(0), max_file_bytes)
 
     def complete(folder: Path) -> None:
         if len(plan.headers) > 1:
@@ -268,9 +270,8 @@ def write_tensors(
     beside: bool,
 ) -> Writing[None]:
     """Begins to write the tensors of `plan` to folder `path`; `complete` adds the other files, on rank 0."""
-    places = plan.places
     pieces = [
-        (places[piece.logical_name], piece.logical, local_parameter(parameters, tensor)[piece.local.slices()].detach())
+        (*plan.place(piece), local_parameter(parameters, tensor)[piece.local.slices()].detach())
         for tensor, piece in layout.owned_pieces(dist.get_rank())
     ]
     if beside:
@@ -311,7 +312,7 @@ def _write_pieces(folder: Path, pieces: Sequence[tuple[_Place, Box, torch.Tensor
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a logical tensor: `nbytes` at `offset` of `file`."""
+    """The place of a tensor: `nbytes` at `offset` of `file`."""
 
     file: str
     offset: int
@@ -323,8 +324,14 @@ class _Place:
 class FilePlan:
     """Format: 8 bytes header length, JSON header, data."""
 
-    places: dict[str, _Place]  # of every tensor, by its logical name
+    places: dict[str, _Place]  # of every tensor
     headers: dict[str, bytes]  # of every file
+    stored: dict[str, tuple[str, Box]]  # logical name → the tensor that holds it, and where in it
+
+    def place(self, piece: Piece) -> tuple[_Place, Box]:
+        """The tensor that holds the piece, and where in it."""
+        name, box = self.stored[piece.logical_name]
+        return self.places[name], piece.logical.move(whole_box(box.shape), box)
 
 
 def file_plan(
@@ -358,7 +365,8 @@ def file_plan(
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
-    return FilePlan({n: _Place(p.file, p.offset + len(headers[p.file]), p.nbytes, p.shape) for n, p in places.items()}, headers)
+    places = {name: replace(place, offset=place.offset + len(headers[place.file])) for name, place in places.items()}
+    return FilePlan(places, headers, stored(tensors))
 
 
 def _bytes(tensor: LocalTensor) -> int:

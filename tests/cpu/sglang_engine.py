@@ -41,11 +41,21 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "rms_norm_eps": 1e-6,
     "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
         "mscale": 1.0, "mscale_all_dim": 0.7,
     },
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "deepseek_v3": DEEPSEEK_V3,
 }  # fmt: skip
 
 
@@ -69,13 +79,7 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    experts = {
-        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1},
-        "mixtral": {"num_local_experts": 4, "intermediate_size": 64},
-        "deepseek_v3": DEEPSEEK_V3,
-    }
-    own = {"num_experts_per_tok": 2, **experts[family]} if family in experts else {}
-    config = AutoConfig.for_model(family, **{**common, **own, **shape})
+    config = AutoConfig.for_model(family, **{**common, **OWN.get(family, {}), **shape})
     model = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

@@ -104,7 +104,9 @@ def test_extensions_of_ones_own(folder: Path) -> None:
     """All five files of docs/extending.md in one run, with a model of their family."""
     for text in snippets("extending.md", "python"):
         (folder / text.split(maxsplit=2)[1]).write_text(text)
-    model = make_model(folder / "checkpoints/mistral", "mistral", sliding_window=None)
+    model = make_model(folder / "checkpoints/iquest_coder")
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace("LlamaForCausalLM", "IQuestCoderForCausalLM"))
     settings = [f"model.path={model}", "model.family=my_family", "run_dir=runs/own_parts", "weights.transport=my_transport:FileTransport"]
     settings += ["algorithm.name=my_rule:soft", "rollout.name=my_rollout:second_try", "reward.name=my_reward:ends_well"]
     does({f"megarl train configs/quickstart.yaml {' '.join(settings)}": LONG["megarl train configs/calculator.yaml"]}, folder)

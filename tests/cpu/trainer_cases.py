@@ -12,7 +12,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -48,6 +50,8 @@ MODELS: dict[str, PretrainedConfig] = {
         rope_parameters=dict(rope_theta=500.0, **LLAMA3),
         **COMMON,
     ),
+    "mistral": MistralConfig(intermediate_size=48, head_dim=16, sliding_window=None, **UNTIED, **COMMON),
+    "phi3": Phi3Config(intermediate_size=48, pad_token_id=19, **UNTIED, **COMMON),
     "qwen2": Qwen2Config(intermediate_size=48, tie_word_embeddings=True, vocab_size=140, **COMMON),
     "qwen3": Qwen3Config(intermediate_size=48, head_dim=16, **UNTIED, **COMMON),
     "qwen3_moe": Qwen3MoeConfig(
@@ -91,6 +95,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 TESTED = {
     "untied": "single selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
     "tied": "single dp2_zero0_overlap dp2_pp2_vpp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
+    "mistral": "single tp2_pp2 cp2",
+    "phi3": "single tp2_pp2 tp2_cp2",
     "qwen2": "single tp2_sp_recompute",
     "qwen3": "single tp2 tp2_cp2",
     "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",

@@ -156,15 +156,26 @@ def hf_entropy(model: PreTrainedModel, batch: list[TrainSequence], temperature: 
     return torch.cat(found).mean().item()
 
 
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
 def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the names of the checkpoint: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's."""
-    names = {t.name for t in hf_layout(load_spec(folder), "float32").tensors(0) if is_trained(t.name)}
+    """By logical names: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's; Phi has q, k and
+    v in one tensor, gate and up in another."""
+    spec = load_spec(folder)
+    names = {t.name for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)}
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if any("block_sparse_moe" in name for name in names):
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
     found = {}
     for name, tensor in tensors.items():
         layer, experts, kind = name.partition(".mlp.experts.")
+        module, _, fused = name.removesuffix("_proj.weight").rpartition(".")
+        if fused in FUSED:
+            kv_rows = spec.num_kv_heads * spec.head_dim
+            rows = tensor.split([len(tensor) - 2 * kv_rows, kv_rows, kv_rows]) if fused == "qkv" else tensor.chunk(2)
+            found |= {f"{module}.{part}_proj.weight": values for part, values in zip(FUSED[fused], rows, strict=True)}
+            continue
         if not experts:
             found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
             continue

@@ -21,7 +21,7 @@ from megarl.reshard.schedule import batches_from
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 

@@ -77,6 +77,18 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
+def in_files(spec: ModelSpec, hf: HF) -> HF:
+    """The tensors as the files of a checkpoint have them."""
+    if spec.family != "phi3":
+        return hf
+    files, fused = dict(hf), {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+    for i in range(spec.num_layers):
+        for name, parts in fused.items():
+            module = f"model.layers.{i}.{name.partition('.')[0]}."
+            files[f"model.layers.{i}.{name}.weight"] = torch.cat([files.pop(f"{module}{part}.weight") for part in parts])
+    return files
+
+
 def pad(tensor: torch.Tensor, size: int, dim: int, value: float = 0.0) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]

@@ -129,14 +129,14 @@ def test_the_transport():
 
 
 CONFIG = {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "architectures": ["IQuestCoderForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 128,
-    "sliding_window": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "use_sliding_window": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
 def test_the_family():
-    with pytest.raises(ConfigError, match="MistralForCausalLM.*or one of your own"):
+    with pytest.raises(ConfigError, match="IQuestCoderForCausalLM.*or one of your own"):
         load_spec(CONFIG)
     spec = load_spec(CONFIG, own_family="my_family")
     assert spec.family == "my_family" and family(spec).__file__.endswith("my_family.py")
@@ -152,8 +152,8 @@ def test_the_family():
 @pytest.mark.parametrize(
     ("config", "module", "problem"),
     [
-        ({**CONFIG, "sliding_window": 4096}, "my_family", "sliding_window = 4096 is not supported"),
-        ({**CONFIG, "architectures": ["OtherForCausalLM"]}, "my_family", "model.family=my_family is for MistralForCausalLM"),
+        ({**CONFIG, "clip_qkv": 8.0}, "my_family", "clip_qkv = 8.0 is not supported"),
+        ({**CONFIG, "architectures": ["OtherForCausalLM"]}, "my_family", "model.family=my_family is for IQuestCoderForCausalLM"),
         (CONFIG, "my_rule", "model.family=my_rule: the module lacks ARCHITECTURES, read_spec"),
         (CONFIG, "no_such", "model.family=no_such: cannot be imported"),
     ],

@@ -13,12 +13,13 @@ from resolving import MODEL, config, problems_of, with_weights
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.config.schema import TrainerConfig
+from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
 from megarl.estimate.memory import adapters_held, trainer_memory
 from megarl.lora.files import adapter_settings, check_adapter, shown
 from megarl.lora.layout import Lora, lora_tensors, targets
+from megarl.lora.plan import check_lora
 from megarl.lora.settings import LoraConfig
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
@@ -44,6 +45,12 @@ def test_what_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lora.targets=\\[\\]: must be a list of at least one name, or all"):
         config(tmp_path, "lora.targets=[]")
     assert config(tmp_path, "lora.targets=all").lora.targets == ["all"]
+
+
+def test_where_a_checkpoint_fuses_what_would_be_adapted() -> None:
+    [problem] = check_lora(RunConfig(lora=LoraConfig(rank=8)), load_spec(MODELS / "phi-4"))
+    fused = "model.layers.*.self_attn.qkv_proj.weight and model.layers.*.mlp.gate_up_proj.weight"
+    assert problem == f"lora.rank=8: must be null: PEFT has one adapter each for {fused} of a phi3 checkpoint"
 
 
 def test_a_warm_start_of_all_weights_or_of_adapters(tmp_path: Path) -> None:

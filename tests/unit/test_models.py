@@ -98,6 +98,9 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, "sliding_window = 2047 is not supported"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window = 4096 is not supported, only None is"),  # as where the key is missing
     ],
 )
 def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
@@ -122,12 +125,17 @@ def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
 CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
+    "mistral-7b-v0.3": 7.248023552,
+    "phi-4": 14.659507200,
     "qwen3-30b-a3b": 30.532122624,
     "qwen3-235b-a22b": 235.093634560,
     "mixtral-8x7b": 46.702792704,
     "deepseek-v3": 671.026419200,
     "kimi-k2": 1026.408232448,
 }
+
+
+SIZES = {"qwen2.5-7b": (4, 4), "phi-4": (2, 2)}  # tensor-parallel sizes of trainer and engine that divide its heads; else 4 and 8
 
 
 @pytest.mark.parametrize("model", CARDS)
@@ -146,8 +154,8 @@ def test_every_family_is_resharded_at_its_real_size(model, quantization):
     spec = load_spec(Path(__file__).parents[2] / "configs" / "models" / model)
     experts = min(8, max(1, spec.num_experts))
     last = spec.num_layers - 1 if spec.num_layers % 2 else None
-    trainer = trainer_layout(spec, TrainerTopology(tp=4, pp=2, dp=16, ep=experts, last_stage_layers=last), "bfloat16", "te")
-    tp = 4 if model.startswith("qwen2.5") else 8
+    trainer_tp, tp = SIZES.get(model, (4, 8))
+    trainer = trainer_layout(spec, TrainerTopology(tp=trainer_tp, pp=2, dp=16, ep=experts, last_stage_layers=last), "bfloat16", "te")
     engine = GeneratorTopology(engines=8, tp=tp, ep=min(experts, tp))
     map = ReshardMap.build(trainer, generator_layout(spec, engine, "bfloat16", "cuda", quantization))
     prove_exactly_once(map)

@@ -13,7 +13,7 @@ from copies_reference import apply_copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_cases import DTYPES, RULES, assert_equal, carry_out, cases, check_lists, map_key
-from reshard_reference import full_tensors, megatron, sglang
+from reshard_reference import full_tensors, in_files, megatron, sglang
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.audit import MASK, hash_slice, hash_tensor
@@ -110,14 +110,15 @@ def test_data_parallel_attention(name: str, dp_attention: int):
 @given(case=cases())
 def test_export_and_import_are_each_others_inverse(case):
     spec, topology, _, _ = case
-    trainer, checkpoint = trainer_layout(spec, topology, "float32"), hf_layout(spec, "float32")
+    trainer, checkpoint = trainer_layout(spec, topology, "float32"), hf_layout(spec, "float32", fused=True)
     hf = full_tensors(spec, torch.float32)
+    files = in_files(spec, hf)
     ranks = range(topology.world_size)
     out, into = ReshardMap.build(trainer, checkpoint), ReshardMap.build(checkpoint, trainer)
     prove_exactly_once(out)
     prove_exactly_once(into)
-    assert_equal(carry_out(out, [megatron(spec, hf, topology, rank, fill=7.0) for rank in ranks], True)[0], [hf])
-    filled, copies = carry_out(into, [hf], False)
+    assert_equal(carry_out(out, [megatron(spec, hf, topology, rank, fill=7.0) for rank in ranks], True)[0], [files])
+    filled, copies = carry_out(into, [files], False)
     assert_equal(filled, [megatron(spec, hf, topology, rank, fill=0.0) for rank in ranks])
     assert sorted(map_key(c) for rank in ranks for c in into.copies_to(rank)) == sorted(map_key(c) for c in copies)
 

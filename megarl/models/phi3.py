@@ -1,0 +1,25 @@
+"""Phi-4: Llama's tensors; in checkpoints q, k and v are one, and so are gate and up. Also those of Phi-3 that are stated alike."""
+
+from __future__ import annotations
+
+from megarl.models import attention, mlp
+from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.parameters import Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also for a sliding window (Phi-3), which SGLang's engines would ignore, and for partial rotary embeddings
+    (Phi-4-mini)."""
+    reader.expect("sliding_window", None, None)
+    reader.expect("partial_rotary_factor", 1.0, 1.0)
+    return read_common(reader, "phi3")
+
+
+def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
+    return attention.fused(), mlp.fused()
