@@ -1,4 +1,4 @@
-"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it; optional qkv biases and query/key norms.
+"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it, if there is one; optional qkv biases and query/key norms.
 
 Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
 parameters that are in fp8 when the engine is quantised.
@@ -23,13 +23,14 @@ INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.lin
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    tensors = [LogicalTensor(INPUT_NORM, (hidden,), LAYER)]
+    tensors = [] if spec.norms_after else [LogicalTensor(INPUT_NORM, (hidden,), LAYER)]
     for name, rows in zip(_QKV, (q_rows, kv_rows, kv_rows)):
         tensors.append(LogicalTensor(name + "weight", (rows, hidden), LAYER))
         if spec.qkv_bias:
             tensors.append(LogicalTensor(name + "bias", (rows,), LAYER))
     if spec.qk_norm:
-        tensors += [LogicalTensor(name, (spec.head_dim,), LAYER) for name in QK_NORMS]
+        rows = (q_rows, kv_rows) if spec.qk_norm_of_all_heads else (spec.head_dim, spec.head_dim)
+        tensors += [LogicalTensor(name, (count,), LAYER) for name, count in zip(QK_NORMS, rows)]
     return tensors + [LogicalTensor(O, (hidden, q_rows), LAYER)]
 
 
@@ -43,7 +44,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     units = ("attention heads", spec.num_attention_heads), ("key-value heads", tp if tp % kv == 0 else kv)
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
-    parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
+    parameters = [] if spec.norms_after else [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         parts = tuple(Part(name + suffix) for name in _QKV)
         parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units))

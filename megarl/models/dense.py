@@ -1,4 +1,4 @@
-"""Families whose layers all have grouped-query attention and a dense MLP: Llama, Qwen2.5 and Qwen3."""
+"""Families whose layers all have grouped-query attention and a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5 and Qwen3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention, mlp, vocabulary
+from megarl.models import attention, mlp, norms_after, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
@@ -47,17 +47,20 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return vocabulary.logical(spec, attention.logical(spec) + [mlp.norm(spec)] + mlp.logical(spec, spec.intermediate_size))
+    norms = norms_after.logical(spec) if spec.norms_after else [mlp.norm(spec)]
+    return vocabulary.logical(spec, attention.logical(spec) + norms + mlp.logical(spec, spec.intermediate_size))
 
 
 def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
-    layers = attention.megatron(spec, topology, layer_spec) + [mlp.megatron_norm(layer_spec)]
-    return vocabulary.megatron(spec, topology, layers + mlp.megatron(topology, spec.intermediate_size))
+    norms = norms_after.megatron() if spec.norms_after else [mlp.megatron_norm(layer_spec)]
+    layers = attention.megatron(spec, topology, layer_spec) + norms + mlp.megatron(topology, spec.intermediate_size)
+    return vocabulary.megatron(spec, topology, layers)
 
 
 def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
     layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
-    return vocabulary.sglang(spec, topology, device, layers + [attention.sglang_norm(), mlp.sglang_norm()])
+    norms = norms_after.sglang() if spec.norms_after else [attention.sglang_norm(), mlp.sglang_norm()]
+    return vocabulary.sglang(spec, topology, device, layers + norms)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ class ModelSpec:
     head: str = LM  # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward models, critics)
 
     qkv_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of every query and key head
+    qk_norm: bool = False  # RMSNorm of queries and keys
+    qk_norm_of_all_heads: bool = False  # over all heads together, not over each
+    norms_after: bool = False  # of attention and MLP, in the place of those before them
 
     num_experts: int = 0
     experts_per_token: int = 0

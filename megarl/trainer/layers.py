@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -258,6 +262,48 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class NormOfAllHeads(torch.nn.Module):
+    """RMS normalisation of queries or keys over all heads of all tensor ranks together.
+
+    Every rank has the weights of all heads, and a gradient for those of its own: Megatron sums gradients of these norms over the ranks
+    (finalize_model_grads).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
+        """`hidden_size`: of a head; `heads`: of all tensor ranks."""
+        super().__init__()
+        self.eps, self.width, self.group = eps, heads * hidden_size, tensor_group()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads / tp, d]."""
+        values = x.flatten(-2).float()
+        squares = reduce_from_tensor_model_parallel_region(values.square().sum(-1, keepdim=True), group=self.group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # all ranks' heads have a gradient for it
+        weight = self.weight.chunk(self.group.size())[self.group.rank()]
+        return (weight * (values * torch.rsqrt(squares / self.width + self.eps))).to(x.dtype).view_as(x)
+
+
+class NormedResidual(torch.nn.Module):
+    """Norms what attention or an MLP makes, and adds it to the residual stream; stands in for Megatron's bias-dropout-add."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        return self._add
+
+    def _add(self, output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        """All three [s, b, h], or this rank's part of s."""
+        made, bias = output
+        assert bias is None and dropout == 0.0
+        # Megatron switches gradients on for this, also where it has switched them off for the layer: for scores, or to recompute it later.
+        with torch.set_grad_enabled(made.requires_grad):
+            return residual + self.norm(made)
 
 
 class CausalAttention(MegatronModule):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -44,7 +45,17 @@ from megarl.trainer import cpu_support, hf_io, layers, parallel
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.distributed import sent
 from megarl.trainer.hf_io import Writing
-from megarl.trainer.layers import CausalAttention, LatentAttention, RMSNorm, RoutingReplay, ScalarHead, packed_sequences, token_values
+from megarl.trainer.layers import (
+    CausalAttention,
+    LatentAttention,
+    NormedResidual,
+    NormOfAllHeads,
+    RMSNorm,
+    RoutingReplay,
+    ScalarHead,
+    packed_sequences,
+    token_values,
+)
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
 from megarl.trainer.parallel import PlannedShapes, context_group, data_group
@@ -314,7 +325,9 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         own = {"num_experts": spec.num_experts or None, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
-        return get_gpt_layer_with_transformer_engine_spec(**own, multi_latent_attention=spec.kv_lora_rank > 0)
+        layer = get_gpt_layer_with_transformer_engine_spec(**own, multi_latent_attention=spec.kv_lora_rank > 0)
+        _place_norms(spec, config, layer.submodules)
+        return layer
     first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
     dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
     layers = [dense if layer < spec.first_dense_layers else sparse for layer in range(first, first + count)]
@@ -334,7 +347,22 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
     attention.core_attention = LatentAttention if latent else CausalAttention
     for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
         setattr(attention, norm, RMSNorm)
+    _place_norms(spec, config, submodules)
     return layer
+
+
+def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None:
+    """Gives the submodules of `layer` the norms that Megatron's own specs lack."""
+    attention = layer.self_attention.submodules
+    if spec.qk_norm_of_all_heads:
+        attention.q_layernorm = partial(NormOfAllHeads, heads=spec.num_attention_heads)
+        attention.k_layernorm = partial(NormOfAllHeads, heads=spec.num_kv_heads)
+    if spec.norms_after:
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
+    if spec.norms_after and layer_spec() == "te":  # whose linear layers would norm their input
+        provider: Any = gpt_layer_specs.TESpecProvider  # None without Transformer Engine
+        attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = provider().column_parallel_linear()
 
 
 # A model on the trainer's ranks: its forward passes, what is made of their hidden states, its weights as checkpoints. MegatronTrainer

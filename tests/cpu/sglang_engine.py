@@ -50,6 +50,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     "mistral": {"sliding_window": None},
+    "olmo2": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
     "qwen3_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,

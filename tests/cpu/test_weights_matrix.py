@@ -36,7 +36,9 @@ except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
 OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
-FAMILIES = {family: family == "qwen2" for family in ("llama", "mistral", "phi3", "qwen2", "qwen3", *OF_EXPERTS)}  # → tied embeddings
+FAMILIES = {
+    family: family == "qwen2" for family in ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", *OF_EXPERTS)
+}  # → tied embeddings
 DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},

@@ -21,7 +21,7 @@ from megarl.reshard.schedule import batches_from
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
-FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 
@@ -38,7 +38,8 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     dp = draw(st.integers(1, 2)) * (etp * ep // math.gcd(etp * ep, tp * cp))
     generator_tp = draw(st.sampled_from([1, 2, 4]))
     generator_ep = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
-    device = "cuda" if fp8 or latent else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse what does not divide
+    of_gpus = fp8 or latent or name == "olmo2"
+    device = "cuda" if of_gpus else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse what does not divide
     dp_attention = 1
     if device == "cuda" and name in DP_ATTENTION_FAMILIES:
         dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
@@ -64,7 +65,9 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         qkv_bias=name == "qwen2",
-        qk_norm=name in ("qwen3", "qwen3_moe"),
+        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2"),
+        qk_norm_of_all_heads=name == "olmo2",
+        norms_after=name == "olmo2",
     )
     if sparse:
         spec = dataclasses.replace(spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit)

@@ -26,6 +26,11 @@ def router_name(spec: ModelSpec, layer: int) -> str:
     return f"model.layers.{layer}.{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.gate.weight"
 
 
+def layer_norms(spec: ModelSpec) -> tuple[str, str]:
+    first, second = ("post_attention", "post_feedforward") if spec.family == "olmo2" else ("input", "post_attention")
+    return f"{first}_layernorm.weight", f"{second}_layernorm.weight"
+
+
 def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
@@ -42,7 +47,7 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     for i in range(spec.num_layers):
         p = f"model.layers.{i}."
         a = p + "self_attn."
-        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (hidden,)
+        shapes.update({p + name: (hidden,) for name in layer_norms(spec)})
         if spec.kv_lora_rank:
             shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank, hidden), (spec.q_lora_rank,)
             shapes[a + "q_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim), spec.q_lora_rank)
@@ -58,7 +63,7 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
             if spec.qk_norm:
-                shapes[a + "q_norm.weight"] = shapes[a + "k_norm.weight"] = (spec.head_dim,)
+                shapes.update({f"{a}{x}_norm.weight": (rows[x] if spec.family == "olmo2" else spec.head_dim,) for x in "qk"})
         if not is_sparse(spec, i):
             mlp(p + "mlp.", spec.intermediate_size)
             continue
@@ -135,7 +140,6 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         p, m = f"model.layers.{i}.", f"decoder.layers.{i}."
         a, s = p + "self_attn.", m + "self_attention."
         if spec.kv_lora_rank:
-            local[m + "input_layernorm.weight"] = hf[p + "input_layernorm.weight"].clone()
             for x, down, norm, up in (
                 ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
                 ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
@@ -146,8 +150,6 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
                 local[s + norm_name] = hf[f"{a}{norm}.weight"].clone()
                 local[f"{s}linear_{x}_up_proj.weight"] = rows(hf[f"{a}{up}.weight"])
         else:
-            norm_name = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
-            local[m + norm_name] = hf[p + "input_layernorm.weight"].clone()
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
                 q, k, v = (hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
                 local[f"{s}linear_qkv.{suffix}"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
@@ -155,9 +157,13 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
                 for x in "qk":
                     local[f"{s}{x}_layernorm.weight"] = hf[f"{a}{x}_norm.weight"].clone()
         local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
-        post = hf[p + "post_attention_layernorm.weight"].clone()
         sparse = is_sparse(spec, i)
-        local[m + ("mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight")] = post
+        first = "self_attention.linear_qkv.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
+        second = "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
+        if spec.family == "olmo2":
+            first, second = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
+        for name, of_checkpoint in zip((first, second), layer_norms(spec)):
+            local[m + name] = hf[p + of_checkpoint].clone()
         for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             local[f"{m}{module}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
@@ -224,7 +230,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             if spec.qk_norm:
                 for x in "qk":
                     local[f"{a}{x}_norm.weight"] = hf[f"{a}{x}_norm.weight"]
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        for name in layer_norms(spec):
             local[p + name] = hf[p + name]
         sparse = is_sparse(spec, i)
         for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):

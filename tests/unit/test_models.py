@@ -126,6 +126,7 @@ CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
     "mistral-7b-v0.3": 7.248023552,
+    "olmo-2-7b": 7.298617344,
     "phi-4": 14.659507200,
     "qwen3-30b-a3b": 30.532122624,
     "qwen3-235b-a22b": 235.093634560,
@@ -135,7 +136,11 @@ CARDS = {
 }
 
 
-SIZES = {"qwen2.5-7b": (4, 4), "phi-4": (2, 2)}  # tensor-parallel sizes of trainer and engine that divide its heads; else 4 and 8
+SIZES = {
+    "qwen2.5-7b": (4, 4),
+    "olmo-2-7b": (4, 2),
+    "phi-4": (2, 2),
+}  # tensor-parallel sizes of trainer and engine, where 4 and 8 do not fit
 
 
 @pytest.mark.parametrize("model", CARDS)
@@ -177,6 +182,7 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
     [
         ("mixtral-8x7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
         ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
+        ("olmo-2-7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
         ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
         ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
     ],

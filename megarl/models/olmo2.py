@@ -1,0 +1,21 @@
+"""OLMo 2: norms after attention and MLP, and of all query and key heads together; no biases."""
+
+from __future__ import annotations
+
+from megarl.config.errors import ConfigError
+from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
+ARCHITECTURES = ("Olmo2ForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also for a width of heads that SGLang would not read."""
+    reader.expect("attention_bias", False, False)
+    spec = read_common(reader, "olmo2", qk_norm=True, qk_norm_of_all_heads=True, norms_after=True)
+    if spec.head_dim * spec.num_attention_heads != spec.hidden_size:
+        raise ConfigError(f"{reader.source}: head_dim = {spec.head_dim} is not hidden_size / num_attention_heads")
+    return spec
