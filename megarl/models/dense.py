@@ -26,6 +26,9 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
         problems.append(f"{reader.source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     if reader.values.get("head_dim") is None and "head_dim" not in own and hidden % heads:
         problems.append(f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+    if "partial_rotary_factor" not in own and (factor := reader.partial_rotary_factor()) != 1.0:
+        # Of the families without it, SGLang rotates a part of each head, Hugging Face all of it.
+        problems.append(f"{reader.source}: partial_rotary_factor = {factor} is not supported, only 1.0 is")
     if problems:
         raise ConfigError(problems)
     theta, scaling = reader.rope()

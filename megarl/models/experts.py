@@ -5,9 +5,12 @@ Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_pr
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, round_up, whole
+from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
@@ -18,6 +21,24 @@ _MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "
 
 def quantised(module: str) -> tuple[str, ...]:
     return f"{_L}{module}.experts.w13_weight", f"{_L}{module}.experts.w2_weight"
+
+
+def read_sigmoid_router(reader: ConfigReader) -> dict[str, Any]:
+    """The mixtures of DeepSeek-V3 and GLM-4.5, as fields of the spec: sigmoid scores, a bias on the choice, groups, shared experts."""
+    rows = reader.integer("moe_intermediate_size")
+    return {
+        "num_experts": reader.integer("n_routed_experts"),
+        "experts_per_token": reader.integer("num_experts_per_tok"),
+        "expert_intermediate_size": rows,
+        "shared_intermediate_size": reader.integer("n_shared_experts") * rows,
+        "first_dense_layers": reader.integer("first_k_dense_replace"),
+        "score_function": "sigmoid",
+        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+        "router_bias": True,
+        "num_expert_groups": reader.integer("n_group"),
+        "topk_groups": reader.integer("topk_group"),
+        "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
+    }
 
 
 def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) -> list[LogicalTensor]:
@@ -47,7 +68,14 @@ def megatron(
     ]
 
 
-def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, module: str = "mlp", layers: Layers | None = None) -> list[Parameter]:
+def sglang(
+    spec: ModelSpec,
+    topology: GeneratorTopology,
+    device: str,
+    module: str = "mlp",
+    layers: Layers | None = None,
+    router_dtype: str | None = None,
+) -> list[Parameter]:
     """Each of `ep` shards has a contiguous run of experts, which is cut over its tp / ep ranks (moe tp)."""
     moe_tp, rows = topology.tp // topology.ep, spec.expert_intermediate_size
     if device == "cpu":
@@ -58,7 +86,7 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, module: st
     parameters = [
         Parameter(w13, LAYER, (Part(gate, rows), Part(up, rows)), dim=0, groups=moe_tp, layers=layers, units=units),
         Parameter(w2, LAYER, (Part(down, rows),), dim=1, groups=moe_tp, layers=layers),
-        whole(_router(module), LAYER, _router(module), layers=layers),
+        whole(_router(module), LAYER, _router(module), layers=layers, dtype=router_dtype),
     ]
     if spec.router_bias:
         parameters.append(whole(_router_bias(module), LAYER, _router_bias(module), layers=layers, dtype="float32"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention, experts, sparse
+from megarl.models import sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
@@ -45,4 +45,4 @@ def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    return attention.QUANTISED + experts.quantised(MODULE)
+    return sparse.quantised_parameters(spec, MODULE)

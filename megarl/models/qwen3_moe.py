@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.models import attention, experts, sparse
 from megarl.models.dense import read_common
-from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
+from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
 from megarl.models.spec import ModelSpec
 
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
-MODULE = "mlp"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
@@ -30,19 +29,3 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         expert_intermediate_size=reader.integer("moe_intermediate_size"),
         norm_topk_prob=reader.flag("norm_topk_prob", False),
     )
-
-
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    return sparse.logical_tensors(spec, MODULE)
-
-
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
-    return sparse.megatron_parameters(spec, topology, layer_spec, MODULE)
-
-
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
-    return sparse.sglang_parameters(spec, topology, device, MODULE)
-
-
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    return attention.QUANTISED + experts.quantised(MODULE)

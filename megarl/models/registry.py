@@ -70,10 +70,15 @@ class ConfigReader:
         values = self.values.get("rope_parameters") or {}
         theta = values.get("rope_theta") or self.number("rope_theta", 10000.0)
         scaling = values or self.values.get("rope_scaling") or {}
-        scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+        scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "partial_rotary_factor")}
         if scaling.get("rope_type", scaling.get("type", "default")) == "default":
             return float(theta), None
         return float(theta), scaling
+
+    def partial_rotary_factor(self, default: float = 1.0) -> float:
+        """From `rope_parameters` (transformers 5) or from the key of its own."""
+        values = self.values.get("rope_parameters") or {}
+        return ConfigReader(self.source, {**self.values, **values}).number("partial_rotary_factor", default)
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
         value = self.values.get(key, default)

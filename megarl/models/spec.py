@@ -11,7 +11,7 @@ LM, SCALAR = "lm", "scalar"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Fields from `qkv_bias` on are zero, false or None if a family does not have the feature."""
+    """Fields from `qkv_bias` on are zero, false, None or (`partial_rotary_factor`) one if a family does not have the feature."""
 
     family: str  # the module that knows its tensors: "llama" for one of megarl.models, the full name for a user's own
     num_layers: int
@@ -32,6 +32,7 @@ class ModelSpec:
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_of_all_heads: bool = False  # over all heads together, not over each
     norms_after: bool = False  # of attention and MLP, in the place of those before them
+    partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first dims
 
     num_experts: int = 0
     experts_per_token: int = 0

@@ -252,6 +252,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+        rotary_percent=spec.partial_rotary_factor,
         seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
         vp_stage=stage,
     )

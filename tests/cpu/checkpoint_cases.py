@@ -16,7 +16,7 @@ from megarl.reshard.layout import trainer_layout
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
 MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
@@ -70,9 +70,10 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
         "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * random.choice([4, 6, 8, 10]),
         "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700), "tie_word_embeddings": random.random() < 0.5,
     }  # fmt: skip
-    key = "moe_intermediate_size" if family in ("qwen3_moe", "deepseek_v3") else "intermediate_size"
+    layered = family in ("deepseek_v3", "glm4_moe", "glm4_moe_air")  # the first layers are dense
+    key = "moe_intermediate_size" if layered or family == "qwen3_moe" else "intermediate_size"
     settings[key] = 4 * random.randint(3, 20)
-    if family == "deepseek_v3":
+    if layered:
         settings["first_k_dense_replace"] = max(1, random.randint(0, settings["num_hidden_layers"] - 1))
     config, dtype = _model(family, settings), random.choice(DTYPES)
     spec = load_spec(config)
@@ -108,7 +109,7 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A config.json."""
     config = trainer_cases.MODELS[family].to_dict()
     config.pop("layer_types", None)
-    if family not in ("qwen3", "qwen3_moe"):
+    if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air"):
         config.pop("head_dim", None)  # that of the heads there were
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
 

@@ -37,12 +37,14 @@ ENGINES = Nursery(
 )
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT, VOCABULARY = 96, 500
+SIGMOID_ROUTER: dict[str, Any] = {
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
 DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "rms_norm_eps": 1e-6,
-    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    **SIGMOID_ROUTER, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
         "mscale": 1.0, "mscale_all_dim": 0.7,
@@ -57,6 +59,7 @@ OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **SIGMOID_ROUTER},
 }  # fmt: skip
 
 

@@ -44,12 +44,13 @@ OF_FAMILY = {
     "qwen2": {"hidden_size": 512},  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
+    "glm4_moe": {"moe_intermediate_size": 256},
     "deepseek_v3": {
         "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128,
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tp": 2},
@@ -103,6 +104,8 @@ SETTINGS = [
     Setting("llama", "fp8_tensor", 2),
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
+    Setting("glm4_moe", "fp8_block", 2, 2),
+    Setting("glm4_moe", "fp8_channel", 2, 2, "bfloat16"),
     Setting("deepseek_v3", "fp8_block", 2, 2),
     Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]

@@ -35,7 +35,7 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 FAMILIES = {
     family: family == "qwen2" for family in ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", *OF_EXPERTS)
 }  # → tied embeddings

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -32,11 +33,13 @@ YARN = {
     "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale": 1.0, "mscale_all_dim": 0.7,
 }  # fmt: skip
-DEEPSEEK_V3: dict[str, Any] = {
-    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "rope_parameters": dict(rope_theta=500.0, **YARN),
+SIGMOID_ROUTER: dict[str, Any] = {
     "first_k_dense_replace": 1, "intermediate_size": 48, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "rope_parameters": dict(rope_theta=500.0, **YARN), **SIGMOID_ROUTER,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
@@ -61,6 +64,11 @@ MODELS: dict[str, PretrainedConfig] = {
     ),
     "mixtral": MixtralConfig(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, **UNTIED, **COMMON),
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK_V3, **UNTIED, **COMMON | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}),
+    "glm4_moe": Glm4MoeConfig(
+        head_dim=16, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, pad_token_id=19, **SIGMOID_ROUTER, **UNTIED, **COMMON
+    ),
+    # As GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
+    "glm4_moe_air": Glm4MoeConfig(head_dim=16, attention_bias=True, partial_rotary_factor=0.25, **SIGMOID_ROUTER, **UNTIED, **COMMON),
 }
 SP = {"sequence_parallel": True}
 # name -> (world size, topology, trainer settings)
@@ -105,11 +113,14 @@ TESTED = {
     "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
     "mixtral": "single ep2",
     "deepseek_v3": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
+    "glm4_moe": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
+    "glm4_moe_air": "single",
 }
 # Of these: with routing replay on.
 REPLAYED = [
     *(("qwen3_moe", layout) for layout in ("single", "pp2_vpp2", "cp2_ep2", "tp2_ep2", "pp2_vpp2_ep2")),
     ("mixtral", "ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "pp2_vpp2_ep2"),
+    ("glm4_moe", "cp2_ep2"), ("glm4_moe", "pp2_vpp2_ep2"),
 ]  # fmt: skip
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
 
@@ -118,6 +129,7 @@ CHECKPOINTS = {
     "zero1": ("tied", "tp2_zero1", "single tp2_zero1 pp2 dp2_zero1 tp2_pp2 pp2_vpp2"),
     "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
     "experts": ("deepseek_v3", "ep2", "single ep2 pp2_vpp2_ep2"),
+    "dense_first": ("glm4_moe", "ep2", "tp2_ep2"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]

@@ -21,7 +21,7 @@ from megarl.reshard.schedule import batches_from
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
-FAMILIES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 
@@ -30,7 +30,7 @@ Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     """fp8: sizes in which no engine cuts a block of 4 or pads."""
     name = draw(st.sampled_from(FAMILIES))
-    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3")
+    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
     tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
     etp, ep = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
@@ -64,17 +64,19 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else False,
         rms_norm_eps=1e-6,
         rope_theta=1e4,
-        qkv_bias=name == "qwen2",
-        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2"),
+        qkv_bias=name in ("qwen2", "glm4_moe"),
+        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2") or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
         norms_after=name == "olmo2",
     )
     if sparse:
         spec = dataclasses.replace(spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit)
-    if latent:
-        spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True, head_dim=8, qk_nope_head_dim=4)
-        spec = dataclasses.replace(spec, qk_rope_head_dim=4, v_head_dim=4, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
+    if name in ("deepseek_v3", "glm4_moe"):
+        spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True)
         spec = dataclasses.replace(spec, first_dense_layers=draw(st.integers(0, 1)))
+    if latent:
+        spec = dataclasses.replace(spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+        spec = dataclasses.replace(spec, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
     trainer = TrainerTopology(
         tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first, last_stage_layers=last,
     )  # fmt: skip

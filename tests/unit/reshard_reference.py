@@ -240,7 +240,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             local[f"{p}{module}.down_proj.weight"] = columns(hf[f"{p}{module}.down_proj.weight"], size)
         if not sparse:
             continue
-        local[router_name(spec, i)] = hf[router_name(spec, i)]
+        router = hf[router_name(spec, i)]
+        local[router_name(spec, i)] = router.float() if spec.family == "glm4_moe" else router
         if spec.router_bias:
             local[p + "mlp.gate.e_score_correction_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
         moe_tp, per_rank, size = tp // g.ep, spec.num_experts // g.ep, padded(spec.expert_intermediate_size)

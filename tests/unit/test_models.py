@@ -70,6 +70,15 @@ def test_rope_is_read_in_the_old_and_in_the_new_form(rope):
     assert spec.rope_theta == 5e5 and dict(spec.rope_scaling) == SCALING
 
 
+@pytest.mark.parametrize(
+    "rotary", [{"partial_rotary_factor": 0.25}, {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}}, {}]
+)
+def test_the_rotated_share_of_a_head_is_read_in_the_old_and_in_the_new_form(rotary):
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text())
+    spec = load_spec({**{key: value for key, value in config.items() if key != "partial_rotary_factor"}, **rotary})
+    assert (spec.partial_rotary_factor, spec.rope_theta, spec.rope_scaling) == (0.25 if rotary else 0.5, 1e6, None)
+
+
 @pytest.mark.parametrize(("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)])
 def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated, token):
     """Llama 1's -1 is the last row. Two models that differ in it alone have the same shape."""
@@ -91,7 +100,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "supported: DeepseekV3ForCausalLM, LlamaForCausalLM, "),
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported: DeepseekV3ForCausalLM, .*LlamaForCausalLM, "),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
@@ -121,7 +130,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
     assert {case: padded_vocab_size(*case) for case in cases} == cases
 
 
-# Parameters by the model cards, in billions (DeepSeek-V3 without its multi-token-prediction layer).
+# Parameters by the model cards, in billions (DeepSeek-V3 and GLM-4.6 without their multi-token-prediction layers).
 CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
@@ -133,6 +142,7 @@ CARDS = {
     "mixtral-8x7b": 46.702792704,
     "deepseek-v3": 671.026419200,
     "kimi-k2": 1026.408232448,
+    "glm-4.6": 352.797829024,
 }
 
 
@@ -140,6 +150,7 @@ SIZES = {
     "qwen2.5-7b": (4, 4),
     "olmo-2-7b": (4, 2),
     "phi-4": (2, 2),
+    "glm-4.6": (4, 4),
 }  # tensor-parallel sizes of trainer and engine, where 4 and 8 do not fit
 
 
@@ -184,6 +195,7 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
         ("olmo-2-7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
         ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
+        ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0 is"),
         ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
     ],
 )

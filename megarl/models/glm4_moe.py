@@ -1,0 +1,33 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated; a few dense layers, then mixtures as DeepSeek-V3's.
+
+The multi-token-prediction layer (index num_hidden_layers in the checkpoint) is left out: neither side runs it.
+"""
+
+from __future__ import annotations
+
+from megarl.base.geometry import GeneratorTopology
+from megarl.models import experts, sparse
+from megarl.models.dense import read_common
+from megarl.models.parameters import Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters
+from megarl.models.spec import ModelSpec
+
+__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+
+ARCHITECTURES = ("Glm4MoeForCausalLM",)
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    return read_common(
+        reader,
+        "glm4_moe",
+        qkv_bias=reader.flag("attention_bias", False),
+        qk_norm=reader.flag("use_qk_norm", False),
+        partial_rotary_factor=reader.partial_rotary_factor(0.5),
+        **experts.read_sigmoid_router(reader),
+    )
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    return sparse.sglang_parameters(spec, topology, device, router_dtype="float32")
