@@ -72,10 +72,11 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
         yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
 
 
-def check_latent_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed."""
+def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed. Its GLM-4.5
+    (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks."""
     quantization = config.generator.quantization
-    if spec.kv_lora_rank and quantization not in (None, "fp8_block"):
+    if (spec.kv_lora_rank or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
         yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
 
 
@@ -174,7 +175,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_lora,
 )
 # Commands that only plan do without these.
-RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_latent_format, check_expert_sequences)
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_format, check_expert_sequences)
 
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

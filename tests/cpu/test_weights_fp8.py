@@ -105,7 +105,6 @@ SETTINGS = [
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
     Setting("glm4_moe", "fp8_block", 2, 2),
-    Setting("glm4_moe", "fp8_channel", 2, 2, "bfloat16"),
     Setting("deepseek_v3", "fp8_block", 2, 2),
     Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]

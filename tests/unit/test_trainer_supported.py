@@ -26,6 +26,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
     ("model", "settings", "wanted"),
     [
         ("mixtral-8x7b", ["trainer.tp=2", "generator.tp=8"], "trainer.sequence_parallel=false: must be true for a model with experts"),
+        ("glm-4.6", ["generator.tp=4", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
         ("deepseek-v3", ["generator.tp=8", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
     ],
 )
