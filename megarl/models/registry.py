@@ -38,6 +38,7 @@ class ConfigReader:
     def __init__(self, source: str, values: Mapping[str, Any]):
         self.source = source
         self.values = values
+        self.unsupported: dict[str, str] = {}  # key → problem, of what the family does not state
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
@@ -77,13 +78,24 @@ class ConfigReader:
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
         """From `rope_parameters` (transformers 5) or from the key of its own."""
-        values = self.values.get("rope_parameters") or {}
-        return ConfigReader(self.source, {**self.values, **values}).number("partial_rotary_factor", default)
+        of_rope = ConfigReader(self.source, self.values.get("rope_parameters") or {})
+        return of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
+        """Notes a problem if the value is not `allowed`. All are reported together, when the family has read what it needs."""
         value = self.values.get(key, default)
         if value != allowed:
-            raise ConfigError(f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is")
+            self.unsupported[key] = f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
+
+    def spec(self, family: ModuleType) -> ModelSpec:
+        """What `family` reads. Raises ConfigError."""
+        try:
+            spec = family.read_spec(self)
+        except ConfigError as error:
+            raise ConfigError([*self.unsupported.values(), *error.problems]) from error
+        if self.unsupported:
+            raise ConfigError([*self.unsupported.values()])
+        return spec
 
 
 def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None) -> ModelSpec:
@@ -150,9 +162,47 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
     known = architectures()
     if architecture not in known:
         allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family, docs/extending.md)"
-        raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported; supported: {allowed}")
-    spec = known[architecture].read_spec(ConfigReader(source, values))
+        near = _nearest(source, values)
+        raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported{near}; supported: {allowed}")
+    spec = ConfigReader(source, values).spec(known[architecture])
     return replace(spec, padding_token=_padding_token(values.get("pad_token_id"), spec.vocab_size))
+
+
+class _Noting(dict[str, Any]):
+    """Notes the keys that are read."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+FEW = 6
+_INCIDENTAL = re.compile(
+    r"_.*|architectures|model_type|auto_map|.*dtype|.*_token_id|.*version|.*dropout|initializer_range|use_cache|pretraining_tp"
+)
+
+
+def _nearest(source: str, values: Mapping[str, Any]) -> str:
+    """Names the supported architecture whose config.json differs in the fewest keys, and these, if they are few; else empty."""
+    found: list[tuple[int, str, list[str]]] = []
+    for name, module in architectures().items():
+        reader = ConfigReader(source, noting := _Noting(values))
+        try:
+            module.read_spec(reader)
+        except ConfigError:
+            continue
+        unread = {key for key in values if key not in noting.read and not _INCIDENTAL.fullmatch(key)}
+        keys = sorted(unread | reader.unsupported.keys())
+        found.append((len(keys), name, keys))
+    count, name, keys = min(found, default=(FEW + 1, "", []))
+    if count > FEW:
+        return ""
+    differing = ", ".join(f"{key} = {values[key]!r}" if key in values else f"{key}, which is missing" for key in keys)
+    return f" (it has the keys of {name}" + (f", except {differing})" if keys else ")")
 
 
 def _padding_token(stated: Any, vocab_size: int) -> int | None:
@@ -167,7 +217,7 @@ def _read_own(source: str, values: Mapping[str, Any], architecture: str, name: s
         raise ConfigError(f"model.family={name}: the module lacks {', '.join(missing)}; docs/extending.md says what a family declares")
     if architecture not in module.ARCHITECTURES:
         raise ConfigError(f"{source}: architectures = {architecture!r}; model.family={name} is for {', '.join(module.ARCHITECTURES)}")
-    return replace(module.read_spec(ConfigReader(source, values)), family=name)
+    return replace(ConfigReader(source, values).spec(module), family=name)
 
 
 def _config_file(model: str, setting: str) -> Path:

@@ -59,7 +59,10 @@ OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "deepseek_v3": DEEPSEEK_V3,
-    "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **SIGMOID_ROUTER},
+    "glm4_moe": {
+        "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+        **SIGMOID_ROUTER, "n_group": 1,  # so that every rank's experts get tokens
+    },
 }  # fmt: skip
 
 

@@ -101,6 +101,11 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
     "change, message",
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "supported: DeepseekV3ForCausalLM, .*LlamaForCausalLM, "),
+        (
+            {"architectures": ["HeliumForCausalLM"], "final_logit_softcapping": 30.0, "use_cache": True},
+            "(it has the keys of LlamaForCausalLM, except final_logit_softcapping = 30.0)",
+        ),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias = True is not supported, only False is\nconfig: mlp_bias = True"),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
@@ -113,7 +118,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
     ],
 )
 def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
         load_spec({**CONFIG, **change})
 
 
