@@ -23,7 +23,7 @@ INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.lin
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    tensors = [] if spec.norms_after else [LogicalTensor(INPUT_NORM, (hidden,), LAYER)]
+    tensors = [LogicalTensor(INPUT_NORM, (hidden,), LAYER)] if spec.norms_before else []
     for name, rows in zip(_QKV, (q_rows, kv_rows, kv_rows)):
         tensors.append(LogicalTensor(name + "weight", (rows, hidden), LAYER))
         if spec.qkv_bias:
@@ -44,7 +44,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     units = ("attention heads", spec.num_attention_heads), ("key-value heads", tp if tp % kv == 0 else kv)
     layer = "decoder.layers.{layer}."
     own = layer + "self_attention."
-    parameters = [] if spec.norms_after else [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)]
+    parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)] if spec.norms_before else []
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         parts = tuple(Part(name + suffix) for name in _QKV)
         parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units))

@@ -17,7 +17,8 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
 
     Raises ConfigError for missing keys and sizes that do not fit.
     """
-    reader.expect("hidden_act", "silu", "silu")
+    if "activation" not in own:
+        reader.expect("hidden_act", "silu", "silu")
     heads = reader.integer("num_attention_heads")
     hidden = reader.integer("hidden_size")
     kv_heads = reader.integer("num_key_value_heads", heads)
@@ -55,14 +56,15 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 
 def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
-    norms = norms_after.megatron() if spec.norms_after else [mlp.megatron_norm(layer_spec)]
+    norms = norms_after.megatron(spec, layer_spec) if spec.norms_after else [mlp.megatron_norm(layer_spec)]
     layers = attention.megatron(spec, topology, layer_spec) + norms + mlp.megatron(topology, spec.intermediate_size)
     return vocabulary.megatron(spec, topology, layers)
 
 
 def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
     layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
-    norms = norms_after.sglang() if spec.norms_after else [attention.sglang_norm(), mlp.sglang_norm()]
+    norms = [attention.sglang_norm()] if spec.norms_before else []
+    norms += norms_after.sglang(spec) if spec.norms_after else [mlp.sglang_norm()]
     return vocabulary.sglang(spec, topology, device, layers + norms)
 
 

@@ -1,22 +1,30 @@
-"""The norms after attention and MLP (OLMo 2). The trainer has them where outputs are added to the residual stream."""
+"""The norms after attention and MLP (OLMo 2, Gemma 3). The trainer has them where outputs are added to the residual stream.
+
+Where there are norms before too, that of the MLP has a name of its own in checkpoints.
+"""
 
 from __future__ import annotations
 
-from megarl.models.mlp import POST_NORM
+from megarl.models.mlp import MLP_NORM_NAMES, POST_NORM
 from megarl.models.parameters import LAYER, LogicalTensor, Parameter, whole
 from megarl.models.spec import ModelSpec
 
-OF_ATTENTION, OF_MLP = POST_NORM, "model.layers.{layer}.post_feedforward_layernorm.weight"
-_MEGATRON = {"self_attn_bda": OF_ATTENTION, "mlp_bda": OF_MLP}  # by Megatron's names of the modules that add
+_L, _MEGATRON = "model.layers.{layer}.", "decoder.layers.{layer}."
+OF_ATTENTION, BEFORE_MLP, OF_MLP = POST_NORM, _L + "pre_feedforward_layernorm.weight", _L + "post_feedforward_layernorm.weight"
 
 
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
-    return [LogicalTensor(name, (spec.hidden_size,), LAYER) for name in (OF_ATTENTION, OF_MLP)]
+    return [LogicalTensor(name, (spec.hidden_size,), LAYER) for name in _names(spec)]
 
 
-def megatron() -> list[Parameter]:
-    return [whole(f"decoder.layers.{{layer}}.{module}.norm.weight", LAYER, name) for module, name in _MEGATRON.items()]
+def megatron(spec: ModelSpec, layer_spec: str) -> list[Parameter]:
+    places = {OF_ATTENTION: "self_attn_bda.norm.weight", BEFORE_MLP: MLP_NORM_NAMES[layer_spec], OF_MLP: "mlp_bda.norm.weight"}
+    return [whole(_MEGATRON + places[name], LAYER, name) for name in _names(spec)]
 
 
-def sglang() -> list[Parameter]:
-    return [whole(name, LAYER, name) for name in (OF_ATTENTION, OF_MLP)]
+def sglang(spec: ModelSpec) -> list[Parameter]:
+    return [whole(name, LAYER, name) for name in _names(spec)]
+
+
+def _names(spec: ModelSpec) -> tuple[str, ...]:
+    return (OF_ATTENTION, BEFORE_MLP, OF_MLP) if spec.norms_before else (OF_ATTENTION, OF_MLP)

@@ -14,10 +14,8 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a sliding window (Phi-3), which SGLang's engines would ignore, and for partial rotary embeddings
-    (Phi-4-mini)."""
+    """Raises ConfigError also for a sliding window (Phi-3), which SGLang's engines would ignore."""
     reader.expect("sliding_window", None, None)
-    reader.expect("partial_rotary_factor", 1.0, 1.0)
     return read_common(reader, "phi3")
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LM, SCALAR = "lm", "scalar"
+SILU, GELU_TANH = "silu", "gelu_tanh"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Fields from `qkv_bias` on are zero, false, None or (`partial_rotary_factor`) one if a family does not have the feature."""
+    """Fields from `qkv_bias` on have the value that says that a family does not have the feature."""
 
     family: str  # the module that knows its tensors: "llama" for one of megarl.models, the full name for a user's own
     num_layers: int
@@ -31,7 +32,15 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_of_all_heads: bool = False  # over all heads together, not over each
-    norms_after: bool = False  # of attention and MLP, in the place of those before them
+    norms_before: bool = True  # of what goes into attention and MLP
+    norms_after: bool = False  # of what comes out of them
+    zero_centred_norms: bool = False  # all norms multiply by 1 + their weight
+    activation: str = SILU  # of the gate: SILU | GELU_TANH
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    window: int = 0  # tokens that a token attends to in windowed layers, itself included
+    windowed_layers: tuple[int, ...] = ()
+    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are never scaled
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first dims
 
     num_experts: int = 0

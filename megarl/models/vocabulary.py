@@ -34,6 +34,11 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]
     return tuple(parameters)
 
 
+def sglang_of_whole(layers: list[Parameter]) -> tuple[Parameter, ...]:
+    """All of SGLang's parameters of a tied model whose embedding every rank has whole, without padding (Gemma 3)."""
+    return (whole(EMBED, FIRST, EMBED), *layers, whole(NORM, LAST, NORM))
+
+
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, layers: list[Parameter]) -> tuple[Parameter, ...]:
     """All of SGLang's parameters. CPU engines pad the vocabulary further."""
     tp, padded = topology.tp, round_up(spec.vocab_size, SGLANG_PADDING)

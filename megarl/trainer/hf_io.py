@@ -212,7 +212,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
         for piece in tensor.pieces:
             local = parameter[piece.local.slices()]
             if local.dim() == 1:
-                local.fill_(0.0 if piece.logical_name.endswith("bias") else 1.0)
+                local.fill_(0.0 if spec.zero_centred_norms or piece.logical_name.endswith("bias") else 1.0)
             else:
                 local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megarl.models.routing import RoutingFormat
 from megarl.trainer.cpu_support import layer_spec
@@ -250,17 +251,20 @@ class RoutingReplay:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows sequence parallelism."""
+    """RMS normalisation over the last dimension; unlike Megatron's WrappedTorchNorm it allows sequence parallelism and zero-centred
+    weights."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         # finalize_model_grads reads it: each tensor rank saw only its part of the sequence, so gradients are summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero_centred:
+            return F.rms_norm(x.float(), (x.size(-1),), 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
@@ -329,6 +333,8 @@ class CausalAttention(MegatronModule):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.cp_group = context_group()
         self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq or 1, layer_number)
+        self.reach = config.window_size[0] if windowed and config.window_size else None  # how many tokens back it sees
 
     def forward(
         self,
@@ -349,16 +355,23 @@ class CausalAttention(MegatronModule):
         keys, values = (x.split([count * length for count, length in runs]) for x in (key, value))
         outs = []
         for (count, length), parts in zip(runs, zip(queries, keys, values)):
-            mask = None
-            if ranks > 1:
-                mine = sent(held_positions((0, length), ranks, group.rank()), query.device)
-                mask = mine[:, None] >= torch.arange(length, device=query.device)
+            mask = self._mask(length, query.device)
             q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
             )
             outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(outs)
+
+    def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        """[length / cp, length] for this rank's positions of a sequence; None if it is the plain causal mask of all positions."""
+        ranks = self.cp_group.size()
+        reach = length if self.reach is None else self.reach
+        if ranks == 1 and reach >= length - 1:
+            return None
+        mine = held_positions((0, length), ranks, self.cp_group.rank()) if ranks > 1 else torch.arange(length)
+        back = sent(mine, device)[:, None] - torch.arange(length, device=device)
+        return (back >= 0) & (back <= reach)
 
 
 class LatentAttention(CausalAttention):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -39,7 +40,7 @@ from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import flops_per_token
 from megarl.models.routing import RoutingFormat
-from megarl.models.spec import LM, SCALAR, ModelSpec
+from megarl.models.spec import GELU_TANH, LM, SCALAR, SILU, ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer import cpu_support, hf_io, layers, parallel
 from megarl.trainer.cpu_support import layer_spec
@@ -115,6 +116,7 @@ def refuse_corruption() -> None:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
     "rotary_scaling_factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -147,7 +149,8 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        layernorm_zero_centered_gamma=spec.zero_centred_norms,
+        activation_func=ACTIVATIONS[spec.activation],
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm or spec.kv_lora_rank > 0,
@@ -171,10 +174,13 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
-        bias_activation_fusion=cuda,
+        bias_activation_fusion=cuda and spec.activation == SILU,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=fused and not spec.kv_lora_rank,
         attention_softmax_in_fp32=True,
+        softmax_scale=spec.attention_scale,
+        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # tokens back and ahead
+        window_attn_skip_freq=[int(layer in spec.windowed_layers) for layer in range(spec.num_layers)] if spec.windowed_layers else None,
         # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
@@ -258,6 +264,11 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
     )
     if model.pre_process and spec.padding_token is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_without_padding, spec.padding_token))
+    if model.pre_process and spec.embedding_scale != 1.0:
+        scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()  # rounded as Hugging Face rounds it
+        model.embedding.register_forward_hook(partial(_scaled, scale))
+    if spec.windowed_rope_theta:
+        _give_windows_their_rope(spec, model)
     if spec.rope_type == "llama3":
         # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
         rotary: Any = model.rotary_pos_emb  # which a checker takes for a tensor or any module
@@ -283,6 +294,24 @@ def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output
     if embedding.reduce_scatter_embeddings:
         ids = ids.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
     return torch.where((ids == token)[..., None], output.detach(), output)
+
+
+def _scaled(scale: float, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return output * scale
+
+
+def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
+    """GPTModel has one rotary embedding for all layers."""
+    on_cpu = model.config.use_cpu_initialization
+    rope = RotaryEmbedding(spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu)  # type: ignore[arg-type]
+
+    def give(attention: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return arguments, named | {"rotary_pos_emb": rope(len(named["rotary_pos_emb"]), packed_seq=True)}
+
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        if layer.layer_number - 1 in spec.windowed_layers:
+            layer.self_attention.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _hidden_states(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
@@ -358,10 +387,11 @@ def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None
     if spec.qk_norm_of_all_heads:
         attention.q_layernorm = partial(NormOfAllHeads, heads=spec.num_attention_heads)
         attention.k_layernorm = partial(NormOfAllHeads, heads=spec.num_kv_heads)
-    if spec.norms_after:
+    if not spec.norms_before:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if spec.norms_after:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
-    if spec.norms_after and layer_spec() == "te":  # whose linear layers would norm their input
+    if not spec.norms_before and layer_spec() == "te":  # whose linear layers would norm their input
         provider: Any = gpt_layer_specs.TESpecProvider  # None without Transformer Engine
         attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = provider().column_parallel_linear()
 

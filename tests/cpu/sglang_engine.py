@@ -50,7 +50,12 @@ DEEPSEEK_V3: dict[str, Any] = {
         "mscale": 1.0, "mscale_all_dim": 0.7,
     },
 }  # fmt: skip
+MODEL_TYPES = {"gemma3": "gemma3_text"}
 OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
+    "gemma3": {
+        "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20,
+        "pad_token_id": 0,
+    },
     "mistral": {"sliding_window": None},
     "olmo2": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
@@ -86,7 +91,7 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = AutoConfig.for_model(family, **{**common, **OWN.get(family, {}), **shape})
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **{**common, **OWN.get(family, {}), **shape})
     model = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -55,6 +56,16 @@ MODELS: dict[str, PretrainedConfig] = {
         **COMMON,
     ),
     "mistral": MistralConfig(intermediate_size=48, head_dim=16, sliding_window=None, **UNTIED, **COMMON),
+    "gemma3": Gemma3TextConfig(
+        intermediate_size=48,
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=19,
+        vocab_size=140,
+        **COMMON,
+    ),
     "olmo2": Olmo2Config(intermediate_size=48, pad_token_id=19, **UNTIED, **COMMON),
     "phi3": Phi3Config(intermediate_size=48, pad_token_id=19, **UNTIED, **COMMON),
     "qwen2": Qwen2Config(intermediate_size=48, tie_word_embeddings=True, vocab_size=140, **COMMON),
@@ -106,6 +117,7 @@ TESTED = {
     "untied": "single selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
     "tied": "single dp2_zero0_overlap dp2_pp2_vpp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
     "mistral": "single tp2_pp2 cp2",
+    "gemma3": "single tp2_sp_recompute cp2 tp2_pp2",
     "olmo2": "single tp2 tp2_sp_recompute cp2 tp2_pp2",
     "phi3": "single tp2_pp2 tp2_cp2",
     "qwen2": "single tp2_sp_recompute",
@@ -144,7 +156,7 @@ def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) ->
     model = kind.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") else 1.0, 0.1)
+            torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") or name == "gemma3" else 1.0, 0.1)
     for key, buffer in model.named_buffers():
         if key.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)

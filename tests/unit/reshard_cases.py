@@ -21,7 +21,7 @@ from megarl.reshard.schedule import batches_from
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
-FAMILIES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 
@@ -61,13 +61,14 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         head_dim=4 * draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(2, 200)),
         max_position_embeddings=16,
-        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else False,
+        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else name == "gemma3",
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         qkv_bias=name in ("qwen2", "glm4_moe"),
-        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2") or (name == "glm4_moe" and draw(st.booleans())),
+        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3") or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
-        norms_after=name == "olmo2",
+        norms_before=name != "olmo2",
+        norms_after=name in ("olmo2", "gemma3"),
     )
     if sparse:
         spec = dataclasses.replace(spec, num_experts=4 * draw(st.integers(1, 2)), expert_intermediate_size=etp * unit)

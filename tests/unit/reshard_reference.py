@@ -26,9 +26,12 @@ def router_name(spec: ModelSpec, layer: int) -> str:
     return f"model.layers.{layer}.{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.gate.weight"
 
 
-def layer_norms(spec: ModelSpec) -> tuple[str, str]:
-    first, second = ("post_attention", "post_feedforward") if spec.family == "olmo2" else ("input", "post_attention")
-    return f"{first}_layernorm.weight", f"{second}_layernorm.weight"
+def layer_norms(spec: ModelSpec) -> list[str]:
+    names = {
+        "olmo2": ("post_attention", "post_feedforward"),
+        "gemma3": ("input", "pre_feedforward", "post_attention", "post_feedforward"),
+    }
+    return [f"{name}_layernorm.weight" for name in names.get(spec.family, ("input", "post_attention"))]
 
 
 def is_sparse(spec: ModelSpec, layer: int) -> bool:
@@ -160,9 +163,9 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         sparse = is_sparse(spec, i)
         first = "self_attention.linear_qkv.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
-        if spec.family == "olmo2":
-            first, second = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
-        for name, of_checkpoint in zip((first, second), layer_norms(spec)):
+        before = [] if spec.family == "olmo2" else [first, second]
+        after = ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"] if spec.family in ("olmo2", "gemma3") else []
+        for name, of_checkpoint in zip(before + after, layer_norms(spec), strict=True):
             local[m + name] = hf[p + of_checkpoint].clone()
         for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
@@ -207,7 +210,9 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
     def padded(size: int) -> int:
         return -(-size // (32 * tp)) * 32 * tp if device == "cpu" else size
 
-    embed = rows(hf["model.embed_tokens.weight"], vocab, attn_tp, attn_rank)
+    embed = hf["model.embed_tokens.weight"]
+    if spec.family != "gemma3":
+        embed = rows(embed, vocab, attn_tp, attn_rank)
     local = {"model.embed_tokens.weight": embed, "model.norm.weight": hf["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         local["lm_head.weight"] = rows(hf["lm_head.weight"], vocab)

@@ -140,6 +140,7 @@ CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
     "mistral-7b-v0.3": 7.248023552,
+    "gemma-3-1b": 0.999885952,
     "olmo-2-7b": 7.298617344,
     "phi-4": 14.659507200,
     "qwen3-30b-a3b": 30.532122624,
@@ -152,6 +153,7 @@ CARDS = {
 
 
 SIZES = {
+    "gemma-3-1b": (1, 2),
     "qwen2.5-7b": (4, 4),
     "olmo-2-7b": (4, 2),
     "phi-4": (2, 2),
@@ -198,6 +200,8 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
     [
         ("mixtral-8x7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
         ("mixtral-8x7b", {"rope_scaling": SCALING}, "only a rope_theta that is a whole number is supported"),
+        ("gemma-3-1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type = 'linear' is not supported"),
+        ("gemma-3-1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         ("olmo-2-7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
         ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
         ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0 is"),
@@ -208,6 +212,16 @@ def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
     config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, **change})
+
+
+def test_windows_are_read_in_the_old_and_in_the_new_form():
+    old = json.loads((Path(__file__).parents[2] / "configs" / "models" / "gemma-3-1b" / "config.json").read_text())
+    new = {key: value for key, value in old.items() if not key.startswith("rope_") and key != "sliding_window_pattern"}
+    new["rope_parameters"] = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
+    new["layer_types"] = [("sliding_attention", "full_attention")[layer in (5, 11, 17, 23)] for layer in range(26)]
+    spec = load_spec(old)
+    assert spec == load_spec(new) and len(spec.windowed_layers) == 22
+    assert (spec.rope_theta, spec.windowed_rope_theta, spec.window, spec.attention_scale) == (1e6, 1e4, 512, 1 / 16)
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
