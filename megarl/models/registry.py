@@ -181,8 +181,9 @@ class _Noting(dict[str, Any]):
 
 
 FEW = 6
-_INCIDENTAL = re.compile(
+_INCIDENTAL = re.compile(  # keys without effect on the model that is trained
     r"_.*|architectures|model_type|auto_map|.*dtype|.*_token_id|.*version|.*dropout|initializer_range|use_cache|pretraining_tp"
+    r"|num_nextn_predict_layers"
 )
 
 
