@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -356,14 +355,15 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
 
     Raises EngineError, with the ends of their logs, when no engine is left and none comes back in time.
     """
+    now_s = asyncio.get_running_loop().time
     while True:
         await fleet.pulse.until(lambda: bool(fleet.lost))
-        left_since = time.monotonic()
+        left_since = now_s()
         while fleet.lost:
             awaited = [index for index in fleet.lost if restarted or index in fleet.joining]
             if fleet.members:
-                left_since = time.monotonic()
-            elif not awaited or time.monotonic() - left_since > startup_timeout_s:
+                left_since = now_s()
+            elif not awaited or now_s() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
             back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # a host that is gone does not even refuse
             for index in itertools.compress(awaited, back):

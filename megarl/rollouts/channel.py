@@ -14,7 +14,7 @@ are used, and when (`buffer`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.order import outside_band
 from megarl.messaging.link import LOOK_UP_S, Hub, Peer
 from megarl.messaging.members import members_only
-from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, PromptsRested, Regenerate, WeightsWanted
+from megarl.messaging.messages import GenerateFrom, GroupReady, GroupsStarted, Message, PromptsRested, Regenerate, WeightsWanted
 from megarl.messaging.process_groups import StopRequest
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.rewards.score import has_signal
@@ -273,6 +273,72 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
 
 
+class Inlet(Protocol):
+    """The trainer's end of the link, as `Intake` uses it."""
+
+    def drain(self, kind: type[Any]) -> Iterable[Any]: ...
+
+    def send(self, message: Message) -> None: ...
+
+
+class Intake:
+    """What rank 0 decides, without waiting: everything that has arrived goes into the buffer, which makes up batches.
+
+    At its start it says which prompts are to be generated. `max_generated`: if this many prompts did not fill a batch, the batch is empty
+    and names the dropped prompts.
+    """
+
+    def __init__(self, link: Inlet, buffer: RolloutBuffer, max_generated: int | None = None):
+        self._link, self.buffer, self._max_generated = link, buffer, max_generated
+        self._rejected = 0  # since the last batch
+        self._full_since: float | None = None  # since when the buffer has enough groups for the batch that is awaited
+        self._idle_s = 0.0  # of the generator, up to the last batch
+        ledger = buffer.ledger()
+        held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
+        unused = sorted([*ledger.dropped, *ledger.rested])
+        link.send(GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected))
+
+    def look(self, step: int, now_s: float) -> tuple[_Header, list[GroupReady], list[GroupReady]] | None:
+        """The batch of `step` with its groups and those dropped, if it can be made up now. Groups that are too old are generated again."""
+        self.take_in()
+        if stale := self.buffer.reject(step):
+            self._link.send(Regenerate(stale))
+            self._rejected += len(stale)
+        if (groups := self.buffer.take(step)) is not None:
+            return self._made_up(step, groups, self.buffer.report_dropped(), now_s)
+        if dropped := self.buffer.give_up(step, self._max_generated):
+            return self._made_up(step, [], dropped, now_s)
+        if self._full_since is None and self.buffer.full(step):
+            self._full_since = now_s
+        return None
+
+    def take_in(self) -> None:
+        """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
+        finished groups are collected first, and the announcements collected after them include theirs. A prompt rests because of groups
+        that have finished before: so those that rest are collected before these."""
+        for rested in self._link.drain(PromptsRested):
+            self.buffer.rest(rested.ordinals)
+        ready = self._link.drain(GroupReady)
+        for started in self._link.drain(GroupsStarted):
+            self.buffer.begin(started.ordinals, started.version)
+        for group in ready:
+            self.buffer.finish(group)
+
+    def _made_up(
+        self, step: int, groups: list[GroupReady], dropped: list[GroupReady], now_s: float
+    ) -> tuple[_Header, list[GroupReady], list[GroupReady]]:
+        timed = [group for group in groups if group.ended_s > 0]
+        took_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
+        reward_s = max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed) if timed else 0.0
+        idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
+        waited_s, self._idle_s = idle_s - self._idle_s, idle_s
+        due_wait_s = 0.0 if self._full_since is None else now_s - self._full_since
+        rejected, self._rejected, self._full_since = self._rejected, 0, None
+        summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
+        counts = due_wait_s, rejected, self.buffer.finished, of_dropped, self.buffer.take_rested()
+        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s), groups, dropped
+
+
 class RolloutsReceiver:
     """The end at every trainer rank. `buffer` is None except on rank 0.
 
@@ -296,19 +362,14 @@ class RolloutsReceiver:
         resend: Callable[[Any], None] = lambda executor: None,
         max_generated: int | None = None,
     ):
-        """`max_generated`: if this many prompts did not fill a batch, the batch is empty and names the dropped prompts."""
         self.link = link
-        self._timeout_s, self._buffer, self._stop = timeout_s, buffer, stop or StopRequest()
-        self._max_generated = max_generated
+        self._timeout_s, self._stop = timeout_s, stop or StopRequest()
         self._resend = resend  # sends the weights again, for an engine that has come back
-        self._idle_s = 0.0  # of the generator, up to the previous batch
         self._groups: _Groups | None = None  # None until the first batch is asked for
+        self._intake: Intake | None = None
         if buffer is not None:
             link.read_ahead()
-            ledger = buffer.ledger()
-            held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
-            unused = sorted([*ledger.dropped, *ledger.rested])
-            link.send(GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected))
+            self._intake = Intake(link, buffer, max_generated)
 
     def recv(self, executor: BatchExecutor) -> None:
         """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
@@ -347,20 +408,19 @@ class RolloutsReceiver:
 
     def ledger(self) -> bytes:
         """The ledger for a checkpoint, encoded, with everything that has arrived by now."""
-        self._take_in()
-        return self._rank_0_buffer.ledger().encode()
+        intake = self._rank_0_intake
+        intake.take_in()
+        return intake.buffer.ledger().encode()
 
     @property
-    def _rank_0_buffer(self) -> RolloutBuffer:
-        assert self._buffer is not None, "only rank 0 has a buffer"
-        return self._buffer
+    def _rank_0_intake(self) -> Intake:
+        assert self._intake is not None, "only rank 0 has a buffer"
+        return self._intake
 
     def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
-        """Waits for the batch of this step, and has groups that are too old generated again. Returns its groups and those dropped, and
-        None when the run is to stop."""
-        step, buffer = executor.curr_step, self._rank_0_buffer
-        deadline, full_since, rejected = time.monotonic() + self._timeout_s, None, 0
-        awaited = f"batch {step} from generator.0"
+        """Waits for the batch of this step. Returns it with its groups and those dropped, and None when the run is to stop."""
+        step, intake = executor.curr_step, self._rank_0_intake
+        deadline, awaited = time.monotonic() + self._timeout_s, f"batch {step} from generator.0"
         with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
             while True:
                 if self._stop.asked:
@@ -368,49 +428,11 @@ class RolloutsReceiver:
                 wanted = self.link.poll(WeightsWanted)
                 if wanted is not None and wanted[1].version == step:  # otherwise a newer version has been sent meanwhile
                     return _Resend()
-                self._take_in()
-                if stale := buffer.reject(step):
-                    self.link.send(Regenerate(stale))
-                    rejected += len(stale)
-                groups = buffer.take(step)
-                if groups is not None:
-                    dropped = buffer.report_dropped()
-                    break
-                if dropped := buffer.give_up(step, self._max_generated):
-                    groups = []
-                    break
-                if full_since is None and buffer.full(step):
-                    full_since = time.monotonic()
+                if (found := intake.look(step, time.monotonic())) is not None:
+                    return found
                 left_s = deadline - time.monotonic()
                 if not self.link.wait(min(left_s, LOOK_UP_S)) and left_s <= 0:
-                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {buffer}")
-        now = time.monotonic()
-        due_wait_s = now - full_since if full_since is not None else 0.0
-        return self._header(step, groups, dropped, due_wait_s, rejected), groups, dropped
-
-    def _take_in(self) -> None:
-        """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
-        finished groups are collected first, and the announcements collected after them include theirs. A prompt rests because of groups
-        that have finished before: so those that rest are collected before these."""
-        for rested in self.link.drain(PromptsRested):
-            self._rank_0_buffer.rest(rested.ordinals)
-        ready = self.link.drain(GroupReady)
-        for started in self.link.drain(GroupsStarted):
-            self._rank_0_buffer.begin(started.ordinals, started.version)
-        for group in ready:
-            self._rank_0_buffer.finish(group)
-
-    def _header(self, step: int, groups: list[GroupReady], dropped: list[GroupReady], due_wait_s: float, rejected: int) -> _Header:
-        timed = [group for group in groups if group.ended_s > 0]
-        took_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
-        reward_s = max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed) if timed else 0.0
-        idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
-        waited_s, self._idle_s = idle_s - self._idle_s, idle_s
-        buffered = self._rank_0_buffer.finished
-        summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
-        rested = self._rank_0_buffer.take_rested()
-        counts = due_wait_s, rejected, buffered, of_dropped, rested
-        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s)
+                    raise TimeoutError(f"trainer.0 waited {self._timeout_s:.0f} s for {awaited}; {intake.buffer}")
 
 
 class _Groups:

@@ -151,14 +151,15 @@ class RolloutStream:
         pulse: Pulse,
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         scoring_s: Callable[[], float] = lambda: 0.0,
+        now_s: Callable[[], float] = time.monotonic,
     ):
         """`scoring_s`: how long rollouts have waited for scores by now (see ScoringClock)."""
         self.admission, self._roll_out, self._channel, self._judge = admission, roll_out, channel, judge
-        self._background, self._pulse, self._scoring_s = background, pulse, scoring_s
+        self._background, self._pulse, self._scoring_s, self._now_s = background, pulse, scoring_s, now_s
         self.version: Version = -1
         self.sent = 0
         self._idle_s = 0.0
-        self._idle_share, self._idle_since = 0.0, time.monotonic()
+        self._idle_share, self._idle_since = 0.0, now_s()
         self._held = self._still = False
 
     async def run(self, timeout_s: float) -> None:
@@ -219,9 +220,9 @@ class RolloutStream:
             self._background.start(self._one(ordinal), f"rollout of prompt {ordinal}")
 
     async def _one(self, ordinal: Ordinal) -> None:
-        version, started, scoring_s = self.version, time.monotonic(), self._scoring_s()
+        version, started, scoring_s = self.version, self._now_s(), self._scoring_s()
         group = await self._roll_out(ordinal)
-        ended = time.monotonic()
+        ended = self._now_s()
         ready = self._judge(pack(group, version, started, ended, self._idle_s, (scoring_s, self._scoring_s())))
         self._channel.finished(ready)
         if self.admission.curriculum:
@@ -243,7 +244,7 @@ class RolloutStream:
         return self.admission.in_flight, self.admission.begun, self.admission.max_in_flight, self.version, self._held, self._still
 
     def _note_idleness(self) -> None:
-        now = time.monotonic()
+        now = self._now_s()
         self._idle_s += self._idle_share * (now - self._idle_since)
         self._idle_share, self._idle_since = self._share_idle(), now
 
