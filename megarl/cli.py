@@ -62,6 +62,7 @@ EXAMPLES = {
         "megarl plan configs/8b_aipo.yaml trainer.dp=16",
         "megarl plan configs/70b_aipo.yaml --search --gpus 256 cluster.gpu=H200",
         "megarl plan configs/405b_aipo.yaml --picture 405b.svg --json",
+        "megarl plan configs/405b_aipo.yaml --simulate --sweep async.capacity=0,1,2,4 async.partial_rollout=in_flight,block",
     ],
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",
@@ -210,6 +211,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     plan.add_argument("--theory", action="store_true", help="show the optimum of LlamaRL's section 7 beside what the search finds")
     plan.add_argument("--gpus", metavar="N", type=int, help="GPUs to search over; default: as many as the config uses")
     plan.add_argument("--picture", metavar="FILE", help="draw what fills memory and time: .svg or .png")
+    plan.add_argument("--simulate", action="store_true", help="run it in virtual time: lengths, waits, staleness, failures")
+    plan.add_argument("--sweep", metavar="KEY=A,B,…", nargs="+", default=[], help="with --simulate: a row for each combination of values")
+    plan.add_argument("--from", metavar="RUN", dest="source", help="with --simulate: a run folder whose measured times are used")
+    plan.add_argument("--output", metavar="FOLDER", help="with --simulate: write the run there, for megarl report")
     for name, module in WITHOUT_CONFIG.items():
         about = module.DESCRIPTION
         by_name[name] = commands.add_parser(name, help=about, description=about, epilog=_examples(name), formatter_class=_RAW)
@@ -321,6 +326,11 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    if arguments.simulate:
+        return _simulate(arguments)
+    given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
+    if given:
+        raise ConfigError(f"{given[0]}: needs --simulate")
     from megarl.estimate.command import run
 
     run(
@@ -332,6 +342,16 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
         picture=arguments.picture,
         as_json=arguments.json,
     )
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from megarl.config.load import load_config
+    from megarl.simulation.command import run
+
+    def configure(overrides: Sequence[str]) -> RunPlan:
+        return resolve(load_config(arguments.config, [*arguments.overrides, *overrides]), "plan")
+
+    run(configure, sweep=arguments.sweep, source=arguments.source, output=arguments.output, as_json=arguments.json)
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:

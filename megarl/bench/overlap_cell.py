@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megarl.algorithms.batches import step_times
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
@@ -23,7 +24,6 @@ from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, Rollout
 from megarl.controller import Controller
 from megarl.data.order import train_mixture
 from megarl.executors.generator import GeneratorExecutor
-from megarl.executors.trainer import step_times
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet
 from megarl.messaging.link import Hub, Peer, RunKey
@@ -195,7 +195,7 @@ class EmulatedTrainer:
         samples = batch.samples
         self.rows.append({
             "step": batch.step,
-            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s),
+            **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync.wait_s, self._sync.sync_s, applied.pause_s),
             "ordinals": [group.ordinal for group in batch.groups],
             "lengths": [sample.tokens for sample in samples],
             "version/min": min(sample.min_version for sample in samples),

@@ -15,6 +15,7 @@ from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, above, at_least, between, each, one_of, seconds, setting
 from megarl.lora.settings import LoraConfig
 from megarl.roles.settings import RoleConfig
+from megarl.simulation.settings import SimulationConfig
 
 # The schema's sections on datasets.
 
@@ -637,6 +638,7 @@ class PlanConfig:
         "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
         between(0, 1, open_high=True),
     )
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
 
     @property
     def mean_prompt_tokens(self) -> int:

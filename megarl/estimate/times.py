@@ -352,7 +352,7 @@ class GenerateModel:
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
         # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it where all end equally long).
-        again = self._prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
+        again = self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
         full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
         return GenerateTime(
             prefill=self._prefill_s(workload, requests) + again,
@@ -398,9 +398,9 @@ class GenerateModel:
     def _prefill_s(self, workload: Workload, requests: float) -> float:
         """Responses to one prompt share its prefill if they are on the same engine."""
         prompts = min(requests, max(1.0, workload.prompts / self.generator.engines))
-        return self._prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
+        return self.prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
 
-    def _prefilled_s(self, tokens: float, length: float) -> float:
+    def prefilled_s(self, tokens: float, length: float) -> float:
         """Of this many tokens, in sequences of `length`. Chunks are large enough that products bind, not memory."""
         return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
 

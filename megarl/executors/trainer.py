@@ -11,7 +11,15 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from megarl.algorithms.batches import batch_metrics, batch_rewards, dropped_metrics, masked_places, source_metrics, too_many_dropped
+from megarl.algorithms.batches import (
+    batch_metrics,
+    batch_rewards,
+    dropped_metrics,
+    masked_places,
+    source_metrics,
+    step_times,
+    too_many_dropped,
+)
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Batch, TrainSequence, Version
@@ -44,27 +52,6 @@ from megarl.weight_sync.common import sent_layout
 from megarl.weight_sync.sender import SyncReport
 
 # Breaks down the time of a step, on both sides.
-
-
-def step_times(batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport, pause_s: float) -> dict[str, float]:
-    """The metrics of one step in seconds; docs/asynchrony.md says what each one is.
-
-    The bubble is the time that perfect overlap would have saved: the idle time of the side that idled less.
-    """
-    trainer_wait_s = batch_wait_s + sync.wait_s
-    return {
-        "time/step_s": step_s,
-        "time/train_s": train_s,
-        "time/generate_s": batch.generate_s,
-        "time/reward_s": batch.reward_s,
-        "time/sync_s": sync.sync_s,
-        "time/sync_pause_s": pause_s,
-        "time/trainer_wait_s": trainer_wait_s,
-        "time/weights_wait_s": sync.wait_s,
-        "time/generator_wait_s": batch.generator_wait_s,
-        "time/due_wait_s": batch.due_wait_s,
-        "time/bubble_s": min(trainer_wait_s + sync.sync_s, batch.generator_wait_s),
-    }
 
 
 DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
@@ -236,7 +223,9 @@ class TrainerExecutor:
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
                 **self._probe_metrics,
-                **step_times(batch, step_s, train_s, self._batch_wait_s, self._sync, applied.pause_s if applied else 0.0),
+                **step_times(
+                    batch, step_s, train_s, self._batch_wait_s, self._sync.wait_s, self._sync.sync_s, applied.pause_s if applied else 0.0
+                ),
                 "time/save_s": self.saving.taken_s(),
                 "samples_per_s": len(samples) / step_s,
                 "tokens_per_s": sum(sample.policy_tokens for sample in samples) / step_s,

@@ -271,6 +271,12 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
 
 
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
+_decode_received = msgspec.msgpack.Decoder(_Received).decode
+
+
+def batch_of(header: _Header) -> Batch:
+    """The batch as every rank receives it, without the numbers of its tokens."""
+    return Batch(**msgspec.structs.asdict(_decode_received(_encode(header))))
 
 
 class Inlet(Protocol):

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from megarl.algorithms.batches import step_times
 from megarl.base.geometry import GeneratorTopology
 from megarl.base.rollout_types import Batch, Group, GroupSummary, GroupTexts, Prompt, Sample
 from megarl.bench.overlap_cell import EmulatedSender
 from megarl.config.schema import ObserveConfig, RunConfig
-from megarl.executors.trainer import step_times
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import (
     GenerateFrom,
@@ -336,7 +336,7 @@ def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
     receiver.recv(trainer)
     step_s = time.monotonic() - began
     other.join(10)
-    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report, 0.0)
+    times = step_times(trainer.batches[0], step_s, 0.0, trainer.waited_s, trainer.report.wait_s, trainer.report.sync_s, 0.0)
     assert times["time/weights_wait_s"] >= 0.45 and times["time/sync_s"] >= 2 * Sender.write_s, "both times"
     assert times["time/trainer_wait_s"] >= 0.6
     assert times["time/trainer_wait_s"] + times["time/sync_s"] <= step_s

@@ -1,0 +1,236 @@
+"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and says what decides its speed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from megarl.base.files import write_whole
+from megarl.config.errors import ConfigError, RunError
+from megarl.estimate.estimate import estimate
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.status import TraceWriter
+from megarl.plan.resolve import RunPlan
+from megarl.simulation.measured import measured
+from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated
+from megarl.simulation.virtual import Stuck
+
+WARM_UP = 5  # steps that are not counted, at most a fifth of all
+MARK = "simulated.json"  # in the folder of a simulated run
+CLOSE = 0.03  # settings whose speeds differ by less are equally fast
+Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Shares are of all steps' time, tokens of those that engines sampled or the trainer trained on."""
+
+    step_p50_s: float
+    step_p95_s: float
+    tokens_per_s: float  # trained on, over the whole run, with failures and restarts
+    trainer_busy: float
+    engines_busy: float
+    waits_for_batch: float  # of the trainer
+    waits_for_engines: float  # of the trainer, until they are ready for an update
+    waits_for_weights: float  # of places in flight
+    staleness: dict[str, float]  # share of the tokens by their age
+    rejected: int  # groups
+    discarded: float  # sampled and not trained on
+    length_bias: float  # of responses that the first half of the steps trains on, over those of as many prompts in their order, less 1
+    retracted: int  # requests, for lack of KV cache
+    engine_failures: int
+    trainer_failures: int
+    goodput: float  # share of the time that was not undone by failures or spent on restarts
+    steps: int
+    hours: float  # simulated
+
+
+def summary(plan: RunPlan, totals: Totals) -> Summary:
+    rows = totals.rows[min(WARM_UP, len(totals.rows) // 5) :]
+    took = sum(row["time/step_s"] for row in rows)
+    share = {name: sum(row[f"time/{name}_s"] for row in rows) / took for name in ("trainer_wait", "weights_wait", "generator_wait")}
+    steps = [row["time/step_s"] for row in rows]
+    trained, half = sum(int(each.sum()) for each in totals.lengths), max(1, len(totals.lengths) // 2)
+    first = np.concatenate(totals.lengths[:half]).mean()
+    ages = totals.ages.total()
+    return Summary(
+        step_p50_s=float(np.median(steps)),
+        step_p95_s=float(np.quantile(steps, 0.95)),
+        tokens_per_s=trained / totals.end_s,
+        trainer_busy=sum(row["time/train_s"] for row in rows) / took,
+        engines_busy=totals.busy_s / totals.end_s / plan.config.generator.engines,
+        waits_for_batch=share["trainer_wait"] - share["weights_wait"],
+        waits_for_engines=share["weights_wait"],
+        waits_for_weights=share["generator_wait"],
+        staleness={str(age): tokens / ages for age, tokens in sorted(totals.ages.items())},
+        rejected=sum(row["staleness/rejected"] for row in totals.rows),
+        discarded=max(0.0, 1 - trained / totals.sampled),
+        length_bias=float(first / totals.expected_length - 1),
+        retracted=totals.retracted,
+        engine_failures=totals.engine_failures,
+        trainer_failures=totals.trainer_failures,
+        goodput=1 - totals.lost_s / totals.end_s,
+        steps=len(totals.rows),
+        hours=totals.end_s / 3600,
+    )
+
+
+def run(
+    configure: Configure, *, sweep: Sequence[str] = (), source: str | None = None, output: str | None = None, as_json: bool = False
+) -> None:
+    """Prints what a simulated run does, or a table with a row for each combination of the swept values.
+
+    `sweep`: key=value,value,… each. `source`: the folder of a run whose measured times replace the planner's. `output`: a folder for the
+    simulated run, which `megarl report` opens. Raises ConfigError, RunError.
+    """
+    combinations = _combinations(sweep)
+    if output and sweep:
+        raise ConfigError(f"--output {output}: is for one simulated run, not for a sweep")
+    plans = [configure(overrides) for overrides in combinations]  # all are checked before the first begins
+    _check(plans)
+    found = []
+    for overrides, plan in zip(combinations, plans):
+        began = time.monotonic()
+        found.append(_one(plan, source, output))
+        if sweep:
+            print(f"{' '.join(overrides)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if as_json:
+        each = [{"settings": list(overrides), **asdict(one)} for overrides, one in zip(combinations, found)]
+        print(json.dumps(each if sweep else each[0]))
+    elif sweep:
+        print(*table(combinations, found), sep="\n")
+    else:
+        print(*render(plans[0], found[0]), sep="\n")
+        if output:
+            print(f"page       megarl report {output}")
+
+
+def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
+    models = (lambda plan, unit: measured(plan, unit, Path(source))) if source else Models.of
+    with ExitStack() as files:
+        told = _written(plan, Path(output), files) if output else None
+        try:
+            totals = simulate(plan, models, *([told] if told else []))
+        except (Stuck, Broken) as error:
+            raise RunError(f"the simulated run failed: {error}") from error
+        if output:
+            writer = MetricsWriter(output)
+            files.callback(writer.close)
+            for row in totals.rows:
+                writer.write(row["step"], {key: value for key, value in row.items() if key != "step"})
+    return summary(simulated(plan), totals)
+
+
+def _check(plans: Sequence[RunPlan]) -> None:
+    for plan in plans:
+        if over := estimate(plan.config, plan.spec).overfull:
+            side, gib = next(iter(over.items()))
+            raise ConfigError(
+                f"the {side} is {gib:.1f} GiB per GPU too large: only what fits can be simulated (megarl plan says what would)"
+            )
+
+
+def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
+    """Writes the spans of a page's timeline."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / MARK, json.dumps({"simulated": True}))
+    OmegaConf.save(OmegaConf.structured(plan.config), folder / "config.yaml")
+    writers = {name: TraceWriter(folder, name) for name in ("trainer.0", "generator.0")}
+    for writer in writers.values():
+        files.callback(writer.close)
+    return lambda process, what, began_s, ended_s, track="main": writers[process].add(what, began_s, ended_s, track)
+
+
+def _combinations(sweep: Sequence[str]) -> list[list[str]]:
+    """The overrides of every combination. Raises ConfigError."""
+    axes = []
+    for each in sweep:
+        key, equals, values = each.partition("=")
+        if not equals or not all(values.split(",")):
+            raise ConfigError(f"--sweep {each}: must be KEY=VALUE,VALUE,…")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return [list(overrides) for overrides in itertools.product(*axes)]
+
+
+def render(plan: RunPlan, found: Summary) -> list[str]:
+    planned = estimate(plan.config, plan.spec)
+    by_age = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items() if share >= 0.005)
+    waits = f"for batches {found.waits_for_batch:.0%}, for engines to take weights {found.waits_for_engines:.0%}"
+    lines = [
+        f"simulated  {found.steps} steps, {found.hours:.1f} hours, by the run's own scheduler in virtual time",
+        f"a step     {found.step_p50_s:.4g} s (median), {found.step_p95_s:.4g} s (95 %); from means alone {planned.step_s:.4g} s",
+        f"tokens     {found.tokens_per_s:,.0f} trained on a second; {found.discarded:.1%} of those sampled are not trained on",
+        f"busy       trainer {found.trainer_busy:.0%}, engines {found.engines_busy:.0%}",
+        f"waits      the trainer {waits}; places in flight for weights {found.waits_for_weights:.0%}",
+        f"staleness  of tokens, in versions: {by_age}; {found.rejected} groups rejected",
+        f"lengths    responses that the first half of the steps trains on are {found.length_bias:+.1%} longer than the policy's",
+    ]
+    if found.retracted:
+        lines.append(f"KV cache   {found.retracted} requests gave their place to others, and were prefilled again")
+    if found.engine_failures or found.trainer_failures:
+        lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
+        lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
+    return [*lines, f"advice     {advice(found)}"]
+
+
+def advice(found: Summary) -> str:
+    """One sentence on what to change first, with its reason."""
+    if found.goodput < 0.9:
+        return f"write checkpoints more often or restart faster: failures cost {1 - found.goodput:.0%} of the time"
+    if found.waits_for_batch > 0.1 and found.waits_for_weights > 0.1:
+        return (
+            f"raise async.capacity or use another async.partial_rollout: both sides wait, the trainer {found.waits_for_batch:.0%} of the "
+            f"time for batches, the engines {found.waits_for_weights:.0%} for weights"
+        )
+    if found.waits_for_engines > 0.1:
+        return f"use async.partial_rollout=in_flight: the trainer waits {found.waits_for_engines:.0%} of the time for rollouts to finish"
+    if found.waits_for_batch > 0.1:
+        return f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the time for batches"
+    if found.waits_for_weights > 0.1:
+        return f"give the trainer more GPUs: places in flight wait {found.waits_for_weights:.0%} of the time for newer weights"
+    return "leave it: neither side waits a tenth of the time"
+
+
+COLUMNS: Mapping[str, Callable[[Summary], str]] = {
+    "step s": lambda found: f"{found.step_p50_s:.4g}",
+    "95 %": lambda found: f"{found.step_p95_s:.4g}",
+    "tokens/s": lambda found: f"{found.tokens_per_s:,.0f}",
+    "trainer": lambda found: f"{found.trainer_busy:.0%}",
+    "engines": lambda found: f"{found.engines_busy:.0%}",
+    "for batch": lambda found: f"{found.waits_for_batch:.0%}",
+    "for engines": lambda found: f"{found.waits_for_engines:.0%}",
+    "for weights": lambda found: f"{found.waits_for_weights:.0%}",
+    "age": lambda found: f"{mean_age(found):.2f}",
+    "rejected": lambda found: str(found.rejected),
+    "discarded": lambda found: f"{found.discarded:.1%}",
+    "lengths": lambda found: f"{found.length_bias:+.1%}",
+    "goodput": lambda found: f"{found.goodput:.1%}",
+}
+
+
+def mean_age(found: Summary) -> float:
+    return sum(int(age) * share for age, share in found.staleness.items())
+
+
+def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> list[str]:
+    """A row for each combination, and what to take."""
+    rows: list[list[Any]] = [["settings", *COLUMNS]]
+    rows += [[" ".join(overrides), *(show(one) for show in COLUMNS.values())] for overrides, one in zip(combinations, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
+             for row in rows]  # fmt: skip
+    fastest = max(found, key=lambda one: one.tokens_per_s)
+    close = [index for index, one in enumerate(found) if one.tokens_per_s >= (1 - CLOSE) * fastest.tokens_per_s]
+    best = min(close, key=lambda index: mean_age(found[index]))
+    why = "is the fastest" if len(close) == 1 else f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the fastest"
+    return [*(line.rstrip() for line in lines), f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)"]

@@ -1,0 +1,270 @@
+"""Simulated engines: continuous batching, a KV cache, prefill and retraction, at the speed of the planner's cost model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.base.rollout_types import Version
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import ABORT, Completion, Sampling
+
+# SGLang (0.5.23) takes in a request if the KV cache has room for it and for this share of what all running requests may still sample, of
+# each at most CLIPPED tokens (managers/schedule_policy.py; the ratio falls from 0.7 to about 0.1 while no request is retracted).
+NEW_TOKEN_RATIO, CLIPPED = 0.1, 4096
+REFRESH = 0.05  # the time of a decoding step is worked out again when contexts have grown by this share
+_EPSILON = 1e-6  # of a token
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one engine is."""
+
+    decode_s: Callable[[int, float], float]  # (running requests, tokens of context of each) → seconds per token
+    prefill_s: Callable[[float, float], float]  # (tokens, tokens of a sequence) → seconds
+    cache_tokens: float
+    most_running: int
+
+
+@dataclass(eq=False)
+class Work:
+    """What is left to do for one prompt, whichever engine does it, in units. `totals`: of its unfinished responses, in order."""
+
+    prompt: int
+    totals: list[int]
+    unread: int  # of the prompt, which no engine has prefilled
+    limit: int  # at which a response is cut
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    done: asyncio.Future[None]
+    tokens: int  # it comes with
+    uncached: int  # of these, to be prefilled
+    most: int  # it may sample
+    began: float = 0.0  # on the engine's clock, as if it had sampled all its tokens since
+    versions: array[int] = field(default_factory=functools.partial(array, "i"))
+    aborted: bool = False
+
+    @property
+    def ends(self) -> float:
+        return self.began + self.most
+
+    def end(self, error: EngineUnreachable | None = None) -> None:
+        if self.done.done():  # whoever waited for it has given up
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+    def settle(self, clock: float, version: Version) -> None:
+        """Notes the tokens sampled by now; those not noted before are of `version`."""
+        new = min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions)
+        if new > 0:
+            self.versions.extend([version] * new)
+
+
+class SimulatedEngine:
+    """Does what an EngineClient does, in the event loop's time. All lengths are in units of `unit` tokens.
+
+    Its clock counts the tokens that a request which never ended would have sampled: it stands still while the engine is paused, prefills,
+    or has nothing to do. A prompt's token ids are its key in `work`. A sampled token's id is the version that sampled it: keys and values
+    of another version are not used.
+    """
+
+    def __init__(self, url: str, speed: Speed, unit: int, work: dict[int, Work]):
+        self.url, self.speed, self._unit, self._work = url, speed, unit, work
+        self.version: Version = -1
+        self.busy_s = 0.0  # decoding or prefilling
+        self.retracted = 0  # requests, for lack of KV cache
+        self.prefilled = 0  # units
+        self._clock = self._at = self._free_at = 0.0  # _at: when the clock was read; _free_at: when prefill ends
+        self._base = 0.0  # units of all running requests, less the clock, each
+        self._running: list[tuple[float, int, _Request]] = []  # heap
+        self._waiting: deque[_Request] = deque()
+        self._count = 0
+        self._step_s = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon = self._paused = False
+        self._down_until: float | None = None
+        self._room = speed.cache_tokens / unit
+
+    async def complete(
+        self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
+    ) -> list[Completion]:
+        """One completion of each input; all are of one prompt. Returns when the last has ended. Raises EngineUnreachable."""
+        self._check_up()
+        work, loop = self._work[inputs[0][0]], asyncio.get_running_loop()
+        requests, rests = [], []
+        for tokens, total, sampling in zip(inputs, work.totals, samplings, strict=True):
+            sampled = len(tokens) - work.prompt
+            uncached = work.unread + (sampled - tokens[work.prompt :].count(self.version) if sampled else 0)
+            work.unread = 0
+            rests.append(total - sampled)
+            requests.append(_Request(loop.create_future(), len(tokens), uncached, min(total - sampled, sampling.max_tokens)))
+        self._waiting.extend(requests)
+        self._change_soon()
+        await asyncio.gather(*(request.done for request in requests))
+        ended = [not request.aborted and rest <= request.most for request, rest in zip(requests, rests)]
+        found = [
+            self._completion(request, ("length" if total == work.limit else "stop") if end else "length")
+            for request, total, end in zip(requests, work.totals, ended)
+        ]
+        work.totals = [total for total, end in zip(work.totals, ended) if not end]
+        return found
+
+    async def abort_all(self, timeout_s: float) -> None:
+        self._check_up()
+        self._advance()
+        for request in [*(request for _, _, request in self._running), *self._waiting]:
+            request.settle(self._clock, self.version)
+            request.aborted = True
+            request.end()
+        self._clear()
+
+    async def close(self) -> None:
+        self._clear()
+
+    def pause(self) -> None:
+        if not self._paused:
+            self._advance()
+            for _, _, request in self._running:
+                request.settle(self._clock, self.version)
+            self._paused = True
+            self._set_timer()
+
+    def resume(self, version: Version, recompute: bool) -> None:
+        """Goes on under `version`. With `recompute` it first prefills all running sequences anew."""
+        self._at = self._now()
+        self.version, self._paused = version, False
+        if recompute and self._running:
+            self._prefill(self._held, self._held / len(self._running))
+        self._change_soon()
+
+    def fail(self, restart_s: float) -> None:
+        """The engine's process ends, and runs again after `restart_s`."""
+        self._advance()
+        error = f"engine {self.url} has failed"
+        for request in [*(request for _, _, request in self._running), *self._waiting]:
+            request.end(EngineUnreachable(self.url, error))
+        self._clear()
+        self._paused, self._free_at, self.version = False, 0.0, -1
+        self._down_until = self._now() + restart_s
+
+    @property
+    def up(self) -> bool:
+        return self._down_until is None
+
+    async def fresh(self) -> bool:
+        """Whether it runs again."""
+        if self._down_until is not None and self._now() >= self._down_until:
+            self._down_until = None
+        return self._down_until is None
+
+    async def answers(self) -> bool:
+        return self._down_until is None
+
+    def _check_up(self) -> None:
+        if self._down_until is not None:
+            raise EngineUnreachable(self.url, f"engine {self.url} is down")
+
+    @property
+    def _held(self) -> float:
+        """Units in the KV cache."""
+        return self._base + len(self._running) * self._clock
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _clear(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+        self._base = 0.0
+        self._set_timer()
+
+    def _advance(self) -> None:
+        """Brings the clock up to now."""
+        now = self._now()
+        if self._running and not self._paused:
+            self.busy_s += now - self._at
+            self._clock += max(0.0, now - max(self._at, self._free_at)) / self._step_s
+        self._at = now
+
+    def _change_soon(self) -> None:
+        """Requests that come at the same time are taken in together."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._change)
+
+    def _change(self) -> None:
+        self._soon = False
+        self._advance()
+        if not self._paused:
+            while self._running and self._running[0][0] <= self._clock + _EPSILON:
+                _, _, request = heapq.heappop(self._running)
+                self._base -= request.tokens - request.began
+                request.settle(request.ends, self.version)
+                request.end()
+            while len(self._running) > 1 and self._held > self._room + _EPSILON:
+                self._retract()
+            self._take_in()
+        self._set_timer()
+
+    def _take_in(self) -> None:
+        """Waiting requests start, first come, first served."""
+        reserve = NEW_TOKEN_RATIO * CLIPPED / self._unit
+        while self._waiting and len(self._running) < self.speed.most_running:
+            request = self._waiting[0]
+            needed = self._held + request.tokens + len(request.versions)
+            needed += min(NEW_TOKEN_RATIO * request.most, reserve) * (len(self._running) + 1)
+            if self._running and needed > self._room:
+                return
+            self._waiting.popleft()
+            request.began = self._clock - len(request.versions)
+            self._base += request.tokens - request.began
+            self._count += 1
+            heapq.heappush(self._running, (request.ends, self._count, request))
+            self._prefill(request.uncached, request.tokens)
+
+    def _retract(self) -> None:
+        """The request that has sampled least gives its place in the cache away; it is prefilled again later."""
+        place = max(range(len(self._running)), key=lambda index: self._running[index][2].began)
+        _, _, request = self._running.pop(place)
+        heapq.heapify(self._running)
+        request.settle(self._clock, self.version)
+        self._base -= request.tokens - request.began
+        request.uncached = request.tokens + len(request.versions)
+        self._waiting.appendleft(request)
+        self.retracted += 1
+
+    def _prefill(self, tokens: float, length: float) -> None:
+        if tokens:
+            self.prefilled += int(tokens)
+            self._free_at = max(self._free_at, self._now()) + self.speed.prefill_s(tokens * self._unit, length * self._unit)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._paused or not self._running:
+            return
+        running = len(self._running)
+        context = self._held / running
+        self._step_s = self._unit * self.speed.decode_s(running, max(1.0, context) * self._unit)
+        steps = min(self._running[0][0] - self._clock, max(1.0, REFRESH * context))
+        if running > 1:
+            steps = min(steps, max(1.0, (self._room - self._held) / running))
+        when = max(self._now(), self._free_at) + max(0.0, steps) * self._step_s
+        self._timer = asyncio.get_running_loop().call_at(when, self._change)
+
+    @staticmethod
+    def _completion(request: _Request, reason: str) -> Completion:
+        logprobs = array("f", bytes(4 * len(request.versions)))
+        return Completion(request.versions, logprobs, request.versions, ABORT if request.aborted else reason)

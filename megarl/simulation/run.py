@@ -1,0 +1,498 @@
+"""One simulated run: the generator's own executor, stream and fleet, a trainer's loop, weight updates, failures and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megarl.algorithms.batches import step_times
+from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
+from megarl.config.schema import RunConfig
+from megarl.data.order import train_mixture
+from megarl.estimate.estimate import estimate, training_time
+from megarl.estimate.hardware import Cluster, constants_of
+from megarl.estimate.memory import Workload, cache_tokens
+from megarl.estimate.times import GenerateModel
+from megarl.executors.generator import GeneratorExecutor
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Completion, Sampling
+from megarl.generator.fleet import Fleet, watch_returns
+from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import run_ahead
+from megarl.rollouts.buffer import Ledger, RolloutBuffer
+from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
+from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock
+from megarl.rollouts.stream import RolloutStream
+from megarl.simulation.engines import SimulatedEngine, Speed, Work
+from megarl.simulation.lengths import Lengths
+from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
+from megarl.weight_sync.sender import SyncReport
+
+UNITS = 256  # the longest response has at most this many units of tokens
+HOUR_S = 3600.0
+IN_VAIN = 50  # restarts without a new checkpoint, after which there will be none
+
+
+@dataclass(frozen=True)
+class Models:
+    """How long the parts take that are not this project's code: from the planner's model, or as a run has measured them."""
+
+    speed: Speed
+    train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
+    write_s: float  # of an update, while the trainer waits
+    control_s: float  # of an update's messages and calls beyond that, while engines are paused
+
+    @classmethod
+    def of(cls, plan: RunPlan, unit: int) -> Models:
+        """From the planner's model. Batches have lengths in units of `unit` tokens."""
+        found = estimate(plan.config, plan.spec)
+        whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
+        return cls(speed_of(plan), partial(_train_s, plan, unit, found.glue_s), whole_s - found.control_s, found.control_s)
+
+
+def speed_of(plan: RunPlan) -> Speed:
+    config, spec = plan.config, plan.spec
+    cluster = Cluster.of(config)
+    model = GenerateModel(spec, config.generator, config.model.dtype, cluster, constants_of(cluster.gpu.name))
+
+    @functools.cache
+    def of(running: int, bucket: int) -> float:
+        return model.decode_step(running, math.exp(bucket / 50)).total
+
+    cache = cache_tokens(spec, config.generator, config.model.dtype, cluster.gpu)
+    return Speed(
+        lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
+        model.prefilled_s,
+        cache,
+        config.generator.max_concurrency,
+    )
+
+
+@dataclass(frozen=True)
+class KnownLengths(Workload):
+    """A batch whose lengths are known."""
+
+    squares: float  # E[R^2]
+
+    @functools.cached_property
+    def mean_square(self) -> float:
+        return self.squares
+
+    @functools.cached_property
+    def straggler(self) -> float:
+        return self.max_response_tokens
+
+
+def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
+    config, lengths = plan.config, unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
+    prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
+    mean, longest, squares = (float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2)))
+    work, cluster = KnownLengths(len(lengths), len(batch.groups), prompt, mean, longest, squares), Cluster.of(config)
+    return training_time(config, plan.spec, config.trainer, cluster, constants_of(cluster.gpu.name), work).total + glue_s
+
+
+@dataclass
+class Totals:
+    """Of a whole run, over all its attempts."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
+    ages: Counter[int] = field(default_factory=Counter)  # tokens trained on, by how many versions old they were
+    lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
+    ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
+    train_s: float = 0.0
+    busy_s: float = 0.0  # of all engines together
+    sampled: int = 0  # tokens
+    expected_length: float = 1.0  # mean of the responses to as many prompts as the first half of the steps has, in their order
+    retracted: int = 0
+    lost_s: float = 0.0  # work that failures undid, and restarts
+    engine_failures: int = 0
+    trainer_failures: int = 0
+    end_s: float = 0.0
+
+
+class Interrupted(Exception):
+    """One of the trainer's GPUs has failed."""
+
+
+class Broken(RuntimeError):
+    """The run's own code has broken one of its promises."""
+
+
+class _Prompts:
+    def __init__(self, config: RunConfig, units: int):
+        self.sources = SimpleNamespace(mixture=train_mixture(config))
+        self._units = units
+
+    def __getitem__(self, ordinal: Ordinal) -> Prompt:
+        return Prompt(ordinal, [ordinal] * self._units, "", "")
+
+
+@dataclass
+class SimulatedGenerator(GeneratorExecutor):
+    """The generator's executor with simulated engines, environments and scores. Its tokens are units of several."""
+
+    models: Models = field(kw_only=True)
+    lengths: Lengths = field(kw_only=True)
+    unit: int = field(kw_only=True)
+
+    def open(self) -> None:
+        config, mode = self.plan.config, self.plan.config.async_.partial_rollout
+        self.settings = config.plan.simulation
+        self.prompts: Any = _Prompts(config, math.ceil(config.plan.mean_prompt_tokens / self.unit))
+        self.held_out = []
+        self.sampling = Sampling(self._units(config.rollout.max_tokens))
+        self.work: dict[int, Work] = {}
+        names = [f"simulated.{index}" for index in range(config.generator.engines)]
+        self.engines = [SimulatedEngine(name, self.models.speed, self.unit, self.work) for name in names]
+        chunk = self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)) if mode == "resume" else None
+        clients: list[Any] = list(self.engines)
+        self.fleet = Fleet(clients, mode, chunk, elastic=True)
+        self.clock = ScoringClock(self.loop.time)
+        self.rollouts_of = Rollouts(self._generate, self._generate, self.clock)
+        judge = partial(judged, config=config)
+        own = self.background, self.pulse, judge, self.clock.waited_s, self.loop.time
+        self.stream = RolloutStream(self._admission(), self._roll_out, self.rollouts, *own)
+        self.start(self.stream.run(config.timeouts.rendezvous_s), "rollout stream")
+        self.start(self._follow_fleet(), "places for prompts in flight")
+        self.start(watch_returns(self.fleet, Path(config.run_dir), True, math.inf), "lost engines")
+
+    def _units(self, tokens: float) -> int:
+        return max(1, math.ceil(tokens / self.unit))
+
+    async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
+        drawn = np.minimum(-(-self.lengths(prompt.ordinal, n) // self.unit), sampling.max_tokens).tolist()
+        clock = RolloutClock(self.clock)
+        with clock.running():
+            if self.settings.turns == 1:
+                with clock.decoding():
+                    done = await self._response(prompt.ordinal, prompt.token_ids, sampling, drawn, len(prompt.token_ids))
+                samples = [(each.token_ids, each.finish_reason) for each in done]
+            else:
+                episodes = (self._episode(prompt, sampling, prompt.ordinal * n + index, total, clock) for index, total in enumerate(drawn))
+                samples = await asyncio.gather(*episodes)
+            if self.settings.score_s:
+                with clock.scoring():
+                    await asyncio.sleep(self._rng(prompt.ordinal, 1).exponential(self.settings.score_s, n).max())
+        share = self.plan.config.plan.dropped_share if self.plan.config.rollout.dynamic_sampling else None
+        dropped = bool(share) and self._rng(prompt.ordinal, 2).random() < share
+        rewards = [float(not dropped and index % 2) for index in range(n)]
+        # A token's id is the version that sampled it.
+        return Group(prompt, [
+            Sample(tokens, array("f", bytes(4 * len(tokens))), tokens, "", reward, reason)
+            for (tokens, reason), reward in zip(samples, rewards)
+        ])  # fmt: skip
+
+    def _rng(self, number: int, purpose: int) -> np.random.Generator:
+        return np.random.default_rng((self.plan.config.seed, number, purpose))
+
+    async def _response(self, key: int, tokens: list[int], sampling: Sampling, totals: list[int], unread: int) -> list[Completion]:
+        self.work[key] = Work(len(tokens), totals, unread, sampling.max_tokens)
+        try:
+            return await self.fleet.generate(tokens, sampling, len(totals))
+        finally:
+            del self.work[key]
+
+    async def _episode(self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock) -> tuple[array[int], str]:
+        """A response in several turns, each of which is read again only under other weights."""
+        rng = self._rng(key, 3)
+        tokens, sampled, reason = [key] * len(prompt.token_ids), array("i"), "stop"
+        read_under: Version | None = None
+        for turn in range(turns := min(self.settings.turns, total)):
+            part = total * (turn + 1) // turns - total * turn // turns
+            own = msgspec.structs.replace(sampling, max_tokens=part)
+            unread = 0 if read_under == self.fleet.version else len(tokens)
+            read_under = self.fleet.version
+            with clock.decoding():
+                [done] = await self._response(key, tokens, own, [part], unread)
+            tokens, sampled = [*tokens, *done.token_ids], sampled + done.token_ids
+            if turn + 1 < turns:
+                await asyncio.sleep(rng.exponential(self.settings.tool_s))
+        return sampled, "length" if total == sampling.max_tokens else reason
+
+
+@dataclass
+class Attempt:
+    """The run from one start to its end or its interruption."""
+
+    plan: RunPlan
+    models: Models
+    lengths: Lengths
+    unit: int
+    loop: VirtualLoop
+    totals: Totals
+    start: int
+    ledger: Ledger
+    rng: np.random.Generator
+    told: Tell
+
+    def __post_init__(self) -> None:
+        config, wire = self.plan.config, Wire()
+        nobody: Any = None  # there is no launcher, whose addresses an executor asks for
+        link: Any = wire.generator  # for what a Hub does in a run
+        self.generator = SimulatedGenerator(
+            self.plan, nobody, RolloutsSender(link), loop=self.loop, models=self.models, lengths=self.lengths, unit=self.unit
+        )
+        self.generator.open()
+        self.fleet, self.engines = self.generator.fleet, self.generator.engines
+        buffer = RolloutBuffer(
+            config.rollout.prompts_per_step, config.async_.max_staleness, self.ledger, partial(judged, config=config),
+            train_mixture(config),
+        )  # fmt: skip
+        self.intake, self.wire = Intake(wire.trainer, buffer), wire
+        self.saved = self.start, self.ledger  # the last complete checkpoint
+        self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
+        self._finishing: asyncio.Task[None] | None = None
+        self._pause_s = 0.0
+
+    def run(self) -> None:
+        """Raises Interrupted, Stuck, Broken."""
+        self.generator.start(self._invite(), "engines that came back")
+        self.generator.start(self._lose_engines(), "failures of engines")
+        self.generator.start(self._lose_trainer(), "failures of trainer ranks")
+        try:
+            self.generator.run(self._train())
+        except Stuck as stuck:
+            raise Stuck(f"{stuck}: {self.generator.stream}; {self.intake.buffer}") from None
+        finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.generator.close()
+            self.loop.run_until_complete(self.fleet.close())
+            for engine in self.engines:
+                self.totals.busy_s += engine.busy_s
+                self.totals.retracted += engine.retracted
+            self.totals.sampled += self.fleet.tokens.total() * self.unit
+
+    async def _train(self) -> None:
+        config = self.plan.config
+        sync, ended = await self._update(self.start), self.loop.time()
+        for step in range(self.start, config.max_steps):
+            asked = self.loop.time()
+            batch = await self._batch(step)
+            began = self.loop.time()
+            self._check(batch, step)
+            train_s = self.models.train_s(batch)
+            await asyncio.sleep(train_s)
+            await self._settled()
+            self.told("trainer.0", f"train step {step}", began, self.loop.time())
+            self.told("trainer.0", f"wait for batch {step}", asked, began)
+            now = self.loop.time()
+            self._note(batch, now - ended, train_s, began - asked, sync)
+            ended = now
+            sync = await self._update(step + 1)
+            await self._save(step + 1)
+        await self._settled()
+
+    async def _batch(self, step: int) -> Batch:
+        timeout_s, trainer = self.plan.config.timeouts.rollouts_s, self.wire.trainer
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (found := self.intake.look(step, self.loop.time())) is None:
+                    seen = trainer.count
+                    await trainer.arrived.until(lambda: trainer.count != seen or bool(self.fleet.returned))
+                    if self.fleet.returned:
+                        await self._join(step)
+        except TimeoutError:
+            raise Stuck(f"trainer.0 waited {timeout_s:.0f} s for batch {step}; {self.intake.buffer}") from None
+        return batch_of(found[0])
+
+    async def _update(self, version: Version) -> SyncReport:
+        """As in a run: the engines stand as async.partial_rollout wants them, the trainer writes and goes on, then so do the engines."""
+        await self._settled()
+        asked = self.loop.time()
+        if self.fleet.version is not None:
+            await self.generator.hold()
+        await self.fleet.pulse.until(lambda: bool(self.fleet.members))
+        granted, members = self.loop.time(), self.fleet.members
+        for index in members:
+            self.engines[index].pause()
+        await asyncio.sleep(self.models.write_s)
+        self.told("trainer.0", f"wait for engines to take weights {version}", asked, granted)
+        self.told("trainer.0", f"write weights {version}", granted, self.loop.time())
+        self._finishing = asyncio.ensure_future(self._finish(version, granted, members))
+        return SyncReport(granted - asked, self.models.write_s)
+
+    async def _settled(self) -> None:
+        """Waits until the engines go on after the last update."""
+        if self._finishing is not None:
+            await self._finishing
+
+    async def _finish(self, version: Version, granted: float, members: list[int]) -> None:
+        await asyncio.sleep(self.models.control_s)
+        self._serve(version, members)
+        self.generator.release(version)
+        self._pause_s = self.loop.time() - granted
+        self.told("generator.0", f"pause for weights {version}", granted, self.loop.time(), "weights")
+
+    def _serve(self, version: Version, members: list[int]) -> None:
+        up = []
+        for index in members:
+            engine = self.engines[index]
+            if engine.up:
+                engine.resume(version, recompute=self.plan.config.async_.partial_rollout == "retract")
+                up.append(index)
+            else:
+                self.fleet.lose(EngineUnreachable(engine.url, f"engine {engine.url} has failed"))
+        self.fleet.take_back(up, version)
+
+    async def _join(self, version: Version) -> None:
+        """Engines that came back get the weights being served, while the trainer waits for a batch."""
+        await self._settled()
+        members = sorted(self.fleet.returned)
+        await asyncio.sleep(self.models.write_s + self.models.control_s)
+        self._serve(version, members)
+
+    async def _invite(self) -> None:
+        while True:
+            await self.fleet.pulse.until(lambda: bool(self.fleet.returned))
+            self.wire.trainer.arrived.beat()
+            await self.fleet.pulse.until(lambda: not self.fleet.returned)
+
+    async def _save(self, step: int) -> None:
+        config = self.plan.config.checkpoint
+        if not config.every or step % config.every:
+            return
+        self.intake.take_in()
+        saved, write_s = (step, self.intake.buffer.ledger()), self.plan.config.plan.simulation.checkpoint_s
+        if config.beside:
+            self.loop.call_later(write_s, self._keep, saved)
+        else:
+            await asyncio.sleep(write_s)
+            self._keep(saved)
+
+    def _keep(self, saved: tuple[int, Ledger]) -> None:
+        self.saved = saved
+
+    async def _lose_engines(self) -> None:
+        config = self.plan.config
+        mtbf_h, gpus = config.plan.simulation.gpu_mtbf_h, self.plan.generator_topology.world_size
+        while mtbf_h is not None:
+            await asyncio.sleep(self.rng.exponential(mtbf_h * HOUR_S / gpus))
+            engine = self.engines[self.rng.integers(len(self.engines))]
+            if engine.up:
+                self.totals.engine_failures += 1
+                engine.fail(config.plan.simulation.engine_restart_s)
+
+    async def _lose_trainer(self) -> None:
+        mtbf_h = self.plan.config.plan.simulation.gpu_mtbf_h
+        if mtbf_h is not None:
+            await asyncio.sleep(self.rng.exponential(mtbf_h * HOUR_S / self.plan.trainer_topology.world_size))
+            raise Interrupted
+
+    def _check(self, batch: Batch, step: int) -> None:
+        """What the run promises, whatever happens: nothing is lost, repeated, or older than allowed. Raises Broken."""
+        config = self.plan.config
+        ordinals = [group.ordinal for group in batch.groups]
+        if len(ordinals) != config.rollout.prompts_per_step or any(len(group.samples) != config.rollout.n for group in batch.groups):
+            raise Broken(f"step {step}: a batch of {len(ordinals)} groups")
+        if again := sorted(self.trained.intersection(ordinals)) or sorted(each for each, n in Counter(ordinals).items() if n > 1):
+            raise Broken(f"step {step}: prompt {again[0]} is trained on a second time")
+        self.trained.update(ordinals)
+        self.totals.ordinals.append(ordinals)
+        versions = [version for sample in batch.samples for version, _ in sample.policy_versions]
+        oldest, most = min(versions), config.async_.max_staleness
+        if max(versions) > step or (most is not None and oldest < step - most):
+            raise Broken(f"step {step}: has tokens of versions {oldest} to {max(versions)}; async.max_staleness={most}")
+        admission, ahead = self.generator.stream.admission, run_ahead(config.async_)
+        version = max(self.start, self.generator.version)
+        if ahead is not None and admission.begun > (version + ahead + 1) * config.rollout.prompts_per_step:
+            raise Broken(f"step {step}: {admission.begun} prompts have begun under version {version}")
+
+    def _note(self, batch: Batch, step_s: float, train_s: float, batch_wait_s: float, sync: SyncReport) -> None:
+        totals, samples, step = self.totals, batch.samples, batch.step
+        lengths = self.unit * np.array([sample.tokens for sample in samples])
+        ages: Counter[int] = Counter()
+        for sample in samples:
+            for version, tokens in sample.policy_versions:
+                ages[step - version] += tokens * self.unit
+        totals.ages += ages
+        totals.lengths.append(lengths)
+        totals.train_s += train_s
+        totals.rows.append({
+            "step": step,
+            "wall_s": self.loop.time(),
+            **step_times(batch, step_s, train_s, batch_wait_s, sync.wait_s, sync.sync_s, self._pause_s),
+            "tokens_per_s": float(lengths.sum()) / step_s,
+            "samples_per_s": len(samples) / step_s,
+            "response_tokens/mean": float(lengths.mean()),
+            "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+            "staleness/mean": sum(age * tokens for age, tokens in ages.items()) / ages.total(),
+            "staleness/max": float(max(ages)),
+            "staleness/rejected": batch.rejected,
+            "prompts/buffered": batch.buffered,
+            "prompts/dropped": len(batch.dropped),
+            "prompts/first": batch.groups[0].ordinal,
+            "prompts/last": batch.groups[-1].ordinal,
+            "weights/version": step + 1,
+            "weights/engines": len(self.fleet.serving),
+        })  # fmt: skip
+
+
+Tell = Callable[..., None]  # (process, what, began_s, ended_s, track) of what a process did
+
+
+def simulate(plan: RunPlan, models: Callable[[RunPlan, int], Models] | None = None, told: Tell = lambda *event: None) -> Totals:
+    """Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
+    plan = simulated(plan)
+    config, settings = plan.config, plan.config.plan.simulation
+    unit = max(1, config.rollout.max_tokens // UNITS)
+    found = (models or Models.of)(plan, unit)
+    lengths = Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
+    loop, totals, start, ledger, in_vain = VirtualLoop(), Totals(), 0, Ledger(), 0
+    rng = np.random.default_rng((config.seed, 4))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
+        while True:
+            attempt = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told)
+            try:
+                attempt.run()
+                break
+            except Interrupted:
+                in_vain = in_vain + 1 if attempt.saved[0] == start else 0
+                if in_vain == IN_VAIN:
+                    raise Stuck(f"{in_vain} restarts in a row got no further than the checkpoint of step {start}") from None
+                start, ledger = attempt.saved
+                totals.trainer_failures += 1
+                undone = [row for row in totals.rows if row["step"] >= start]
+                totals.lost_s += sum(row["time/step_s"] for row in undone) + settings.restart_s
+                del totals.rows[start:], totals.lengths[start:], totals.ordinals[start:]
+                loop.run_until_complete(asyncio.sleep(settings.restart_s))
+    totals.end_s = loop.time()
+    totals.expected_length = _mean_length(lengths, config)
+    _check_all(plan, attempt)
+    return totals
+
+
+def _mean_length(lengths: Lengths, config: RunConfig) -> float:
+    prompts = range(max(1, config.max_steps // 2) * config.rollout.prompts_per_step)
+    return float(np.mean([np.minimum(lengths(ordinal, config.rollout.n), lengths.longest).mean() for ordinal in prompts]))
+
+
+def simulated(plan: RunPlan) -> RunPlan:
+    """The plan with the settings that a simulated run has."""
+    config = plan.config
+    steps = min(config.plan.simulation.steps, config.max_steps)
+    data = replace(config.data, curriculum=None)
+    return replace(plan, config=replace(config, max_steps=steps, data=data), steps=steps)
+
+
+def _check_all(plan: RunPlan, attempt: Attempt) -> None:
+    """Every prompt of the run was trained on or dropped, once."""
+    attempt.intake.take_in()
+    ledger, wanted = attempt.intake.buffer.ledger(), plan.config.max_steps * plan.config.rollout.prompts_per_step
+    done = len(ledger.trained())
+    if done != wanted or len(attempt.trained) != wanted or ledger.groups or ledger.consumed_beyond:
+        raise Broken(f"{done} prompts were trained on, of {wanted}; {len(ledger.groups)} are left")

@@ -1,0 +1,364 @@
+"""Runs in virtual time: against closed forms, in many small worlds, and with wrong schedulers, which must be noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from megarl import executors, simulation
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.cli import main
+from megarl.config.schema import (
+    AsyncConfig,
+    CheckpointConfig,
+    GeneratorConfig,
+    PlanConfig,
+    RolloutConfig,
+    RunConfig,
+    SimulationConfig,
+    TimeoutConfig,
+)
+from megarl.generator.client import EngineUnreachable
+from megarl.generator.completions import Sampling
+from megarl.models.registry import load_spec
+from megarl.plan.resolve import RunPlan
+from megarl.plan.weights import Weights
+from megarl.rollouts.buffer import RolloutBuffer
+from megarl.rollouts.stream import Admission
+from megarl.simulation import lengths as drawn
+from megarl.simulation.command import summary
+from megarl.simulation.engines import SimulatedEngine, Speed, Work
+from megarl.simulation.run import Models, simulate
+from megarl.simulation.virtual import Stuck, VirtualLoop
+
+SPEC = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "vocab_size": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+TOKEN_S, PROMPT = 0.01, 10
+
+
+def in_virtual_time(coroutine):
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.close()
+
+
+def test_time_jumps_to_what_comes_next():
+    async def both():
+        order = []
+
+        async def after(delay_s):
+            await asyncio.sleep(delay_s)
+            order.append((delay_s, asyncio.get_running_loop().time()))
+
+        await asyncio.gather(after(3e6), after(2.0), after(0.0))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await asyncio.Event().wait()
+        return order, asyncio.get_running_loop().time()
+
+    order, ended = in_virtual_time(both())
+    assert order == [(0.0, 0.0), (2.0, 2.0), (3e6, 3e6)] and ended == 3e6 + 5
+
+
+def test_what_waits_for_nothing_is_stuck():
+    with pytest.raises(Stuck):
+        in_virtual_time(asyncio.Event().wait())
+
+
+def speed(cache=1e9, most=64, prefill_s=0.0, per_request_s=0.0) -> Speed:
+    return Speed(lambda running, context: TOKEN_S + per_request_s * running, lambda tokens, length: prefill_s * tokens, cache, most)
+
+
+async def ask(engine: SimulatedEngine, key: int, totals: list[int], most: int = 1000, version: int = 0):
+    """(completions, when they came)"""
+    engine._work.setdefault(key, Work(PROMPT, totals, PROMPT, most))
+    found = await engine.complete([[key] * PROMPT for _ in totals], [Sampling(most)] * len(totals), version)
+    return found, asyncio.get_running_loop().time()
+
+
+def test_an_engine_takes_the_time_of_its_tokens():
+    async def scenario():
+        engine = SimulatedEngine("e", speed(prefill_s=0.001, per_request_s=0.002), 1, {})
+        engine.resume(0, False)
+        return await ask(engine, 1, [100, 300])
+
+    found, ended = in_virtual_time(scenario())
+    assert [len(each.token_ids) for each in found] == [100, 300] and {each.finish_reason for each in found} == {"stop"}
+    # One prompt's prefill, a hundred tokens of two requests, two hundred of one.
+    assert ended == pytest.approx(PROMPT * 0.001 + 100 * (TOKEN_S + 0.004) + 200 * (TOKEN_S + 0.002), rel=1e-6)
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_requests_wait_for_a_place(most):
+    async def scenario():
+        engine = SimulatedEngine("e", speed(most=most), 1, {})
+        engine.resume(0, False)
+        return [ended for _, ended in await asyncio.gather(*(ask(engine, key, [100]) for key in range(4)))]
+
+    assert in_virtual_time(scenario()) == pytest.approx([1.0, 1.0, 2.0, 2.0] if most == 2 else [1.0] * 4)
+
+
+def test_a_full_cache_sends_requests_back():
+    """Two sequences of 1010 tokens do not fit 1500: one is prefilled again when the other has ended."""
+
+    async def scenario():
+        engine = SimulatedEngine("e", speed(cache=1500, prefill_s=0.001), 1, {})
+        engine.resume(0, False)
+        found = await asyncio.gather(*(ask(engine, key, [1000], 1000) for key in range(2)))
+        return engine, [ended for _, ended in found], [len(each.token_ids) for (each,), _ in found]
+
+    engine, ended, tokens = in_virtual_time(scenario())
+    assert tokens == [1000, 1000] and engine.retracted == 1
+    begun = 2 * PROMPT * 0.001
+    full = (1500 - 2 * PROMPT) / 2
+    assert sorted(ended) == pytest.approx([begun + 10.0, begun + 10.0 + (PROMPT + full) * 0.001 + (1000 - full) * TOKEN_S], rel=1e-3)
+
+
+def test_tokens_are_of_the_version_that_sampled_them():
+    async def scenario():
+        engine = SimulatedEngine("e", speed(), 1, {})
+        engine.resume(0, False)
+        running = asyncio.ensure_future(ask(engine, 1, [100]))
+        await asyncio.sleep(0.305)
+        engine.pause()
+        await asyncio.sleep(5)
+        engine.resume(1, False)
+        (completion,), ended = await running
+        return Counter(completion.versions), ended
+
+    versions, ended = in_virtual_time(scenario())
+    assert versions == {0: 30, 1: 70} and ended == pytest.approx(6.0)
+
+
+def test_an_aborted_request_keeps_its_tokens_and_a_failed_engine_none():
+    async def scenario():
+        engine = SimulatedEngine("e", speed(), 1, {})
+        engine.resume(0, False)
+        first = asyncio.ensure_future(ask(engine, 1, [100]))
+        await asyncio.sleep(0.505)
+        await engine.abort_all(1.0)
+        (aborted,), _ = await first
+        assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 50) and engine._work[1].totals == [100]
+        second = asyncio.ensure_future(ask(engine, 2, [100, 100]))
+        await asyncio.sleep(0.5)
+        engine.fail(restart_s=30)
+        with pytest.raises(EngineUnreachable):
+            await second
+        with pytest.raises(EngineUnreachable):
+            await ask(engine, 3, [1])
+        assert not await engine.fresh()
+        await asyncio.sleep(30)
+        assert await engine.fresh()
+
+    in_virtual_time(scenario())
+
+
+def plan_of(settings: SimulationConfig, async_: AsyncConfig, *, engines=2, prompts=4, n=2, longest=64, mean=20, seed=0, **more) -> RunPlan:
+    config = RunConfig(
+        async_=async_,
+        rollout=RolloutConfig(prompts_per_step=prompts, n=n, max_tokens=longest, dynamic_sampling="dropped_share" in more),
+        generator=GeneratorConfig(engines=engines, max_concurrency=4, kv_cache_tokens=1000),
+        checkpoint=CheckpointConfig(every=2),
+        plan=PlanConfig(prompt_tokens=PROMPT, response_tokens=mean, simulation=settings, **more),
+        timeouts=TimeoutConfig(rollouts_s=100),
+        max_steps=settings.steps,
+        seed=seed,
+    )
+    topology = GeneratorTopology(engines, 1, 1, 1)
+    return RunPlan(config, load_spec(SPEC), TrainerTopology(), topology, settings.steps, prompts * n, Weights(""))
+
+
+def models(train_s=1.0, write_s=0.1, control_s=0.05, **of_speed):
+    return lambda plan, unit: Models(
+        speed(most=plan.config.generator.max_concurrency, **of_speed), lambda batch: train_s, write_s, control_s
+    )
+
+
+@pytest.mark.parametrize("train_s", [0.2, 3.0])
+@pytest.mark.parametrize("capacity", [0, 1])
+def test_equal_lengths_give_the_closed_form(capacity, train_s):
+    """All responses have 64 tokens, and all of a step run at once: equations 2 and 3 of LlamaRL."""
+    settings = SimulationConfig(steps=12)
+    plan = plan_of(settings, AsyncConfig(capacity, partial_rollout="in_flight"), mean=64)
+    found = simulate(plan, models(train_s))
+    generate_s = 64 * TOKEN_S
+    expected = generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
+    assert summary(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
+
+
+def test_lengths_have_the_mean_that_is_asked_for():
+    for settings in (SimulationConfig(lengths="lognormal", sigma=1.2), SimulationConfig()):
+        plan = plan_of(settings, AsyncConfig(), longest=1024, mean=200)
+        lengths = drawn.Lengths.of(drawn.Workload.of(plan.config), settings, 4, seed=1)
+        sample = np.minimum(np.concatenate([lengths(ordinal, 4) for ordinal in range(8000)]), 1024)
+        assert sample.mean() == pytest.approx(200, rel=0.03)
+
+
+def test_lengths_of_one_prompt_have_something_in_common(tmp_path):
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps({"samples": [{"tokens": tokens}]}) + "\n" for tokens in (5, 50, 500)))
+    for correlation in (0.0, 0.9):
+        settings = SimulationConfig(lengths=str(samples), correlation=correlation)
+        lengths = drawn.Lengths.of(drawn.Workload.of(plan_of(settings, AsyncConfig()).config), settings, 4, seed=1)
+        pairs = np.array([lengths(ordinal, 2) for ordinal in range(2000)])
+        assert set(np.unique(pairs)) == {5, 50, 500}
+        assert (pairs[:, 0] == pairs[:, 1]).mean() == pytest.approx(1 / 3 if correlation == 0 else 0.75, abs=0.06)
+
+
+def world(number: int) -> tuple[RunPlan, object]:
+    """A random small world: sizes, lengths, settings of asynchrony, times, and failures."""
+    rng = np.random.default_rng(number)
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    settings = SimulationConfig(
+        steps=int(rng.integers(2, 6)),
+        lengths=pick("exponential", "lognormal"),
+        turns=int(pick(1, 1, 3)),
+        tool_s=0.1,
+        score_s=float(pick(0.0, 0.3)),
+        gpu_mtbf_h=pick(None, None, 0.01),
+        restart_s=3.0,
+        engine_restart_s=float(pick(0.5, 5.0)),
+        checkpoint_s=float(pick(0.0, 0.5)),
+    )
+    async_ = AsyncConfig(
+        capacity=pick(0, 1, 2, 4, None),
+        max_staleness=pick(None, 1, 2) if rng.random() < 0.6 else None,
+        max_in_flight=pick(None, 2, 9),
+        partial_rollout=pick("block", "in_flight", "retract", "abort", "resume"),
+        chunk_tokens=pick(None, 7),
+    )
+    more = {"dropped_share": float(pick(0.3, 0.6))} if rng.random() < 0.3 else {}
+    plan = plan_of(settings, async_, engines=int(rng.integers(1, 4)), n=int(pick(2, 4)), seed=number, **more)
+    return plan, models(float(pick(0.05, 0.5, 2.0)), float(pick(0.0, 0.1)), prefill_s=1e-4, cache=float(pick(90, 200, 1e9)))
+
+
+def broken_worlds(numbers) -> Iterator[int]:
+    for number in numbers:
+        plan, of = world(number)
+        try:
+            totals = simulate(plan, of)
+        except RuntimeError:  # Stuck, Broken, or what the run's own code raises
+            yield number
+        else:
+            assert len(totals.rows) == plan.config.plan.simulation.steps
+
+
+def test_no_small_world_breaks_a_promise():
+    assert list(broken_worlds(range(100))) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_none_of_ten_thousand_does():
+    assert list(broken_worlds(range(100, 10_000))) == []
+
+
+def test_worlds_do_not_depend_on_chance():
+    plan, of = world(17)
+    first, second = simulate(plan, of), simulate(plan, of)
+    assert json.dumps(first.rows) == json.dumps(second.rows)
+
+
+def begins_too_early(self, version):
+    return version >= 0 and (self._run_ahead is None or self._place() < (version + self._run_ahead + 2) * self._prompts_per_step)
+
+
+def makes_a_short_batch(self, step, wanted=RolloutBuffer._wanted):
+    return [max(1, count - 1) for count in wanted(self, step)]
+
+
+def trains_on_it_again(self, ordinal):
+    group = self._remove(ordinal)
+    self._take_in(group)
+    return group
+
+
+def frees_no_place(self):
+    """Of a prompt that has finished."""
+
+
+def forgets_who_is_done(self, ledger=RolloutBuffer.ledger):
+    found = ledger(self)
+    return msgspec.structs.replace(found, consumed_below=max(0, found.consumed_below - 1))
+
+
+def replaces_no_dropped_prompt(self, ordinal):
+    self.in_flight -= 1
+
+
+def rejects_too_late(self, step, reject=RolloutBuffer.reject):
+    return reject(self, step - 1)
+
+
+WRONG = {
+    "begins too early": [(Admission, "_deep_enough", begins_too_early)],
+    "makes a short batch": [(RolloutBuffer, "_wanted", makes_a_short_batch)],
+    "trains on it again": [(RolloutBuffer, "_consume", trains_on_it_again)],
+    "frees no place": [(Admission, "finish", frees_no_place)],
+    "forgets who is done": [(RolloutBuffer, "ledger", forgets_who_is_done)],
+    "replaces no dropped prompt": [(Admission, "drop", replaces_no_dropped_prompt)],
+    # The generator begins nothing that would be too old, and the buffer takes nothing that is: each alone keeps the promise.
+    "trains on what is too old": [
+        (executors.generator, "run_ahead", lambda async_: None if async_.capacity is None else async_.capacity + 2),
+        (simulation.run, "run_ahead", lambda async_: None),
+        (RolloutBuffer, "reject", rejects_too_late),
+        (RolloutBuffer, "_due", lambda self, by_version, step: [[] for _ in self._mixture.names]),
+    ],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_scheduler_is_noticed(monkeypatch, wrong):
+    for place in WRONG[wrong]:
+        monkeypatch.setattr(*place)
+    assert any(True for _ in broken_worlds(range(40)))
+
+
+CONFIG = ["plan", "configs/8b_aipo.yaml", "plan.simulation.steps=4", "--simulate"]
+
+
+def test_the_command_sweeps_and_advises(capsys):
+    assert main([*CONFIG, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["steps"] == 4 and sum(one["staleness"].values()) == pytest.approx(1) and one["goodput"] == 1
+    assert main([*CONFIG, "--sweep", "async.capacity=0,1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["settings", "async.capacity=0", "async.capacity=1", "take"]
+
+
+def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
+    folder = tmp_path / "simulated"
+    assert main([*CONFIG, "--output", str(folder)]) == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert main(["report", str(folder)]) == 0
+    capsys.readouterr()
+    assert main([*CONFIG, "--output", str(folder)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*CONFIG[:-1], "--sweep", "async.capacity=0,1"], "--sweep: needs --simulate"),
+        ([*CONFIG, "--sweep", "async.capacity"], "must be KEY=VALUE,VALUE,…"),
+        ([*CONFIG, "--sweep", "async.capacity=0,-1"], "async.capacity=-1"),
+        ([*CONFIG, "--from", "runs/none"], "at least 8 are needed"),
+        ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
+        ([*CONFIG, "generator.engines=1", "generator.tp=1", "cluster.gpu=L40S"], "too large"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_before(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
