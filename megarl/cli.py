@@ -62,7 +62,7 @@ EXAMPLES = {
         "megarl plan configs/8b_aipo.yaml trainer.dp=16",
         "megarl plan configs/70b_aipo.yaml --search --gpus 256 cluster.gpu=H200",
         "megarl plan configs/405b_aipo.yaml --picture 405b.svg --json",
-        "megarl plan configs/405b_aipo.yaml --simulate --sweep async.capacity=0,1,2,4 async.partial_rollout=in_flight,block",
+        "megarl plan configs/8b_aipo.yaml --simulate plan.simulation.steps=20 --sweep async.capacity=0,1,2",
     ],
     "reshard": [
         "megarl reshard configs/8b_aipo.yaml generator.tp=2 --json",

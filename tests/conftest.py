@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("untimed", deadline=None)  # what is fast on a quiet machine is not on a busy one
+    hypothesis.settings.load_profile("untimed")
     os.environ.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what is tested here is a terminal's Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ generator executor. Emulated are the engines' and the trainer's computations, an
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -202,6 +203,7 @@ class EmulatedTrainer:
             "version/max": max(sample.max_version for sample in samples),
             "mixed": sum(sample.min_version < sample.max_version for sample in samples),
             "rejected": batch.rejected,
+            "ages": _ages(batch),
         })  # fmt: skip
 
     def save_checkpoint(self) -> None:
@@ -210,6 +212,15 @@ class EmulatedTrainer:
     def shutdown(self) -> None:
         self.status.set("done")
         self.trace.close()
+
+
+def _ages(batch: Batch) -> Counter[int]:
+    """Tokens by how many versions old they are."""
+    found: Counter[int] = Counter()
+    for sample in batch.samples:
+        for version, tokens in sample.policy_versions:
+            found[batch.step - version] += tokens
+    return found
 
 
 class _NoTransport:

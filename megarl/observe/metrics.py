@@ -15,6 +15,7 @@ from megarl.base.files import write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
+SIMULATED_FILE = "simulated.json"  # in the folder of a run that was only simulated
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 

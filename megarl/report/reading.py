@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.observe.agreement import advisories, scoring_binds
-from megarl.observe.metrics import METRICS_FILE, Row
+from megarl.observe.metrics import METRICS_FILE, SIMULATED_FILE, Row
 from megarl.observe.samples import SAMPLES_FILE, FailuresTail, one_line
 from megarl.observe.status import TRACE_FOLDER
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
@@ -414,6 +414,11 @@ class RunReader:
         self._expected: dict[str, Any] = {}
         self._settings = _settings(self.run_dir)
 
+    @property
+    def _name(self) -> str:
+        """A run that megarl plan has simulated says so wherever it is named."""
+        return self.run_dir.resolve().name + " (simulated)" * (self.run_dir / SIMULATED_FILE).exists()
+
     def read(self, follow: bool = False) -> dict[str, Any]:
         """The news since the last call. The first call returns everything, with `afresh`; so does one after a resumed run has cut a file.
         With `follow` the newest step's samples are kept back until all ranks must have written theirs. That is when the next step's are
@@ -424,7 +429,7 @@ class RunReader:
         except FileChanged:
             self._begin()
             found, afresh = self._read(follow), True
-        return {"name": self.run_dir.resolve().name, "path": str(self.run_dir), "afresh": afresh, **found}
+        return {"name": self._name, "path": str(self.run_dir), "afresh": afresh, **found}
 
     def _read(self, follow: bool) -> dict[str, Any]:
         columns, trace, samples = self._columns(), self._spans(), self._samples.read(follow)

@@ -18,15 +18,14 @@ from omegaconf import OmegaConf
 from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
 from megarl.estimate.estimate import estimate
-from megarl.observe.metrics import MetricsWriter
+from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.measured import measured
-from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated
+from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, untold
 from megarl.simulation.virtual import Stuck
 
 WARM_UP = 5  # steps that are not counted, at most a fifth of all
-MARK = "simulated.json"  # in the folder of a simulated run
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
@@ -62,7 +61,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
     steps = [row["time/step_s"] for row in rows]
     trained, half = sum(int(each.sum()) for each in totals.lengths), max(1, len(totals.lengths) // 2)
     first = np.concatenate(totals.lengths[:half]).mean()
-    ages = totals.ages.total()
+    ages = totals.ages
     return Summary(
         step_p50_s=float(np.median(steps)),
         step_p95_s=float(np.quantile(steps, 0.95)),
@@ -72,7 +71,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
         waits_for_batch=share["trainer_wait"] - share["weights_wait"],
         waits_for_engines=share["weights_wait"],
         waits_for_weights=share["generator_wait"],
-        staleness={str(age): tokens / ages for age, tokens in sorted(totals.ages.items())},
+        staleness={str(age): tokens / ages.total() for age, tokens in sorted(ages.items())},
         rejected=sum(row["staleness/rejected"] for row in totals.rows),
         discarded=max(0.0, 1 - trained / totals.sampled),
         length_bias=float(first / totals.expected_length - 1),
@@ -120,7 +119,7 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
     with ExitStack() as files:
         told = _written(plan, Path(output), files) if output else None
         try:
-            totals = simulate(plan, models, *([told] if told else []))
+            totals = simulate(plan, models, told or untold)
         except (Stuck, Broken) as error:
             raise RunError(f"the simulated run failed: {error}") from error
         if output:
@@ -143,7 +142,7 @@ def _check(plans: Sequence[RunPlan]) -> None:
 def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
     """Writes the spans of a page's timeline."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / MARK, json.dumps({"simulated": True}))
+    write_whole(folder / SIMULATED_FILE, json.dumps({"simulated": True}))
     OmegaConf.save(OmegaConf.structured(plan.config), folder / "config.yaml")
     writers = {name: TraceWriter(folder, name) for name in ("trainer.0", "generator.0")}
     for writer in writers.values():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from megarl.simulation.settings import EXPONENTIAL, LOGNORMAL, SimulationConfig
 BLOCK = 256  # prompts whose lengths are drawn together
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 Quantile = Callable[[np.ndarray], np.ndarray]  # probabilities in (0, 1) → tokens, before the cut
+
+
+class Draw(Protocol):
+    """The lengths of a prompt's n responses, in tokens; above `longest` they are cut."""
+
+    @property
+    def longest(self) -> int: ...
+
+    def __call__(self, ordinal: Ordinal, n: int) -> Sequence[int] | np.ndarray: ...
 
 
 class Lengths:

@@ -38,7 +38,7 @@ from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
 from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock
 from megarl.rollouts.stream import RolloutStream
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
-from megarl.simulation.lengths import Lengths
+from megarl.simulation.lengths import Draw, Lengths
 from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
 from megarl.weight_sync.sender import SyncReport
 
@@ -110,7 +110,7 @@ class Totals:
     """Of a whole run, over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
-    ages: Counter[int] = field(default_factory=Counter)  # tokens trained on, by how many versions old they were
+    ages_of_steps: list[Counter[int]] = field(default_factory=list)  # tokens trained on, by how many versions old they were
     lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
     ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
     train_s: float = 0.0
@@ -122,6 +122,10 @@ class Totals:
     engine_failures: int = 0
     trainer_failures: int = 0
     end_s: float = 0.0
+
+    @property
+    def ages(self) -> Counter[int]:
+        return sum(self.ages_of_steps, Counter())
 
 
 class Interrupted(Exception):
@@ -146,7 +150,7 @@ class SimulatedGenerator(GeneratorExecutor):
     """The generator's executor with simulated engines, environments and scores. Its tokens are units of several."""
 
     models: Models = field(kw_only=True)
-    lengths: Lengths = field(kw_only=True)
+    lengths: Draw = field(kw_only=True)
     unit: int = field(kw_only=True)
 
     def open(self) -> None:
@@ -174,7 +178,7 @@ class SimulatedGenerator(GeneratorExecutor):
         return max(1, math.ceil(tokens / self.unit))
 
     async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        drawn = np.minimum(-(-self.lengths(prompt.ordinal, n) // self.unit), sampling.max_tokens).tolist()
+        drawn = np.minimum(-(-np.asarray(self.lengths(prompt.ordinal, n)) // self.unit), sampling.max_tokens).tolist()
         clock = RolloutClock(self.clock)
         with clock.running():
             if self.settings.turns == 1:
@@ -230,7 +234,7 @@ class Attempt:
 
     plan: RunPlan
     models: Models
-    lengths: Lengths
+    lengths: Draw
     unit: int
     loop: VirtualLoop
     totals: Totals
@@ -419,7 +423,7 @@ class Attempt:
         for sample in samples:
             for version, tokens in sample.policy_versions:
                 ages[step - version] += tokens * self.unit
-        totals.ages += ages
+        totals.ages_of_steps.append(ages)
         totals.lengths.append(lengths)
         totals.train_s += train_s
         totals.rows.append({
@@ -445,13 +449,24 @@ class Attempt:
 Tell = Callable[..., None]  # (process, what, began_s, ended_s, track) of what a process did
 
 
-def simulate(plan: RunPlan, models: Callable[[RunPlan, int], Models] | None = None, told: Tell = lambda *event: None) -> Totals:
-    """Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
+def untold(*event: Any) -> None:
+    """For runs whose timeline nobody looks at."""
+
+
+def simulate(
+    plan: RunPlan,
+    models: Callable[[RunPlan, int], Models] = Models.of,
+    told: Tell = untold,
+    lengths: Draw | None = None,
+) -> Totals:
+    """`models` is given the plan and how many tokens a unit has. `lengths`: None, as plan.simulation says.
+
+    Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
     plan = simulated(plan)
     config, settings = plan.config, plan.config.plan.simulation
     unit = max(1, config.rollout.max_tokens // UNITS)
-    found = (models or Models.of)(plan, unit)
-    lengths = Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
+    found = models(plan, unit)
+    lengths = lengths or Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
     loop, totals, start, ledger, in_vain = VirtualLoop(), Totals(), 0, Ledger(), 0
     rng = np.random.default_rng((config.seed, 4))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
@@ -468,7 +483,8 @@ def simulate(plan: RunPlan, models: Callable[[RunPlan, int], Models] | None = No
                 totals.trainer_failures += 1
                 undone = [row for row in totals.rows if row["step"] >= start]
                 totals.lost_s += sum(row["time/step_s"] for row in undone) + settings.restart_s
-                del totals.rows[start:], totals.lengths[start:], totals.ordinals[start:]
+                for kept in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
+                    del kept[start:]
                 loop.run_until_complete(asyncio.sleep(settings.restart_s))
     totals.end_s = loop.time()
     totals.expected_length = _mean_length(lengths, config)
@@ -476,7 +492,7 @@ def simulate(plan: RunPlan, models: Callable[[RunPlan, int], Models] | None = No
     return totals
 
 
-def _mean_length(lengths: Lengths, config: RunConfig) -> float:
+def _mean_length(lengths: Draw, config: RunConfig) -> float:
     prompts = range(max(1, config.max_steps // 2) * config.rollout.prompts_per_step)
     return float(np.mean([np.minimum(lengths(ordinal, config.rollout.n), lengths.longest).mean() for ordinal in prompts]))
 

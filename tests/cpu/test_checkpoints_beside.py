@@ -55,7 +55,7 @@ def test_what_a_resumed_run_would_not_make_again_is_complete_first(model: Path, 
 def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(model: Path, tmp_path: Path) -> None:
     """Each life checks that the checkpoint it loads holds what the trainer held at that step, and repeats later steps exactly."""
     command = [sys.executable, str(Path(__file__).with_name("saving_worker.py")), str(model), str(tmp_path), "20", "0"]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=360)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=840)
     lives = [json.loads(line) for line in done.stdout.splitlines()]
     assert [life["failure"] for life in lives] == [""] * 20, done.stderr
     starts = [life["began"] for life in lives]

@@ -15,12 +15,13 @@ from megarl.launch.watch import termination_as_exit
 MEANINGS = {
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
+    "simulated": "the scheduler in virtual time against the same in real time: steps, waits, ages",
     "mutations": "break the code in one place at a time: which tests see it",
     "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
 }
 
 
-WITHOUT_CONFIG = ("faults", "mutations")
+WITHOUT_CONFIG = ("faults", "simulated", "mutations")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -34,8 +35,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
             study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
             study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
             study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    faults, staleness, mutations, offpolicy = by_name.values()
+    faults, staleness, simulated, mutations, offpolicy = by_name.values()
     mutations.add_argument("--only", metavar="PART", action="append", default=[], help="those with this in their name; repeatable")
+    simulated.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
+    simulated.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
+    simulated.add_argument("--lanes", metavar="N", type=int, default=4, help="cells side by side; default: 4")
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
@@ -66,6 +70,12 @@ def _faults(arguments: argparse.Namespace) -> None:
     run(arguments.faults, arguments.seed, _listed(arguments.kinds), arguments.minutes, arguments.json, arguments.keep)
 
 
+def _simulated(arguments: argparse.Namespace) -> None:
+    from simulated import run
+
+    run(arguments.steps, arguments.step_s, arguments.lanes, arguments.json)
+
+
 def _mutations(arguments: argparse.Namespace) -> None:
     from mutations import run
 
@@ -94,6 +104,7 @@ def _listed(text: str) -> list[str]:
 RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "faults": _faults,
     "staleness": _staleness,
+    "simulated": _simulated,
     "mutations": _mutations,
     "offpolicy": _offpolicy,
 }

@@ -1,0 +1,95 @@
+"""`python tests/studies simulated`: the scheduler in virtual time against the same in real time.
+
+Cells of `megarl bench overlap` run in real time, by two processes with sockets between them, and are simulated with the same lengths and
+the same phase times. Compared are the mean step, the trainer's and the generator's waits, and the distribution of the tokens' ages.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from megarl.bench.overlap import WARM_UP, Rows, grid, run_cells
+from megarl.bench.overlap_cell import Cell
+from megarl.config.schema import GeneratorConfig, PlanConfig, SimulationConfig
+from megarl.plan.resolve import RunPlan
+from megarl.simulation.engines import Speed
+from megarl.simulation.run import Models, simulate
+
+WAITS = ("trainer_wait", "generator_wait")
+
+
+@dataclass(frozen=True)
+class Compared:
+    name: str
+    real_step_s: float
+    simulated_step_s: float
+    step_error: float
+    wait_error: float  # the larger one of the two waits', as a share of the step
+    age_distance: float  # total variation of the tokens' ages
+
+
+def run(steps: int, step_s: float, lanes: int, as_json: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cells = [cell for _, cell in grid(step_s, steps, folder)]
+        real = run_cells(cells, lanes, 60 + 20 * steps * step_s, lambda cell: print(cell.name, file=sys.stderr))
+    found = [compare(cell, rows) for cell, rows in zip(cells, real)]
+    if as_json:
+        print(json.dumps([asdict(each) for each in found]))
+    else:
+        print(*render(found), sep="\n")
+
+
+def compare(cell: Cell, real: Rows) -> Compared:
+    rows = simulated(cell)
+    (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
+    of_real, of_simulated = ages(real), ages(rows)
+    distance = sum(abs(of_real[age] / of_real.total() - of_simulated[age] / of_simulated.total()) for age in of_real | of_simulated) / 2
+    wait_error = max(abs(one - other) for one, other in zip(waits, real_waits)) / real_step
+    return Compared(cell.name, real_step, step, step / real_step - 1, wait_error, distance)
+
+
+def of_rows(rows: Rows) -> tuple[float, list[float]]:
+    counted = rows[WARM_UP:]
+    return statistics.fmean(row["time/step_s"] for row in counted), [
+        statistics.fmean(row[f"time/{name}_s"] for row in counted) for name in WAITS
+    ]
+
+
+def ages(rows: Rows) -> Counter[int]:
+    return sum((Counter(row["ages"]) for row in rows[WARM_UP:]), Counter())
+
+
+def simulated(cell: Cell) -> Rows:
+    found = simulate(plan_of(cell), lambda plan, unit: models_of(cell), lengths=cell.lengths)
+    return [{**row, "ages": own} for row, own in zip(found.rows, found.ages_of_steps)]
+
+
+def plan_of(cell: Cell) -> RunPlan:
+    plan = cell.plan()
+    config = replace(
+        plan.config,
+        generator=GeneratorConfig(engines=cell.engines, max_concurrency=cell.slots),
+        plan=PlanConfig(prompt_tokens=16, response_tokens=cell.lengths.mean, simulation=SimulationConfig(steps=cell.steps)),
+    )
+    return replace(plan, config=config)
+
+
+def models_of(cell: Cell) -> Models:
+    speed = Speed(lambda running, context: cell.token_s, lambda tokens, length: tokens * cell.token_s / 400, 1e9, cell.slots)
+    return Models(speed, lambda batch: cell.train_s, cell.write_s, 0.0)
+
+
+def render(found: Sequence[Compared]) -> list[str]:
+    width = max(len(each.name) for each in found)
+    lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages"]
+    for each in found:
+        numbers = f"{each.real_step_s:6.3f}  {each.simulated_step_s:11.3f}  {each.step_error:+5.1%}  {each.wait_error:6.1%}"
+        lines.append(f"{each.name:<{width}}  {numbers}  {each.age_distance:.3f}")
+    worst = [max(abs(getattr(each, name)) for each in found) for name in ("step_error", "wait_error", "age_distance")]
+    return [*lines, f"worst: step {worst[0]:.1%}, waits {worst[1]:.1%} of a step, ages {worst[2]:.3f}"]
