@@ -192,7 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     dry_run = "check the settings, print plan, map and each node's processes; start nothing"
     by_name["train"].add_argument("--dry-run", action="store_true", help=dry_run)
     unused = {"json": False, "dump": None, "delta": 0.01, "link": None, "picture": None, "rank": None}
-    by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None)
+    by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None, simulate=False, sweep=[], source=None, output=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank, in PEFT's format")
     which = by_name["export"].add_mutually_exclusive_group()
