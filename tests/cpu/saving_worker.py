@@ -29,7 +29,7 @@ from megarl.trainer import cpu_support
 
 STEPS = "steps.jsonl"
 READY = "ready"
-LIFE_S = 1.0  # at most, once it trains
+MOST_STEPS = 4  # of a life
 DEADLINE_S = 60
 
 
@@ -90,6 +90,20 @@ def fork(model: str, run_dir: Path) -> int:
         os._exit(1)
 
 
+def wait_for(run_dir: Path, steps: float, deadline: float) -> None:
+    """Waits until a child that is ready has made so many steps, however long one takes; of the last one, for its share of a step's time."""
+
+    def made() -> int:
+        path = run_dir / STEPS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    began, before = time.monotonic(), made()
+    while made() < before + int(steps) and not (run_dir / "failure").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    step_s = (time.monotonic() - began) / int(steps) if steps >= 1 else 0.2
+    time.sleep((steps - int(steps)) * step_s)
+
+
 def main() -> None:
     model, run_dir, kills, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     cpu_support.install()
@@ -104,7 +118,7 @@ def main() -> None:
         child, deadline = fork(model, run_dir), time.monotonic() + DEADLINE_S
         while not (run_dir / READY).exists() and not (run_dir / "failure").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, LIFE_S))
+        wait_for(run_dir, moments.uniform(0, MOST_STEPS), deadline)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         failure = (run_dir / "failure").read_text() if (run_dir / "failure").exists() else ""
