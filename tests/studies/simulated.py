@@ -71,9 +71,10 @@ def simulated(cell: Cell) -> Rows:
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    plan = cell.plan()
+    plan, places = cell.plan(), cell.async_.max_in_flight or cell.prompts_per_step
     config = replace(
         plan.config,
+        async_=replace(cell.async_, max_in_flight=cell.engines * places),  # a cell's places are those of one engine
         generator=GeneratorConfig(engines=cell.engines, max_concurrency=cell.slots),
         plan=PlanConfig(prompt_tokens=16, response_tokens=cell.lengths.mean, simulation=SimulationConfig(steps=cell.steps)),
     )
