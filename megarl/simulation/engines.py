@@ -43,8 +43,25 @@ class Work:
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
+class _Asked:
+    """Requests that came together, and are answered together."""
+
     done: asyncio.Future[None]
+    left: int  # requests that have not ended
+
+    def end(self, error: EngineUnreachable | None = None) -> None:
+        self.left -= 1
+        if self.done.done():  # whoever waited for it has given up, or knows the error
+            return
+        if error is not None:
+            self.done.set_exception(error)
+        elif not self.left:
+            self.done.set_result(None)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    asked: _Asked
     tokens: int  # it comes with
     uncached: int  # of these, to be prefilled
     most: int  # it may sample
@@ -55,14 +72,6 @@ class _Request:
     @property
     def ends(self) -> float:
         return self.began + self.most
-
-    def end(self, error: EngineUnreachable | None = None) -> None:
-        if self.done.done():  # whoever waited for it has given up
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
 
     def settle(self, clock: float, version: Version) -> None:
         """Notes the tokens sampled by now; those not noted before are of `version`."""
@@ -101,17 +110,17 @@ class SimulatedEngine:
     ) -> list[Completion]:
         """One completion of each input; all are of one prompt. Returns when the last has ended. Raises EngineUnreachable."""
         self._check_up()
-        work, loop = self._work[inputs[0][0]], asyncio.get_running_loop()
+        work, asked = self._work[inputs[0][0]], _Asked(asyncio.get_running_loop().create_future(), len(inputs))
         requests, rests = [], []
         for tokens, total, sampling in zip(inputs, work.totals, samplings, strict=True):
             sampled = len(tokens) - work.prompt
             uncached = work.unread + (sampled - tokens[work.prompt :].count(self.version) if sampled else 0)
             work.unread = 0
             rests.append(total - sampled)
-            requests.append(_Request(loop.create_future(), len(tokens), uncached, min(total - sampled, sampling.max_tokens)))
+            requests.append(_Request(asked, len(tokens), uncached, min(total - sampled, sampling.max_tokens)))
         self._waiting.extend(requests)
         self._change_soon()
-        await asyncio.gather(*(request.done for request in requests))
+        await asked.done
         ended = [not request.aborted and rest <= request.most for request, rest in zip(requests, rests)]
         found = [
             self._completion(request, ("length" if total == work.limit else "stop") if end else "length")
@@ -126,7 +135,7 @@ class SimulatedEngine:
         for request in [*(request for _, _, request in self._running), *self._waiting]:
             request.settle(self._clock, self.version)
             request.aborted = True
-            request.end()
+            request.asked.end()
         self._clear()
 
     async def close(self) -> None:
@@ -153,7 +162,7 @@ class SimulatedEngine:
         self._advance()
         error = f"engine {self.url} has failed"
         for request in [*(request for _, _, request in self._running), *self._waiting]:
-            request.end(EngineUnreachable(self.url, error))
+            request.asked.end(EngineUnreachable(self.url, error))
         self._clear()
         self._paused, self._free_at, self.version = False, 0.0, -1
         self._down_until = self._now() + restart_s
@@ -211,7 +220,7 @@ class SimulatedEngine:
                 _, _, request = heapq.heappop(self._running)
                 self._base -= request.tokens - request.began
                 request.settle(request.ends, self.version)
-                request.end()
+                request.asked.end()
             while len(self._running) > 1 and self._held > self._room + _EPSILON:
                 self._retract()
             self._take_in()
