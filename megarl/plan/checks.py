@@ -5,6 +5,7 @@ Each check is a small function that yields problems: the key, its value, what is
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -166,6 +167,13 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
                 yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
 
 
+def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """An engine would keep the weights of such a checkpoint in its format, where updates of another one cannot go."""
+    path = Path(config.model.path, "config.json")
+    if config.generator.quantization is None and path.is_file() and json.loads(path.read_text()).get("quantization_config"):
+        yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config)"
+
+
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_experts,
     check_shared_experts,
@@ -175,7 +183,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_lora,
 )
 # Commands that only plan do without these.
-RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_format, check_expert_sequences)
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_format, check_fp8_checkpoint, check_expert_sequences)
 
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

@@ -19,7 +19,10 @@ from megarl.reshard.layout import hf_layout
 
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
-EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}  # all bits set: NaN or infinity
+FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, as DeepSeek-V3 and Kimi K2 are published; a scale for each
+EXPONENTS = {  # all bits set: NaN or infinity
+    "F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), FP8: ("u1", 0x7F),
+}  # fmt: skip
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 _CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 100 << 20  # the format's own limit
@@ -64,7 +67,8 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
     problems, files = [], check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
-    for name in sorted(tensor.name for tensor in hf_layout(spec, "float32", fused=True).tensors(0)):
+    names = sorted(tensor.name for tensor in hf_layout(spec, "float32", fused=True).tensors(0))
+    for name in [*names, *(name + SCALE for name in names if headers[files[name]][name]["dtype"] == FP8)]:
         path, entry = folder / files[name], headers[files[name]][name]
         word, exponent = EXPONENTS[entry["dtype"]]
         with open(path, "rb") as opened:
@@ -115,8 +119,30 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             continue
         if tuple(entry["shape"]) != shape:
             yield f"{folder}: tensor {name} has shape {tuple(entry['shape'])}, config.json says {shape}"
-        if entry["dtype"] not in READ_DTYPES:  # its scales would be ignored
-            yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}"
+        if entry["dtype"] == FP8 and len(shape) == 2:
+            yield from _scale_problems(folder, files, headers, name, shape)
+        elif entry["dtype"] not in READ_DTYPES:  # its scales would be ignored
+            yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}, and matrices in {FP8}"
+
+
+def _scale_problems(
+    folder: Path, files: dict[str, str], headers: dict[str, dict[str, Any]], name: str, shape: tuple[int, ...]
+) -> Iterator[str]:
+    """A weight in fp8 without the scales of its blocks would be read as another."""
+    scale, wanted = name + SCALE, [-(-size // BLOCK) for size in shape]
+    if scale not in files:
+        yield f"{folder}: tensor {name} is in {FP8}, but {scale} is missing"
+        return
+    if files[scale] not in headers:
+        try:
+            headers[files[scale]] = header(folder / files[scale])
+        except ConfigError as error:
+            yield from error.problems
+            return
+    entry = headers[files[scale]].get(scale, {"dtype": "nothing", "shape": []})
+    if entry["dtype"] != "F32" or entry["shape"] != wanted:
+        found = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
+        yield f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(wanted)}: a scale for each {BLOCK}x{BLOCK} block"
 
 
 def header(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
 from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, hf_layout, stored
-from megarl.trainer.hf_files import INDEX, check_checkpoint, not_finite
+from megarl.trainer.hf_files import BLOCK, INDEX, SCALE, check_checkpoint, not_finite
 
 # Folders that appear complete or not at all, written by all ranks together on a shared file system.
 
@@ -184,7 +184,13 @@ def load_hf(
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(hf_layout(spec, "float32", fused=True).tensors(0))
     held = {places[piece.logical_name][0] for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
+    held |= {name + SCALE for name in held}
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        values = opened[files[name]].get_slice(name)[box.slices()]
+        return _dequantised(values, box, lambda blocks: read(name + SCALE, blocks)) if values.dtype == torch.float8_e4m3fn else values
+
     for tensor in counted(
         layout.tensors(dist.get_rank()), "loading weights", lambda each: local_parameter(parameters, each).nbytes, show=mib
     ):
@@ -197,9 +203,19 @@ def load_hf(
                 continue
             name, place = places[piece.logical_name]
             box = piece.logical.move(whole_box(place.shape), place)
-            parameter[piece.local.slices()].copy_(opened[files[name]].get_slice(name)[box.slices()])
+            parameter[piece.local.slices()].copy_(read(name, box))
             if not parameter[piece.local.slices()].isfinite().all():
                 raise ConfigError(not_finite(folder / files[name], name))
+
+
+def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """float32 values of a box of a weight in fp8. `scales` reads those of a box of blocks. As in DeepSeek-V3's own conversion, the product
+    is taken in float32."""
+    first = tuple(start // BLOCK for start in box.start)
+    blocks = scales(Box(first, tuple(-(-end // BLOCK) - start for start, end in zip(first, box.end))))
+    for dim, (start, size) in enumerate(zip(box.start, box.shape)):
+        blocks = blocks.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, size)
+    return codes.float() * blocks
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -401,6 +417,7 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # its name before transformers 5
+    config.pop("quantization_config", None)  # of a checkpoint in fp8: what is written is not
     config["dtype"] = dtype
     if scores:
         config["architectures"] = [config["architectures"][0].replace(CAUSAL_LM, CLASSIFICATION)]

@@ -205,6 +205,15 @@ def test_shared_experts_that_cpu_engines_pad_one_by_one(tmp_path: Path) -> None:
     assert resolve(config(tmp_path, model, *stages, "generator.tp=1")) and resolve(config(tmp_path, model, *stages[:2], "generator.tp=2"))
 
 
+def test_engines_of_a_checkpoint_in_fp8_keep_its_format(tmp_path: Path) -> None:
+    model, sizes = deepseek(tmp_path), ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
+    path = tmp_path / "deepseek/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    (problem,) = problems_of(tmp_path, model, *sizes)
+    assert problem.startswith("generator.quantization=null: must be fp8_block, since model.path=")
+    assert resolve(config(tmp_path, model, *sizes, "generator.quantization=fp8_block"), "plan")
+
+
 def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_path: Path) -> None:
     sizes = ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
     model = deepseek(tmp_path, q_lora_rank=160)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError
@@ -15,7 +15,7 @@ from megarl.models import load_spec
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.trainer.hf_files import check_config, check_finite, fingerprint
-from megarl.trainer.hf_io import load_hf
+from megarl.trainer.hf_io import _copy_configuration, load_hf
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 SPEC = ModelSpec("llama", 2, 16, 24, 4, 2, 4, 11, 64, False, 1e-5, 10000.0)
@@ -73,6 +73,88 @@ def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(dtype: torch.dt
         check_finite(SPEC, tmp_path)
     problem = f"{tmp_path}/model.safetensors: tensor model.layers.1.mlp.up_proj.weight holds values that are not finite"
     assert len(raised.value.problems) == 1 and raised.value.problems[0].startswith(problem)
+
+
+WIDE = ModelSpec("llama", 2, 192, 300, 4, 2, 48, 11, 64, False, 1e-5, 10000.0)  # no size is a whole number of blocks
+
+
+def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint as DeepSeek-V3 is published; returns the values that it stands for, element by element."""
+    drawn, tensors, values = torch.Generator().manual_seed(3), {}, {}
+    for tensor in hf_layout(WIDE, "float32").tensors(0):
+        made = torch.randn(tensor.shape, generator=drawn)
+        if "_proj" in tensor.name:
+            codes = made.to(torch.float8_e4m3fn)
+            scales = torch.rand([-(-size // 128) for size in tensor.shape], generator=drawn)
+            tensors[tensor.name + "_scale_inv"], tensors[tensor.name] = scales, codes
+            row, column = (torch.arange(size) // 128 for size in tensor.shape)
+            made = codes.float() * scales[row[:, None], column]
+        else:
+            tensors[tensor.name] = made
+        values[tensor.name] = made
+    save_file(tensors, folder / "model.safetensors")
+    return values
+
+
+def loaded(folder: Path, topology: TrainerTopology, rank: int, dtype: str, monkeypatch) -> dict[str, torch.Tensor]:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    layout = trainer_layout(WIDE, topology, dtype)
+    held = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in layout.tensors(rank)}
+    load_hf(WIDE, layout, held, str(folder))
+    return held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
+def test_blocks_of_fp8_are_read_by_every_rank_as_what_they_stand_for(axes: dict[str, int], dtype: str, tmp_path: Path, monkeypatch) -> None:
+    fp8, plain = tmp_path / "fp8", tmp_path / "plain"
+    fp8.mkdir()
+    plain.mkdir()
+    save_file(in_fp8(fp8), plain / "model.safetensors")
+    topology = TrainerTopology(**axes)
+    check_finite(WIDE, fp8)
+    for rank in range(topology.world_size):
+        found, wanted = (loaded(folder, topology, rank, dtype, monkeypatch) for folder in (fp8, plain))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert any(values.count_nonzero() for values in found.values())
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda tensors, name: tensors.pop(name + "_scale_inv"),
+            "is in F8_E4M3, but model.layers.1.mlp.up_proj.weight_scale_inv is missing",
+        ),
+        (
+            lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(2, 2)}),
+            "is F32 of shape (2, 2); must be F32 of shape (3, 2)",
+        ),
+        (lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(3, 2).half()}), "is F16 of shape (3, 2)"),
+        (lambda tensors, name: tensors[name + "_scale_inv"].fill_(float("nan")), "not finite"),
+        (lambda tensors, name: tensors.update({name: tensors[name].float().fill_(float("nan")).to(torch.float8_e4m3fn)}), "not finite"),
+    ],
+)
+def test_fp8_without_its_scales_is_refused(harm, said: str, tmp_path: Path, monkeypatch) -> None:
+    in_fp8(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    harm(tensors, "model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    for read in (lambda: loaded(tmp_path, TrainerTopology(), 0, "float32", monkeypatch), lambda: check_finite(WIDE, tmp_path)):
+        with pytest.raises(ConfigError) as raised:
+            read()
+        assert any(said in problem and "model.layers.1.mlp.up_proj.weight" in problem for problem in raised.value.problems)
+
+
+def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
+    source, folder = tmp_path / "published", tmp_path / "exported"
+    source.mkdir()
+    folder.mkdir()
+    config = json.loads((TINY / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16"}
+    (source / "config.json").write_text(json.dumps(config))
+    _copy_configuration(source, folder, "bfloat16", scores=False)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["dtype"] == "bfloat16" and not {"quantization_config", "torch_dtype"} & written.keys()
 
 
 @pytest.mark.parametrize("changed", [{"hidden_size": 32}, {"model_type": None}, {"architectures": None}, None])
