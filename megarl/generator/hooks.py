@@ -194,6 +194,8 @@ class Children:
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_S / 5)
+        with self._telling:
+            self._told = False  # it is said again: SGLang may have printed much since, and reports show the end of a log
         self._tell(*dead)
         code = dead[1]
         os._exit(128 - code if code < 0 else code)
@@ -206,7 +208,7 @@ class Children:
         self.end_with_the_dead(0.0)
 
     def _tell(self, pid: int, code: int) -> None:
-        """Why this process ends, once."""
+        """Why this process ends, unless that was said."""
         with self._telling:
             if not self._told:
                 self._told, why = True, cause(code, self._ended_before)

@@ -75,11 +75,12 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
         killed.kill()
         ended = failure(group, ENDED_S)
+        said = group.log_path("engine.0").read_text()
     # SGLang may kill the engine before that can end with the status of its child, which is told in either case.
     endings = ("engine.0 exited with status 137: one of its processes was killed by SIGKILL", "engine.0 was killed by SIGKILL")
     assert ended.how in endings and ended.signalled
     # A process between may be killed by SGLang before it can name the scheduler, and the engine before it can name either.
-    named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", str(ended))}
+    named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)}
     assert named <= ({killed.pid} if replicas == 1 else processes)
     assert named or ended.how == endings[1]
 
