@@ -138,7 +138,7 @@ class EmulatedEngine:
 
     async def _ended(self, runs: Sequence[_Run]) -> None:
         """Waits until the engine's clock has reached the end of the last run."""
-        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 0:
+        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:  # less is rounding
             changes = self._changes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._paused_at is not None else left_s):

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
-from megarl.estimate.estimate import estimate
+from megarl.config.load import dump_config
+from megarl.estimate.estimate import check_longest, estimate
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.measured import measured
-from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, untold
+from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, unseen
 from megarl.simulation.virtual import Stuck
 
 WARM_UP = 5  # steps that are not counted, at most a fifth of all
+EVERY_S = 5.0  # progress is said
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
@@ -119,7 +120,7 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
     with ExitStack() as files:
         told = _written(plan, Path(output), files) if output else None
         try:
-            totals = simulate(plan, models, told or untold)
+            totals = simulate(plan, models, told or unseen, follow=Progress())
         except (Stuck, Broken) as error:
             raise RunError(f"the simulated run failed: {error}") from error
         if output:
@@ -130,8 +131,21 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
     return summary(simulated(plan), totals)
 
 
+class Progress:
+    """Says on stderr how far a simulated run is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, steps: int, of: int) -> None:
+        if steps < of and time.monotonic() - self._said >= EVERY_S:
+            self._said = time.monotonic()
+            print(f"simulated {steps} of {of} steps", file=sys.stderr)
+
+
 def _check(plans: Sequence[RunPlan]) -> None:
     for plan in plans:
+        check_longest(plan.config, plan.spec)
         if over := estimate(plan.config, plan.spec).overfull:
             side, gib = next(iter(over.items()))
             raise ConfigError(
@@ -143,7 +157,7 @@ def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
     """Writes the spans of a page's timeline."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / SIMULATED_FILE, json.dumps({"simulated": True}))
-    OmegaConf.save(OmegaConf.structured(plan.config), folder / "config.yaml")
+    write_whole(folder / "config.yaml", dump_config(plan.config))
     writers = {name: TraceWriter(folder, name) for name in ("trainer.0", "generator.0")}
     for writer in writers.values():
         files.callback(writer.close)

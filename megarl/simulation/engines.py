@@ -73,11 +73,11 @@ class _Request:
     def ends(self) -> float:
         return self.began + self.most
 
-    def settle(self, clock: float, version: Version) -> None:
-        """Notes the tokens sampled by now; those not noted before are of `version`."""
-        new = min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions)
-        if new > 0:
-            self.versions.extend([version] * new)
+    def settle(self, clock: float, version: Version) -> int:
+        """Notes the tokens that a running request has sampled by now, and returns how many are new; those are of `version`."""
+        new = max(0, min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions))
+        self.versions.extend([version] * new)
+        return new
 
 
 class SimulatedEngine:
@@ -93,7 +93,8 @@ class SimulatedEngine:
         self.version: Version = -1
         self.busy_s = 0.0  # decoding or prefilling
         self.retracted = 0  # requests, for lack of KV cache
-        self.prefilled = 0  # units
+        self.prefilled = self.sampled = 0  # units
+        self.could_sample = 0.0  # units that its running requests have had the time for; `sampled` is never more
         self._clock = self._at = self._free_at = 0.0  # _at: when the clock was read; _free_at: when prefill ends
         self._base = 0.0  # units of all running requests, less the clock, each
         self._running: list[tuple[float, int, _Request]] = []  # heap
@@ -132,8 +133,8 @@ class SimulatedEngine:
     async def abort_all(self, timeout_s: float) -> None:
         self._check_up()
         self._advance()
-        for request in [*(request for _, _, request in self._running), *self._waiting]:
-            request.settle(self._clock, self.version)
+        self._settle()
+        for request in self._all():
             request.aborted = True
             request.asked.end()
         self._clear()
@@ -144,8 +145,7 @@ class SimulatedEngine:
     def pause(self) -> None:
         if not self._paused:
             self._advance()
-            for _, _, request in self._running:
-                request.settle(self._clock, self.version)
+            self._settle()
             self._paused = True
             self._set_timer()
 
@@ -161,7 +161,7 @@ class SimulatedEngine:
         """The engine's process ends, and runs again after `restart_s`."""
         self._advance()
         error = f"engine {self.url} has failed"
-        for request in [*(request for _, _, request in self._running), *self._waiting]:
+        for request in self._all():
             request.asked.end(EngineUnreachable(self.url, error))
         self._clear()
         self._paused, self._free_at, self.version = False, 0.0, -1
@@ -192,6 +192,13 @@ class SimulatedEngine:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def _all(self) -> list[_Request]:
+        return [*(request for _, _, request in self._running), *self._waiting]
+
+    def _settle(self) -> None:
+        """Of all running requests; a waiting one has sampled nothing since it was settled last."""
+        self.sampled += sum(request.settle(self._clock, self.version) for _, _, request in self._running)
+
     def _clear(self) -> None:
         self._running.clear()
         self._waiting.clear()
@@ -203,7 +210,9 @@ class SimulatedEngine:
         now = self._now()
         if self._running and not self._paused:
             self.busy_s += now - self._at
-            self._clock += max(0.0, now - max(self._at, self._free_at)) / self._step_s
+            units = max(0.0, now - max(self._at, self._free_at)) / self._step_s
+            self._clock += units
+            self.could_sample += units * len(self._running)
         self._at = now
 
     def _change_soon(self) -> None:
@@ -219,7 +228,7 @@ class SimulatedEngine:
             while self._running and self._running[0][0] <= self._clock + _EPSILON:
                 _, _, request = heapq.heappop(self._running)
                 self._base -= request.tokens - request.began
-                request.settle(request.ends, self.version)
+                self.sampled += request.settle(request.ends, self.version)
                 request.asked.end()
             while len(self._running) > 1 and self._held > self._room + _EPSILON:
                 self._retract()
@@ -247,7 +256,7 @@ class SimulatedEngine:
         place = max(range(len(self._running)), key=lambda index: self._running[index][2].began)
         _, _, request = self._running.pop(place)
         heapq.heapify(self._running)
-        request.settle(self._clock, self.version)
+        self.sampled += request.settle(self._clock, self.version)
         self._base -= request.tokens - request.began
         request.uncached = request.tokens + len(request.versions)
         self._waiting.appendleft(request)

@@ -9,18 +9,27 @@ import numpy as np
 
 from megarl.base.rollout_types import Batch
 from megarl.config.errors import ConfigError
+from megarl.config.keys import value_at, yaml_text
+from megarl.config.load import load_config
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import Models
 
 FEWEST = 8  # steps that a fit needs
-NEEDED = ("time/train_s", "time/step_s", "time/sync_s", "time/sync_pause_s", "time/generate_s", "tokens_per_s", "samples_per_s")
+TIMES = ("time/step_s", "time/sync_s", "time/sync_pause_s", "time/generate_s", "time/trainer_wait_s")
+NEEDED = (*TIMES, "tokens_per_s", "samples_per_s", "response_tokens/max")
+# What its times hold for.
+SIZES = (
+    "model.path", "rollout.prompts_per_step", "rollout.n", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.ep",
+    "generator.engines", "generator.tp", "generator.ep", "generator.quantization", "generator.max_concurrency",
+)  # fmt: skip
 
 
 def measured(plan: RunPlan, unit: int, run: Path) -> Models:
     """The planner's models, scaled so that they give the medians of a run's metrics: a step's training by its tokens, the update, and
-    the engines' speed. Raises ConfigError if the run has too few steps."""
+    the engines' speed. Raises ConfigError if the run has other sizes, or too few steps."""
+    _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
     rows = [row for row in rows[len(rows) // 5 :] if all(name in row for name in NEEDED)]
     if len(rows) < FEWEST:
@@ -34,6 +43,13 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
     return replace(models, train_s=train_s, write_s=write_s, control_s=max(0.0, pause_s - write_s), speed=_scaled(plan, models.speed, rows))
+
+
+def _check_sizes(plan: RunPlan, run: Path) -> None:
+    before = load_config(run / "config.yaml")
+    if others := [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]:
+        said = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in others)
+        raise ConfigError(f"--from {run}: its times are of other sizes: {said}; plan with the same")
 
 
 def _tokens(row: Row, samples: int) -> float:
@@ -58,10 +74,9 @@ def _scaled(plan: RunPlan, speed: Speed, rows: list[Row]) -> Speed:
     """The engines' speed, scaled by how long the longest response of a step took: its prefill is left as the planner has it."""
     found = []
     for row in rows:
-        longest = row.get("response_tokens/max")
-        if longest:
-            context = plan.config.plan.mean_prompt_tokens + longest / 2
-            running = max(1, min(speed.most_running, round(plan.sequences_per_step / plan.config.generator.engines)))
-            found.append(row["time/generate_s"] / (longest * speed.decode_s(running, context)))
-    scale = float(np.median(found)) if found else 1.0
+        longest = row["response_tokens/max"]
+        context = plan.config.plan.mean_prompt_tokens + longest / 2
+        running = max(1, min(speed.most_running, round(plan.sequences_per_step / plan.config.generator.engines)))
+        found.append(row["time/generate_s"] / (longest * speed.decode_s(running, context)))
+    scale = float(np.median(found))
     return replace(speed, decode_s=lambda running, context: scale * speed.decode_s(running, context))

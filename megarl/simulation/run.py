@@ -31,6 +31,7 @@ from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet, watch_returns
+from megarl.observe.metrics import quantiles
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
@@ -113,7 +114,6 @@ class Totals:
     ages_of_steps: list[Counter[int]] = field(default_factory=list)  # tokens trained on, by how many versions old they were
     lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
     ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
-    train_s: float = 0.0
     busy_s: float = 0.0  # of all engines together
     sampled: int = 0  # tokens
     expected_length: float = 1.0  # mean of the responses to as many prompts as the first half of the steps has, in their order
@@ -126,6 +126,11 @@ class Totals:
     @property
     def ages(self) -> Counter[int]:
         return sum(self.ages_of_steps, Counter())
+
+    @property
+    def kept_until_s(self) -> float:
+        """When the last step ended that nothing has undone."""
+        return self.rows[-1]["wall_s"] if self.rows else 0.0
 
 
 class Interrupted(Exception):
@@ -175,10 +180,10 @@ class SimulatedGenerator(GeneratorExecutor):
         self.start(watch_returns(self.fleet, Path(config.run_dir), True, math.inf), "lost engines")
 
     def _units(self, tokens: float) -> int:
-        return max(1, math.ceil(tokens / self.unit))
+        return max(1, round(tokens / self.unit))
 
     async def _generate(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        drawn = np.minimum(-(-np.asarray(self.lengths(prompt.ordinal, n)) // self.unit), sampling.max_tokens).tolist()
+        drawn = in_units(self.lengths, prompt.ordinal, n, self.unit).tolist()
         clock = RolloutClock(self.clock)
         with clock.running():
             if self.settings.turns == 1:
@@ -242,6 +247,7 @@ class Attempt:
     ledger: Ledger
     rng: np.random.Generator
     told: Tell
+    follow: Follow
 
     def __post_init__(self) -> None:
         config, wire = self.plan.config, Wire()
@@ -279,6 +285,8 @@ class Attempt:
             for engine in self.engines:
                 self.totals.busy_s += engine.busy_s
                 self.totals.retracted += engine.retracted
+                if engine.sampled > engine.could_sample + 1:
+                    raise Broken(f"{engine.url} has sampled {engine.sampled} units, and had the time for {engine.could_sample:.1f}")
             self.totals.sampled += self.fleet.tokens.total() * self.unit
 
     async def _train(self) -> None:
@@ -296,6 +304,7 @@ class Attempt:
             self.told("trainer.0", f"wait for batch {step}", asked, began)
             now = self.loop.time()
             self._note(batch, now - ended, train_s, began - asked, sync)
+            self.follow(step + 1, config.max_steps)
             ended = now
             sync = await self._update(step + 1)
             await self._save(step + 1)
@@ -425,7 +434,6 @@ class Attempt:
                 ages[step - version] += tokens * self.unit
         totals.ages_of_steps.append(ages)
         totals.lengths.append(lengths)
-        totals.train_s += train_s
         totals.rows.append({
             "step": step,
             "wall_s": self.loop.time(),
@@ -433,6 +441,7 @@ class Attempt:
             "tokens_per_s": float(lengths.sum()) / step_s,
             "samples_per_s": len(samples) / step_s,
             "response_tokens/mean": float(lengths.mean()),
+            **quantiles("response_tokens", lengths.tolist()),
             "truncated_fraction": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
             "staleness/mean": sum(age * tokens for age, tokens in ages.items()) / ages.total(),
             "staleness/max": float(max(ages)),
@@ -447,17 +456,19 @@ class Attempt:
 
 
 Tell = Callable[..., None]  # (process, what, began_s, ended_s, track) of what a process did
+Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
-def untold(*event: Any) -> None:
-    """For runs whose timeline nobody looks at."""
+def unseen(*event: Any) -> None:
+    """For runs whose timeline or progress nobody looks at."""
 
 
 def simulate(
     plan: RunPlan,
     models: Callable[[RunPlan, int], Models] = Models.of,
-    told: Tell = untold,
+    told: Tell = unseen,
     lengths: Draw | None = None,
+    follow: Follow = unseen,
 ) -> Totals:
     """`models` is given the plan and how many tokens a unit has. `lengths`: None, as plan.simulation says.
 
@@ -471,7 +482,7 @@ def simulate(
     rng = np.random.default_rng((config.seed, 4))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
         while True:
-            attempt = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told)
+            attempt, began_s = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow), loop.time()
             try:
                 attempt.run()
                 break
@@ -481,20 +492,25 @@ def simulate(
                     raise Stuck(f"{in_vain} restarts in a row got no further than the checkpoint of step {start}") from None
                 start, ledger = attempt.saved
                 totals.trainer_failures += 1
-                undone = [row for row in totals.rows if row["step"] >= start]
-                totals.lost_s += sum(row["time/step_s"] for row in undone) + settings.restart_s
                 for kept in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
                     del kept[start:]
+                totals.lost_s += loop.time() - max(began_s, totals.kept_until_s) + settings.restart_s
                 loop.run_until_complete(asyncio.sleep(settings.restart_s))
     totals.end_s = loop.time()
-    totals.expected_length = _mean_length(lengths, config)
+    totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)
     return totals
 
 
-def _mean_length(lengths: Draw, config: RunConfig) -> float:
+def in_units(lengths: Draw, ordinal: Ordinal, n: int, unit: int) -> np.ndarray:
+    """[n] lengths of a prompt's responses after the cut, in the nearest number of units."""
+    tokens = np.minimum(np.asarray(lengths(ordinal, n)), lengths.longest)
+    return np.maximum(1, np.rint(tokens / unit)).astype(np.int64)
+
+
+def _mean_length(lengths: Draw, config: RunConfig, unit: int) -> float:
     prompts = range(max(1, config.max_steps // 2) * config.rollout.prompts_per_step)
-    return float(np.mean([np.minimum(lengths(ordinal, config.rollout.n), lengths.longest).mean() for ordinal in prompts]))
+    return unit * float(np.mean([in_units(lengths, ordinal, config.rollout.n, unit).mean() for ordinal in prompts]))
 
 
 def simulated(plan: RunPlan) -> RunPlan:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 from megarl import executors, simulation
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine
+from megarl.bench.emulated import Lengths as EmulatedLengths
 from megarl.cli import main
 from megarl.config.schema import (
     AsyncConfig,
@@ -164,6 +167,19 @@ def test_an_aborted_request_keeps_its_tokens_and_a_failed_engine_none():
     in_virtual_time(scenario())
 
 
+def test_a_waiting_request_has_sampled_nothing():
+    async def scenario():
+        engine = SimulatedEngine("e", speed(most=1), 1, {})
+        engine.resume(0, False)
+        running, waiting = (asyncio.ensure_future(ask(engine, key, [100])) for key in (1, 2))
+        await asyncio.sleep(0.505)
+        await engine.abort_all(1.0)
+        return [len(completion.token_ids) for (completion,), _ in (await running, await waiting)], engine.sampled, engine.could_sample
+
+    tokens, sampled, could_sample = in_virtual_time(scenario())
+    assert tokens == [50, 0] and sampled == 50 and could_sample == pytest.approx(50.5)
+
+
 def plan_of(settings: SimulationConfig, async_: AsyncConfig, *, engines=2, prompts=4, n=2, longest=64, mean=20, seed=0, **more) -> RunPlan:
     config = RunConfig(
         async_=async_,
@@ -195,6 +211,53 @@ def test_equal_lengths_give_the_closed_form(capacity, train_s):
     generate_s = 64 * TOKEN_S
     expected = generate_s + train_s + 0.15 if capacity == 0 else max(train_s + 0.1, generate_s + 0.15)
     assert summary(plan, found).step_p50_s == pytest.approx(expected, abs=0.02)
+
+
+class Reference(EmulatedEngine):
+    """The engine of `megarl bench overlap`, which keeps its time in another way, in the place of a simulated one."""
+
+    up, busy_s, retracted, sampled, could_sample = True, 0.0, 0, 0, 0.0
+    slots, token_s, lengths = 4, TOKEN_S, EmulatedLengths(20, 0.0, 64)
+
+    def __init__(self, url, speed, unit, work):
+        super().__init__(url, self.slots, self.token_s, 0.0, self.lengths)
+
+    def resume(self, version, recompute):
+        assert not recompute
+        with pytest.raises(StopIteration):
+            super().resume(version, recompute).send(None)
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.8])
+@pytest.mark.parametrize("mode", ["block", "in_flight", "resume", "abort"])
+def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
+    """Steps, waits and ages of tokens, with more prompts than places, so that requests wait at the engines."""
+    monkeypatch.setattr(Reference, "lengths", EmulatedLengths(20, sigma, 64))
+    settings = SimulationConfig(steps=30)
+    plan = plan_of(settings, AsyncConfig(1, partial_rollout=mode, chunk_tokens=8), engines=1, prompts=8)
+    plan = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=PROMPT_TOKENS)))
+    own = simulate(plan, models(0.6), lengths=Reference.lengths)
+    monkeypatch.setattr(simulation.run, "SimulatedEngine", Reference)
+    other = simulate(plan, models(0.6), lengths=Reference.lengths)
+    for name in ("time/step_s", "time/trainer_wait_s", "time/generator_wait_s", "staleness/mean"):
+        mean, expected = (np.mean([row[name] for row in each.rows[5:]]) for each in (own, other))
+        whole = 1 if name == "staleness/mean" else np.mean([row["time/step_s"] for row in other.rows[5:]])
+        assert abs(mean - expected) <= 0.05 * whole, (name, mean, expected)
+
+
+def test_without_asynchrony_no_length_is_favoured():
+    plan = plan_of(SimulationConfig(steps=10), AsyncConfig(0), longest=900, mean=300)  # a unit has three tokens
+    assert summary(plan, simulate(plan, models())).length_bias == pytest.approx(0, abs=1e-12)
+
+
+def test_goodput_is_the_time_of_steps_that_were_kept():
+    """Each restart loses what was done since the last step that it keeps, and its own duration."""
+    settings = SimulationConfig(steps=40, gpu_mtbf_h=0.003, restart_s=3.0, engine_restart_s=1.0, checkpoint_s=0.0)
+    plan = plan_of(settings, AsyncConfig(0), mean=64)
+    totals = simulate(plan, models())
+    assert totals.trainer_failures > 1
+    kept_s = sum(row["time/step_s"] for row in totals.rows)
+    assert summary(plan, totals).goodput == pytest.approx(kept_s / totals.end_s, abs=0.02)
 
 
 def test_lengths_have_the_mean_that_is_asked_for():
@@ -348,13 +411,27 @@ def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_run_s_own_times_are_taken(tmp_path, capsys):
+    """Of a simulated run, whose times are known; a run of other sizes is refused."""
+    folder, steps = tmp_path / "simulated", "plan.simulation.steps=20"
+    command = [*CONFIG[:2], steps, "--simulate"]
+    assert main([*command, "--output", str(folder)]) == 0
+    capsys.readouterr()
+    assert main([*command, "--from", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert found["step_p50_s"] == pytest.approx(np.median([row["time/step_s"] for row in rows]), rel=0.1)
+    assert main([*command, "--from", str(folder), "generator.engines=3"]) == 2
+    assert "its times are of other sizes: generator.engines=" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([*CONFIG[:-1], "--sweep", "async.capacity=0,1"], "--sweep: needs --simulate"),
         ([*CONFIG, "--sweep", "async.capacity"], "must be KEY=VALUE,VALUE,…"),
         ([*CONFIG, "--sweep", "async.capacity=0,-1"], "async.capacity=-1"),
-        ([*CONFIG, "--from", "runs/none"], "at least 8 are needed"),
+        ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
         ([*CONFIG, "generator.engines=1", "generator.tp=1", "cluster.gpu=L40S"], "too large"),
     ],
