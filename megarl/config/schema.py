@@ -621,7 +621,7 @@ class ClusterConfig:
     gpu: str = setting(
         "H100",
         "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch cannot use",
-        one_of("L40S", "A100", "H100", "H200", "B200", "cpu"),
+        one_of("L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
     )
 
 

@@ -21,6 +21,7 @@ class Gpu:
     nvlink_bytes_per_s: float  # a direction
     nic_bytes_per_s: float  # one NIC per GPU
     runtime_gib: float = 2.5  # CUDA context, NCCL's buffers, workspaces of cuBLAS and kernels
+    nvlink_domain: int = 0  # GPUs of a rack that NVLink joins across nodes; 0: only those of a node
 
     @property
     def device(self) -> str:
@@ -31,8 +32,8 @@ class Gpu:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
-# From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, with one 400 Gb/s NIC per GPU (ConnectX-7; with A100,
-# which has no fp8 either, 200 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server in
+# From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with one 400 Gb/s
+# NIC per GPU (ConnectX-7; with A100, which has no fp8 either, 200 Gb/s; with B300 and GB300 ConnectX-8, 800 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server in
 # fp32, in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
@@ -42,6 +43,9 @@ GPUS = {
         Gpu("H100", 79.1, 3.35e12, 989e12, 1979e12, 450e9, 50e9),
         Gpu("H200", 139.8, 4.8e12, 989e12, 1979e12, 450e9, 50e9),
         Gpu("B200", 178.3, 8.0e12, 2250e12, 4500e12, 900e9, 50e9),
+        Gpu("B300", 268.6, 8.0e12, 2250e12, 4500e12, 900e9, 100e9),
+        Gpu("GB200", 185.0, 8.0e12, 2500e12, 5000e12, 900e9, 50e9, nvlink_domain=72),
+        Gpu("GB300", 277.5, 8.0e12, 2500e12, 5000e12, 900e9, 100e9, nvlink_domain=72),
         Gpu("cpu", 6.0, 8e9, 6e10, 6e10, 1.5e9, 1.5e9, runtime_gib=0.8),
     )
 }
@@ -51,6 +55,11 @@ GPUS = {
 class Cluster:
     gpu: Gpu
     gpus_per_node: int = 8  # joined by NVLink; each GPU has a NIC to other nodes
+
+    @property
+    def nvlinked(self) -> int:
+        """GPUs whose collectives go over NVLink. Weight updates leave a node over its NICs in any case."""
+        return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
     @classmethod
     def of(cls, config: RunConfig) -> Cluster:
@@ -67,11 +76,11 @@ class Cluster:
 @dataclass(frozen=True)
 class Constants:
     # Fitted.
-    gemm_efficiency: float = 0.7926  # share of the peak that an endlessly large matrix product reaches
-    expert_pass_s: float = 0.001052  # per layer of experts and pass: routing, permuting and launches that no product hides
-    decode_layer_s: float = 2.574e-05  # per layer and decoding step: small kernels
-    node_latency_s: float = 0.0001443  # per collective across nodes and doubling of the nodes
-    glue_s: float = 3.612  # per RL step: rewards, advantages, batches, logs and all else that nothing overlaps
+    gemm_efficiency: float = 0.7816  # share of the peak that an endlessly large matrix product reaches
+    expert_pass_s: float = 0.0007724  # per layer of experts and pass: routing, permuting and launches that no product hides
+    decode_layer_s: float = 2.4e-05  # per layer and decoding step: small kernels
+    node_latency_s: float = 0.0001243  # per collective across nodes and doubling of the nodes
+    glue_s: float = 3.4  # per RL step: rewards, advantages, batches, logs and all else that nothing overlaps
 
     # Set, not fitted.
     hbm_efficiency: float = 0.8  # streaming kernels on H100 (STREAM-like copies reach 0.9, attention over pages less)
@@ -81,6 +90,7 @@ class Constants:
     decode_request_s: float = 20e-6  # per request and step: the same (SGLang 0.5.21 on a CPU, one tiny layer: 28e-6 with its attention)
     half_rows: float = 256.0  # rows at which a product reaches half its efficiency: two tiles of 128
     half_width: float = 256.0  # columns at which it does
+    fp8_gemm_gain: float = 0.75  # of fp8's peak in training, against bf16's: scales, and what is not in fp8
     decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
     elementwise_passes: float = 8.0  # how often a forward pass reads or writes a layer's activations beside its products
     trainer_message_s: float = 60e-6  # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)

@@ -22,9 +22,12 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
     yield from _verdict(found, list(remedies))
 
 
+COUNTED = ("overlap_grad_reduce", "moe_token_dispatcher_type", "fp8", "fp8_recipe", "chunked_prefill_size", "disable_overlap_schedule")
+
+
 def not_counted(config: RunConfig) -> list[str]:
     """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if the share that it drops is unknown."""
-    trainer, counted = config.trainer, ("overlap_grad_reduce", "chunked_prefill_size", "disable_overlap_schedule")
+    trainer, counted = config.trainer, COUNTED
     mappings = {
         "trainer.megatron": trainer.megatron,
         "trainer.ddp": trainer.ddp,

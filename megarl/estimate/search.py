@@ -296,7 +296,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [config.trainer.max_tokens_per_microbatch]
     contexts = (1,) if longest <= LONG else (1, 2, 4, 8)
-    for tp in (n for n in (1, 2, 4, 8) if n <= cluster.gpus_per_node):
+    for tp in (n for n in (1, 2, 4, 8) if n <= cluster.nvlinked):
         for pp, cp in itertools.product((1, 2, 4, 8, 16), contexts):
             first, last = even_stages(spec.num_layers, pp)
             base = replace(
@@ -421,6 +421,6 @@ def generator_knobs(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _larger_gpu(config: RunConfig) -> Iterator[dict[str, Any]]:
-    larger = {"L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200"}.get(config.cluster.gpu)
+    larger = {"L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200", "B200": "B300"}.get(config.cluster.gpu)
     if larger:
         yield {"cluster.gpu": larger}

@@ -44,8 +44,8 @@ class Group:
 
     @property
     def per_node(self) -> int:
-        """Members on one node."""
-        return min(self.size, max(1, self.cluster.gpus_per_node // self.stride))
+        """Members on one node, or one rack that NVLink joins."""
+        return min(self.size, max(1, self.cluster.nvlinked // self.stride))
 
     @property
     def nodes(self) -> int:
@@ -80,15 +80,23 @@ class Group:
         wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else gpu.nic_bytes_per_s
         return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
 
-    def all_to_all_s(self, size_bytes: float) -> float:
-        """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC."""
+    def all_to_all_s(self, size_bytes: float, copies: int = 1) -> float:
+        """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC.
+
+        `copies`: above 1, that many of the bytes are alike, for different members, and go to a node, or a member, once.
+        """
         if self.size == 1:
             return 0.0
-        outside = (self.size - self.per_node) / self.size
-        inside = (self.per_node - 1) / self.size
+        outside = _distinct(self.nodes, copies) / copies * (self.nodes - 1) / self.nodes
+        inside = _distinct(self.size, copies) / copies * (self.per_node - 1) / self.size
         gpu = self.cluster.gpu
         wire_s = outside / gpu.nic_bytes_per_s + inside / gpu.nvlink_bytes_per_s
         return self.latency_s + size_bytes * wire_s / self.constants.link_efficiency
+
+
+def _distinct(places: int, draws: int) -> float:
+    """How many of `places` are hit by as many draws, on average."""
+    return places * (1 - (1 - 1 / places) ** draws)
 
 
 # Seconds of one training step, from the model's matrix products and the ranks' traffic.
@@ -144,9 +152,10 @@ class TrainModel:
         head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
         compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head)
-        exchanges = 3 + t.recompute + scoring
-        tensor = exchanges * layers * (self._tensor_s(rows) + self._context_s(rows, attention))
-        expert = exchanges * layers * self._expert_s(rows)
+        again = t.recompute + scoring
+        sums = 2 + again + t.sequence_parallel / 2  # whose backward pass also gathers each product's input once more, for its weights
+        tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
+        expert = layers * (2 + again) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         held = max(trained_held(self.spec, t, self.dtype, self.lora), key=lambda stage: stage.total)
@@ -188,10 +197,12 @@ class TrainModel:
         share = workload.sequences / self.trainer.dp * mean * (1 + squares * workload.tokens_per_square)
         return max(1.0, longest * (1 + squares * longest) / share)
 
-    def _rate(self, rows: float, columns: float) -> float:
-        """FLOP/s of a product with this number of rows and columns."""
-        k = self.constants
-        return self.cluster.gpu.bf16_flops * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
+    def _rate(self, rows: float, columns: float, fp8: bool = False) -> float:
+        """FLOP/s of a product with this number of rows and columns. With trainer.megatron.fp8 those of layers, but for attention, are in
+        fp8."""
+        k, gpu = self.constants, self.cluster.gpu
+        peak = max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops) if fp8 and self.trainer.megatron.get("fp8") else gpu.bf16_flops
+        return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _head_s(self, rows: float) -> float:
         """One product of hidden states and output layer. Training takes four: logits are made again in the backward pass."""
@@ -212,13 +223,13 @@ class TrainModel:
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
         columns = min(spec.hidden_size, spec.num_attention_heads * spec.head_dim / t.tp)
-        seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns)
+        seconds = 2 * rows * dense / spec.num_layers / share / self._rate(rows / t.cp, columns, fp8=True)
         split = t.tp if t.sequence_parallel else 1
         touched = 4 * spec.hidden_size / split + (2 * spec.num_attention_heads * spec.head_dim + 3 * spec.intermediate_size) / t.tp
         if spec.num_experts:
             of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
             width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
-            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width) + self.constants.expert_pass_s
+            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True) + self.constants.expert_pass_s
             touched += spec.experts_per_token * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
         item = ITEM_BYTES[self.dtype]
         return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
@@ -243,7 +254,8 @@ class TrainModel:
         if not spec.num_experts:
             return 0.0
         sent = rows / (t.tp * t.cp) * spec.experts_per_token * spec.hidden_size * ITEM_BYTES[self.dtype]
-        return 2 * self._group(t.ep * t.etp, 1).all_to_all_s(sent)
+        once = t.megatron.get("moe_token_dispatcher_type") == "flex"  # DeepEP and HybridEP send a token to each node once
+        return 2 * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
 
     def _between_s(self, rows: float) -> float:
         t = self.trainer

@@ -53,8 +53,11 @@ def check_ampere(config: RunConfig) -> Iterable[str]:
         yield f"generator.quantization={config.generator.quantization}: must be null with cluster.gpu=A100, which has no fp8"
 
 
+BLACKWELL = ("B200", "B300", "GB200", "GB300")
+
+
 def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
-    return repacked_blocks(config, "cluster.gpu=B200") if config.cluster.gpu == "B200" else ()
+    return repacked_blocks(config, f"cluster.gpu={config.cluster.gpu}") if config.cluster.gpu in BLACKWELL else ()
 
 
 def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megarl.config.schema import GeneratorConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster, Constants
@@ -19,16 +20,17 @@ from megarl.models import load_spec
 from megarl.reshard.layout import ITEM_BYTES
 
 H100 = Cluster(GPUS["H100"])
-FP8_GEMM_GAIN = 0.75  # of fp8's doubled peak in training: scales, and products that stay in bf16
+B300 = Cluster(GPUS["B300"])
+GB200 = Cluster(GPUS["GB200"], 4)
 
 
 @dataclass(frozen=True)
 class Fit(Constants):
     """The planner's constants, and what the published runs have beside them."""
 
-    switch_s: float = 21.18  # colocated phases: waking, offloading, refitting, per step
+    switch_s: float = 23.26  # colocated phases: waking, offloading, refitting, per step
     vllm_request_s: float = (
-        5.392e-05  # per request and decoding step of vLLM: scheduler, log-probs, and a Python generator for each request
+        5.479e-05  # per request and decoding step of vLLM: scheduler, log-probs, and a Python generator for each request
     )
 
 
@@ -43,7 +45,9 @@ ASSUMED = {
     "NeMo-RL": "prompts of 150 tokens, microbatches of the longest sequence; as its recipes (r0.6.0) have it: two scoring passes, of "
     "policy and reference, recomputation but for Qwen3-30B-A3B, half of the GPUs of runs one step off generate and a third of those eight "
     "steps off; the latter alone carry responses over; vLLM does not overlap its scheduler with the GPU",
-    "Megatron-Bridge": "no recomputation",
+    "Megatron-Bridge": "no recomputation; as its recipes have it: products of layers in fp8, and beside them tensor-parallel sums (Llama) or "
+    "the exchange with experts (Qwen3-235B-A22B on H100), which goes to each node once elsewhere (flex); as many layers as stages divide",
+    "NeMo-RL on GB200": "as above; experts' exchange goes to each node once but for runs one step off and Qwen3-30B-A3B",
 }
 
 
@@ -115,6 +119,8 @@ class NemoRlRow(Row):
     sizes: tuple[int, int, int, int]  # trainer's tp, cp, ep, pp
     generator_gpus: int | None = None  # None: both phases have all, in turns
     steps_off: int = 0
+    cluster: Cluster = H100
+    fp8: bool = False
 
     def predict_s(self, constants: Fit) -> float:
         train_s, generate_s = self.sides_s(constants)
@@ -128,46 +134,74 @@ class NemoRlRow(Row):
         trainer = TrainerConfig(
             tp=tp, cp=cp, ep=ep, pp=pp, dp=(self.gpus - (self.generator_gpus or 0)) // (tp * cp * pp), sequence_parallel=tp > 1,
             recompute=self.model != _30B, first_stage_layers=first, last_stage_layers=last, max_tokens_per_microbatch=self.longest,
+            megatron=(FLEX if self.cluster == GB200 and self.model != _30B and not self.steps_off else {}) | (FP8 if self.fp8 else {}),
         )  # fmt: skip
         engines = (self.generator_gpus or self.gpus) // self.generator_tp
         in_flight = max(1, self.steps_off) * self.sequences // engines
-        generator = GeneratorConfig(engines=engines, tp=self.generator_tp, max_concurrency=in_flight)
+        quantization = "fp8_block" if self.fp8 else None
+        generator = GeneratorConfig(engines=engines, tp=self.generator_tp, max_concurrency=in_flight, quantization=quantization)
         work = Workload(self.sequences, self.sequences // 32, 150, self.mean - 150, self.longest - 150)
-        train = TrainModel(spec, trainer, "bfloat16", H100, constants)
+        train = TrainModel(spec, trainer, "bfloat16", self.cluster, constants)
         of_one_update = replace(work, sequences=work.sequences / self.optimizer_steps)
         train_s = self.optimizer_steps * train.seconds(of_one_update, extra_forwards=2).total
         vllm = replace(constants, decode_request_s=constants.vllm_request_s)
-        generate = GenerateModel(spec, generator, "bfloat16", H100, vllm, overlapped=False)
+        generate = GenerateModel(spec, generator, "bfloat16", self.cluster, vllm, overlapped=False)
         return train_s, generate.seconds(work, carried_over=self.steps_off > 1).total
+
+
+class OverlappedTrainModel(TrainModel):
+    """Megatron-Bridge's trainer, which has some traffic run beside products. This project's does not."""
+
+    def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
+        plain = super().seconds(workload, extra_forwards=extra_forwards)
+        if self.trainer.megatron.get("tp_comm_overlap"):  # TP sums beside the products they belong to
+            plain = replace(plain, tensor_parallel=max(0.0, plain.tensor_parallel - plain.compute))
+        if self.trainer.megatron.get("overlap_moe_expert_parallel_comm"):  # beside another microbatch
+            plain = replace(plain, expert_parallel=max(0.0, plain.expert_parallel - plain.compute))
+        return plain
+
+
+FLEX = {"moe_token_dispatcher_type": "flex"}
+SUMS_BESIDE, EXPERTS_BESIDE = {"tp_comm_overlap": True}, {"overlap_moe_expert_parallel_comm": True}
+FP8 = {"fp8": "e4m3"}
 
 
 @dataclass(frozen=True)
 class PretrainRow(Row):
+    cluster: Cluster
     model: str
     gpus: int
     batch: int
+    microbatch: int  # sequences
     length: int
-    sizes: tuple[int, int, int, int]  # tp, pp, vpp, ep
+    sizes: tuple[int, int, int, int, int]  # tp, cp, pp, vpp, ep
+    megatron: dict[str, Any]
 
     def predict_s(self, constants: Fit) -> float:
-        tp, pp, vpp, ep = self.sizes
+        tp, cp, pp, vpp, ep = self.sizes
+        spec = load_spec(MODELS / self.model)
+        spec = replace(spec, num_layers=pp * vpp * math.ceil(spec.num_layers / (pp * vpp)))
         trainer = TrainerConfig(
-            tp=tp, pp=pp, vpp=vpp, ep=ep, dp=self.gpus // (tp * pp), sequence_parallel=tp > 1, max_tokens_per_microbatch=self.length
-        )
+            tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, dp=self.gpus // (tp * cp * pp), sequence_parallel=tp > 1,
+            max_tokens_per_microbatch=self.microbatch * self.length, megatron=self.megatron,
+        )  # fmt: skip
         work = Workload(self.batch, self.batch, self.length / 2, self.length / 2, self.length / 2)
-        fp8 = Cluster(replace(H100.gpu, bf16_flops=FP8_GEMM_GAIN * H100.gpu.fp8_flops))
-        return TrainModel(load_spec(MODELS / self.model), trainer, "bfloat16", fp8, constants).seconds(work).total
+        return OverlappedTrainModel(spec, trainer, "bfloat16", self.cluster, constants).seconds(work).total
 
 
-def _pretrain(name: str, tokens_per_s: float, model: str, gpus: int, batch: int, length: int, sizes: tuple[int, int, int, int]) -> Row:
-    return PretrainRow("Megatron-Bridge", name, batch * length / gpus / tokens_per_s, model, gpus, batch, length, sizes)
+def _pretrain(
+    name: str, tokens_per_s: float, cluster: Cluster, model: str, gpus: int, batch: int, microbatch: int, length: int,
+    sizes: tuple[int, int, int, int, int], recipe: dict[str, Any],
+) -> Row:  # fmt: skip
+    title, step_s = f"{name}, {gpus} {cluster.gpu.name}", batch * length / gpus / tokens_per_s
+    return PretrainRow("Megatron-Bridge", title, step_s, cluster, model, gpus, batch, microbatch, length, sizes, FP8 | recipe)
 
 
 _8B, _70B, _405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
 _DEEPSEEK, _235B, _30B = "deepseek-v3", "qwen3-235b-a22b", "qwen3-30b-a3b"
 
-# LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary. Row order as published, but
-# for the last two of NeMo-RL, which came later: no row changes its use.
+# LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary-archive.md, 26.04.01, of the
+# families that this project trains. Rows that were added later stand at the end of their table: no row changes its use.
 TABLES: tuple[tuple[Row, ...], ...] = (
     (
         LlamaRlRow("LlamaRL", "8B baseline, 8 / 8", 22.45, _8B, 256, 8, 256, 8, 16, synchronous=True),
@@ -189,9 +223,40 @@ TABLES: tuple[tuple[Row, ...], ...] = (
         NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, on-policy", 192, _30B, 32, 4096, 3203, 2048, 4, 2, (1, 1, 8, 1)),
         NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, 1 step off", 152, _30B, 32, 4096, 3201, 2048, 4, 2, (1, 1, 8, 2), 16, 1),
         NemoRlRow("NeMo-RL", "Qwen3-30B-A3B, 8 steps off", 34.5, _30B, 192, 4096, 3206, 2048, 4, 2, (1, 1, 8, 1), 64, 8),
+        NemoRlRow("NeMo-RL", "DeepSeek-V3, on-policy, 512 GPUs", 111, _DEEPSEEK, 512, 1536, 697, 512, 1, 32, (1, 1, 16, 16)),
+        NemoRlRow("NeMo-RL", "Qwen3-235B-A22B, on-policy, 256 GPUs", 312, _235B, 256, 8192, 5713, 512, 1, 16, (2, 2, 16, 8)),
+        NemoRlRow("NeMo-RL", "DeepSeek-V3, 1 step off, fp8", 59.2, _DEEPSEEK, 512, 1536, 721, 512, 1, 16, (1, 1, 16, 16), 256, 1, fp8=True),
     ),
     (
-        _pretrain("Llama 3 70B, fp8", 1664, _70B, 64, 256, 8192, (4, 8, 5, 1)),
-        _pretrain("Qwen3-30B-A3B, fp8", 8960, _30B, 16, 1024, 4096, (1, 1, 1, 16)),
+        _pretrain("Llama 3 70B", 1664, H100, _70B, 64, 256, 1, 8192, (4, 1, 8, 5, 1), SUMS_BESIDE),
+        _pretrain("Qwen3-30B-A3B", 8960, H100, _30B, 16, 1024, 1, 4096, (1, 1, 1, 1, 16), FLEX),
+        _pretrain("Llama 3.1 405B", 328, H100, _405B, 1024, 1536, 1, 8192, (8, 2, 8, 8, 1), SUMS_BESIDE),
+        _pretrain("Qwen3-235B-A22B", 1712, H100, _235B, 256, 8192, 1, 4096, (2, 1, 8, 4, 32), EXPERTS_BESIDE),
+        _pretrain("Llama 3 70B", 3712, GB200, _70B, 64, 256, 1, 8192, (2, 1, 4, 5, 1), SUMS_BESIDE),
+        _pretrain("Llama 3.1 405B", 800, GB200, _405B, 256, 1536, 1, 8192, (4, 1, 16, 8, 1), SUMS_BESIDE),
+        _pretrain("DeepSeek-V3", 4256, GB200, _DEEPSEEK, 256, 4096, 1, 4096, (1, 1, 4, 4, 64), FLEX),
+        _pretrain("DeepSeek-V3", 3456, B300, _DEEPSEEK, 256, 4096, 2, 4096, (1, 1, 8, 1, 8), FLEX),
+        _pretrain("Qwen3-30B-A3B", 26112, GB200, _30B, 8, 512, 4, 4096, (1, 1, 1, 1, 8), FLEX),
+        _pretrain("Qwen3-30B-A3B", 30720, B300, _30B, 8, 512, 8, 4096, (1, 1, 1, 1, 8), FLEX),
+        _pretrain("Qwen3-235B-A22B", 5680, GB200, _235B, 256, 8192, 1, 4096, (1, 1, 8, 3, 32), FLEX),
+        _pretrain("Qwen3-235B-A22B", 5936, B300, _235B, 256, 8192, 2, 4096, (1, 1, 8, 1, 8), FLEX),
+    ),
+    (
+        NemoRlRow(
+            "NeMo-RL on GB200", "DeepSeek-V3, on-policy, 128 GPUs", 108, _DEEPSEEK, 128, 1536, 711, 512, 1, 32, (1, 1, 16, 8), cluster=GB200
+        ),
+        NemoRlRow(
+            "NeMo-RL on GB200", "DeepSeek-V3, on-policy, 256 GPUs", 98.7, _DEEPSEEK, 256, 1536, 700, 512, 1, 32, (1, 1, 16, 8), cluster=GB200
+        ),
+        NemoRlRow("NeMo-RL on GB200", "DeepSeek-V3, 1 step off", 61.7, _DEEPSEEK, 256, 1536, 708, 512, 1, 16, (1, 1, 16, 8), 128, 1, GB200),
+        NemoRlRow(
+            "NeMo-RL on GB200", "Qwen3-235B-A22B, on-policy, 64 GPUs", 286, _235B, 64, 8192, 5709, 512, 1, 8, (2, 2, 16, 4), cluster=GB200
+        ),
+        NemoRlRow(
+            "NeMo-RL on GB200", "Qwen3-235B-A22B, on-policy, 128 GPUs", 345, _235B, 128, 8192, 5693, 512, 1, 8, (2, 2, 16, 4), cluster=GB200
+        ),
+        NemoRlRow("NeMo-RL on GB200", "Qwen3-235B-A22B, 1 step off", 278, _235B, 128, 8192, 5705, 512, 1, 8, (4, 1, 16, 4), 64, 1, GB200),
+        NemoRlRow("NeMo-RL on GB200", "Qwen3-30B-A3B, on-policy", 221, _30B, 16, 4096, 3199, 2048, 4, 1, (1, 1, 16, 1), cluster=GB200),
+        NemoRlRow("NeMo-RL on GB200", "Qwen3-30B-A3B, 1 step off", 301, _30B, 16, 4096, 3197, 2048, 4, 1, (1, 1, 8, 1), 8, 1, GB200),
     ),
 )  # fmt: skip

@@ -26,6 +26,7 @@ GUESSES = {
     "glue_s": (3.0, 2.0),
     "vllm_request_s": (50e-6, 2.0),
 }
+UNFITTED = "NeMo-RL on GB200"
 ROW_FACTOR = 1.3  # what a row is expected to be off by
 
 
@@ -47,8 +48,13 @@ def results(constants: Fit = FIT) -> list[list[Result]]:
     for table in TABLES:
         predicted = [row.predict_s(constants) for row in table]
         factor = _ratio_factor(table, predicted) if table[0].table == "LlamaRL" else 1.0
-        found.append([Result(row, bool(i % 2), factor * time) for i, (row, time) in enumerate(zip(table, predicted))])
+        found.append([Result(row, bool(i % 2) or not _is_fitted(table), factor * time) for i, (row, time) in enumerate(zip(table, predicted))])
     return found
+
+
+def _is_fitted(table: Sequence[Row]) -> bool:
+    """NeMo-RL's runs on GB200 take longer on 128 GPUs than on 64: what binds them is no resource that is counted here."""
+    return table[0].table != UNFITTED
 
 
 def fit(rounds: int = 12, start: Fit | None = None) -> Fit:
@@ -72,7 +78,7 @@ def _constants(logarithms: np.ndarray) -> Fit:
 def _residuals(logarithms: np.ndarray) -> np.ndarray:
     """log(predicted / measured) of the fitted rows."""
     constants, found = _constants(logarithms), []
-    for table in TABLES:
+    for table in filter(_is_fitted, TABLES):
         rows = table[::2]
         predicted = [row.predict_s(constants) for row in rows]
         logs = [math.log(time / row.measured_s) for row, time in zip(rows, predicted)]
@@ -86,7 +92,9 @@ def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
 
 
 def median_error(found: list[list[Result]], held_out: bool) -> float:
-    return statistics.median(abs(result.error) for table in found for result in table if result.held_out == held_out)
+    """Of all tables that are fitted on."""
+    rows = (result for table in found if table[0].row.table != UNFITTED for result in table)
+    return statistics.median(abs(result.error) for result in rows if result.held_out == held_out)
 
 
 def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
@@ -110,7 +118,7 @@ def render(found: list[list[Result]]) -> str:
         pairs = "; ".join(" and ".join(pair) for pair in wrong)
         lines += ["", f"Order wrong: {pairs}." if wrong else "Order: all pairs right.", ""]
     held, fitted = median_error(found, True), median_error(found, False)
-    return "\n".join([*lines, f"Median error: {held:.0%} on held-out rows, {fitted:.0%} on fitted rows."])
+    return "\n".join([*lines, f"Median error without {UNFITTED}: {held:.0%} on held-out rows, {fitted:.0%} on fitted rows."])
 
 
 def main() -> None:
