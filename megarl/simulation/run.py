@@ -62,24 +62,21 @@ class Models:
         """From the planner's model. Batches have lengths in units of `unit` tokens."""
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
-        return cls(speed_of(plan), partial(_train_s, plan, unit, found.glue_s), whole_s - found.control_s, found.control_s)
+        config, cluster = plan.config, Cluster.of(plan.config)
+        engine = GenerateModel(plan.spec, config.generator, config.model.dtype, cluster, constants_of(cluster.gpu.name))
+        return cls(speed_of(engine), partial(_train_s, plan, unit, found.glue_s), whole_s - found.control_s, found.control_s)
 
 
-def speed_of(plan: RunPlan) -> Speed:
-    config, spec = plan.config, plan.spec
-    cluster = Cluster.of(config)
-    model = GenerateModel(spec, config.generator, config.model.dtype, cluster, constants_of(cluster.gpu.name))
-
+def speed_of(model: GenerateModel) -> Speed:
     @functools.cache
     def of(running: int, bucket: int) -> float:
         return model.decode_step(running, math.exp(bucket / 50)).total
 
-    cache = cache_tokens(spec, config.generator, config.model.dtype, cluster.gpu)
     return Speed(
         lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
         model.prefilled_s,
-        cache,
-        config.generator.max_concurrency,
+        cache_tokens(model.spec, model.generator, model.dtype, model.cluster.gpu),
+        model.generator.max_concurrency,
     )
 
 
@@ -98,12 +95,18 @@ class KnownLengths(Workload):
         return self.max_response_tokens
 
 
+    @classmethod
+    def of_batch(cls, batch: Batch, unit: int) -> KnownLengths:
+        lengths = unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
+        prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
+        mean, longest, squares = (float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2)))
+        return cls(len(lengths), len(batch.groups), prompt, mean, longest, squares)
+
+
 def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
-    config, lengths = plan.config, unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)
-    prompt = unit * float(np.mean([group.prompt_tokens for group in batch.groups]))
-    mean, longest, squares = (float(value) for value in (lengths.mean(), lengths.max(), np.mean(lengths**2)))
-    work, cluster = KnownLengths(len(lengths), len(batch.groups), prompt, mean, longest, squares), Cluster.of(config)
-    return training_time(config, plan.spec, config.trainer, cluster, constants_of(cluster.gpu.name), work).total + glue_s
+    config, cluster = plan.config, Cluster.of(plan.config)
+    constants, work = constants_of(cluster.gpu.name), KnownLengths.of_batch(batch, unit)
+    return training_time(config, plan.spec, config.trainer, cluster, constants, work).total + glue_s
 
 
 @dataclass

@@ -20,8 +20,9 @@ from megarl.config.errors import RunError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7
+# Adam's eps is of the size of the gradients' elements, so that a step of one near zero does not multiply the rounding of float32.
 ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
+    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
 CAP, BETA, BONUS = 2.0, 0.5, 0.05
 ALGORITHMS = {

@@ -23,7 +23,7 @@ from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files
 pytestmark = pytest.mark.long
 
 ADAM: dict[str, Any] = {
-    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
+    "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
 OF_CRITIC = ADAM | {"lr": 5e-3, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "clip_grad": 1.0}
 MINIBATCHES, EPOCHS, BETA, STEPS = 2, 2, 0.3, 12

@@ -16,12 +16,13 @@ MEANINGS = {
     "faults": "harm a run in many ways (engines, ranks, disks, strangers): which faults it survives, which end it, what is lost",
     "staleness": "reward by capacity, staleness bound and seed: 24 runs of CONFIG",
     "simulated": "the scheduler in virtual time against the same in real time: steps, waits, ages",
+    "published": "published runs, simulated: their steps against the published ones",
     "mutations": "break the code in one place at a time: which tests see it",
     "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
 }
 
 
-WITHOUT_CONFIG = ("faults", "simulated", "mutations")
+WITHOUT_CONFIG = ("faults", "simulated", "published", "mutations")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -35,7 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
             study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
             study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    faults, staleness, simulated, mutations, offpolicy = by_name.values()
+    faults, staleness, simulated, _, mutations, offpolicy = by_name.values()
     mutations.add_argument("--only", metavar="PART", action="append", default=[], help="those with this in their name; repeatable")
     simulated.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     simulated.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
@@ -76,6 +77,12 @@ def _simulated(arguments: argparse.Namespace) -> None:
     run(arguments.steps, arguments.step_s, arguments.lanes, arguments.json)
 
 
+def _published(arguments: argparse.Namespace) -> None:
+    from published import run
+
+    run(arguments.json)
+
+
 def _mutations(arguments: argparse.Namespace) -> None:
     from mutations import run
 
@@ -105,6 +112,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "faults": _faults,
     "staleness": _staleness,
     "simulated": _simulated,
+    "published": _published,
     "mutations": _mutations,
     "offpolicy": _offpolicy,
 }

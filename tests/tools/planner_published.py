@@ -7,6 +7,7 @@ fitted on, rows 2, 4, 6, … are held out.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ class Row:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Sides:
+    """A published run's trainer and engines."""
+
+    train_s: Callable[[Workload], float]
+    engines: GenerateModel
+    work: Workload
+    steps_off: int  # 0: the phases take turns
+    carried_over: bool
+    rest_s: float  # that nothing overlaps
+
+    def step_s(self) -> float:
+        train_s, generate_s = self.train_s(self.work), self.engines.seconds(self.work, carried_over=self.carried_over).total
+        return (max(train_s, generate_s) if self.steps_off else train_s + generate_s) + self.rest_s
+
+
 class FsdpTrainModel(TrainModel):
     """LlamaRL's trainer, whose data-parallel ranks hold shards of the weights. This project's shard the optimizer alone.
 
@@ -90,6 +107,9 @@ class LlamaRlRow(Row):
     synchronous: bool = False
 
     def predict_s(self, constants: Fit) -> float:
+        return self.sides(constants).step_s()
+
+    def sides(self, constants: Fit) -> Sides:
         spec = load_spec(MODELS / self.model)
         work = Workload(sequences=2048, prompts=512, prompt_tokens=128, response_tokens=512, max_response_tokens=2048)
         trainer = TrainerConfig(
@@ -100,11 +120,11 @@ class LlamaRlRow(Row):
             engines=self.generator_gpus // self.generator_mp, tp=self.generator_mp, max_concurrency=self.concurrency,
             quantization="fp8_channel" if self.fp8 else None,
         )  # fmt: skip
-        train = FsdpTrainModel(spec, trainer, "bfloat16", H100, constants).seconds(work).total
+        train = FsdpTrainModel(spec, trainer, "bfloat16", H100, constants)
         batched = replace(constants, decode_request_s=0.0)  # its generator is a program of tensors
         engines = GenerateModel(spec, generator, "bfloat16", H100, batched, overlapped=False)
-        generate = engines.seconds(work, carried_over=not self.synchronous).total
-        return (train + generate if self.synchronous else max(train, generate)) + constants.glue_s
+        alone = not self.synchronous
+        return Sides(lambda work: train.seconds(work).total, engines, work, int(alone), alone, constants.glue_s)
 
 
 @dataclass(frozen=True)
@@ -123,11 +143,9 @@ class NemoRlRow(Row):
     fp8: bool = False
 
     def predict_s(self, constants: Fit) -> float:
-        train_s, generate_s = self.sides_s(constants)
-        step_s = max(train_s, generate_s) if self.steps_off else train_s + generate_s + constants.switch_s
-        return step_s + constants.glue_s
+        return self.sides(constants).step_s()
 
-    def sides_s(self, constants: Fit) -> tuple[float, float]:
+    def sides(self, constants: Fit) -> Sides:
         spec = load_spec(MODELS / self.model)
         tp, cp, ep, pp = self.sizes
         first, last = even_stages(spec.num_layers, pp)
@@ -136,17 +154,21 @@ class NemoRlRow(Row):
             recompute=self.model != _30B, first_stage_layers=first, last_stage_layers=last, max_tokens_per_microbatch=self.longest,
             megatron=(FLEX if self.cluster == GB200 and self.model != _30B and not self.steps_off else {}) | (FP8 if self.fp8 else {}),
         )  # fmt: skip
-        engines = (self.generator_gpus or self.gpus) // self.generator_tp
-        in_flight = max(1, self.steps_off) * self.sequences // engines
+        count = (self.generator_gpus or self.gpus) // self.generator_tp
+        in_flight = max(1, self.steps_off) * self.sequences // count
         quantization = "fp8_block" if self.fp8 else None
-        generator = GeneratorConfig(engines=engines, tp=self.generator_tp, max_concurrency=in_flight, quantization=quantization)
+        generator = GeneratorConfig(engines=count, tp=self.generator_tp, max_concurrency=in_flight, quantization=quantization)
         work = Workload(self.sequences, self.sequences // 32, 150, self.mean - 150, self.longest - 150)
         train = TrainModel(spec, trainer, "bfloat16", self.cluster, constants)
-        of_one_update = replace(work, sequences=work.sequences / self.optimizer_steps)
-        train_s = self.optimizer_steps * train.seconds(of_one_update, extra_forwards=2).total
+
+        def train_s(work: Workload) -> float:
+            of_one_update = replace(work, sequences=work.sequences / self.optimizer_steps)
+            return self.optimizer_steps * train.seconds(of_one_update, extra_forwards=2).total
+
         vllm = replace(constants, decode_request_s=constants.vllm_request_s)
-        generate = GenerateModel(spec, generator, "bfloat16", self.cluster, vllm, overlapped=False)
-        return train_s, generate.seconds(work, carried_over=self.steps_off > 1).total
+        engines = GenerateModel(spec, generator, "bfloat16", self.cluster, vllm, overlapped=False)
+        rest_s = constants.glue_s + (0.0 if self.steps_off else constants.switch_s)
+        return Sides(train_s, engines, work, self.steps_off, self.steps_off > 1, rest_s)
 
 
 class OverlappedTrainModel(TrainModel):
