@@ -18,6 +18,8 @@ from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.estimate.estimate import check_longest, estimate
+from megarl.estimate.hardware import Cluster
+from megarl.estimate.memory import Workload, cache_tokens
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
 from megarl.plan.resolve import RunPlan
@@ -193,10 +195,10 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
     if found.engine_failures or found.trainer_failures:
         lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
         lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
-    return [*lines, f"advice     {advice(found)}"]
+    return [*lines, f"advice     {advice(plan, found)}"]
 
 
-def advice(found: Summary) -> str:
+def advice(plan: RunPlan, found: Summary) -> str:
     """One sentence on what to change first, with its reason."""
     if found.goodput < 0.9:
         return f"write checkpoints more often or restart faster: failures cost {1 - found.goodput:.0%} of the time"
@@ -207,11 +209,26 @@ def advice(found: Summary) -> str:
         )
     if found.waits_for_engines > 0.1:
         return f"use async.partial_rollout=in_flight: the trainer waits {found.waits_for_engines:.0%} of the time for rollouts to finish"
+    given, could_run = _requests(plan)
+    if found.waits_for_batch > 0.1 and given < 0.9 * could_run and plan.config.async_.capacity != 0:
+        return (
+            f"raise async.max_in_flight: the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an engine, which could "
+            f"run {could_run:.0f} requests at once, gets {given:.0f}"
+        )
     if found.waits_for_batch > 0.1:
         return f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the time for batches"
     if found.waits_for_weights > 0.1:
         return f"give the trainer more GPUs: places in flight wait {found.waits_for_weights:.0%} of the time for newer weights"
     return "leave it: neither side waits a tenth of the time"
+
+
+def _requests(plan: RunPlan) -> tuple[float, float]:
+    """How many an engine is given at once by async.max_in_flight, and how many it could run."""
+    config, generator = plan.config, plan.config.generator
+    places = config.async_.max_in_flight or config.rollout.prompts_per_step
+    cache = cache_tokens(plan.spec, generator, config.model.dtype, Cluster.of(config).gpu)
+    room = cache / Workload.of(config).tokens_per_sequence
+    return places * config.rollout.n / generator.engines, min(generator.max_concurrency, room)
 
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {

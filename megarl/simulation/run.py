@@ -94,7 +94,6 @@ class KnownLengths(Workload):
     def straggler(self) -> float:
         return self.max_response_tokens
 
-
     @classmethod
     def of_batch(cls, batch: Batch, unit: int) -> KnownLengths:
         lengths = unit * np.array([sample.tokens for sample in batch.samples], dtype=np.float64)

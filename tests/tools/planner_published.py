@@ -46,8 +46,8 @@ ASSUMED = {
     "NeMo-RL": "prompts of 150 tokens, microbatches of the longest sequence; as its recipes (r0.6.0) have it: two scoring passes, of "
     "policy and reference, recomputation but for Qwen3-30B-A3B, half of the GPUs of runs one step off generate and a third of those eight "
     "steps off; the latter alone carry responses over; vLLM does not overlap its scheduler with the GPU",
-    "Megatron-Bridge": "no recomputation; as its recipes have it: products of layers in fp8, and beside them tensor-parallel sums (Llama) or "
-    "the exchange with experts (Qwen3-235B-A22B on H100), which goes to each node once elsewhere (flex); as many layers as stages divide",
+    "Megatron-Bridge": "no recomputation; as its recipes have it: products of layers in fp8, and beside them tensor-parallel sums (Llama) "
+    "or the exchange with experts (Qwen3-235B-A22B on H100), which goes to each node once elsewhere (flex); as many layers as stages divide",
     "NeMo-RL on GB200": "as above; experts' exchange goes to each node once but for runs one step off and Qwen3-30B-A3B",
 }
 
@@ -268,9 +268,12 @@ TABLES: tuple[tuple[Row, ...], ...] = (
             "NeMo-RL on GB200", "DeepSeek-V3, on-policy, 128 GPUs", 108, _DEEPSEEK, 128, 1536, 711, 512, 1, 32, (1, 1, 16, 8), cluster=GB200
         ),
         NemoRlRow(
-            "NeMo-RL on GB200", "DeepSeek-V3, on-policy, 256 GPUs", 98.7, _DEEPSEEK, 256, 1536, 700, 512, 1, 32, (1, 1, 16, 8), cluster=GB200
+            "NeMo-RL on GB200", "DeepSeek-V3, on-policy, 256 GPUs", 98.7, _DEEPSEEK, 256, 1536, 700, 512, 1, 32, (1, 1, 16, 8),
+            cluster=GB200,
         ),
-        NemoRlRow("NeMo-RL on GB200", "DeepSeek-V3, 1 step off", 61.7, _DEEPSEEK, 256, 1536, 708, 512, 1, 16, (1, 1, 16, 8), 128, 1, GB200),
+        NemoRlRow(
+            "NeMo-RL on GB200", "DeepSeek-V3, 1 step off", 61.7, _DEEPSEEK, 256, 1536, 708, 512, 1, 16, (1, 1, 16, 8), 128, 1, GB200
+        ),
         NemoRlRow(
             "NeMo-RL on GB200", "Qwen3-235B-A22B, on-policy, 64 GPUs", 286, _235B, 64, 8192, 5709, 512, 1, 8, (2, 2, 16, 4), cluster=GB200
         ),

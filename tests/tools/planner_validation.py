@@ -48,7 +48,8 @@ def results(constants: Fit = FIT) -> list[list[Result]]:
     for table in TABLES:
         predicted = [row.predict_s(constants) for row in table]
         factor = _ratio_factor(table, predicted) if table[0].table == "LlamaRL" else 1.0
-        found.append([Result(row, bool(i % 2) or not _is_fitted(table), factor * time) for i, (row, time) in enumerate(zip(table, predicted))])
+        held_out = [bool(i % 2) or not _is_fitted(table) for i in range(len(table))]
+        found.append([Result(row, held, factor * time) for row, held, time in zip(table, held_out, predicted)])
     return found
 
 

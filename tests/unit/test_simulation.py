@@ -400,6 +400,11 @@ def test_the_command_sweeps_and_advises(capsys):
     assert [line.split()[0] for line in lines] == ["settings", "async.capacity=0", "async.capacity=1", "take"]
 
 
+def test_too_few_places_in_flight_are_said(capsys):
+    assert main([*CONFIG, "async.max_in_flight=2"]) == 0
+    assert "advice     raise async.max_in_flight: the trainer waits" in capsys.readouterr().out
+
+
 def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
     folder = tmp_path / "simulated"
     assert main([*CONFIG, "--output", str(folder)]) == 0
