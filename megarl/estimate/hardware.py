@@ -33,8 +33,9 @@ class Gpu:
 
 
 # From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with one 400 Gb/s
-# NIC per GPU (ConnectX-7; with A100, which has no fp8 either, 200 Gb/s; with B300 and GB300 ConnectX-8, 800 Gb/s). L40S has no NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server in
-# fp32, in PyTorch over gloo, measured on two-core machines: good only for the quickstart's order of magnitude.
+# NIC per GPU (ConnectX-7; with A100, which has no fp8 either, 200 Gb/s; with B300 and GB300, which have ConnectX-8, 800 Gb/s). L40S has no
+# NVLink: the figure is that of its PCIe 4.0 x16. "cpu" is one core of a small server in fp32, in PyTorch over gloo, measured on two-core
+# machines: good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (

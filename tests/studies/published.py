@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
@@ -19,13 +19,12 @@ from megarl.config.schema import AsyncConfig, GeneratorConfig, PlanConfig, Rollo
 from megarl.models import load_spec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
-from megarl.simulation.command import summary
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from planner_published import FIT, MODELS, TABLES, Sides  # noqa: E402
+from planner_published import FIT, MODELS, TABLES, Sides
 
 STEPS = 24
 

@@ -47,7 +47,8 @@ ASSUMED = {
     "policy and reference, recomputation but for Qwen3-30B-A3B, half of the GPUs of runs one step off generate and a third of those eight "
     "steps off; the latter alone carry responses over; vLLM does not overlap its scheduler with the GPU",
     "Megatron-Bridge": "no recomputation; as its recipes have it: products of layers in fp8, and beside them tensor-parallel sums (Llama) "
-    "or the exchange with experts (Qwen3-235B-A22B on H100), which goes to each node once elsewhere (flex); as many layers as stages divide",
+    "or the exchange with experts (Qwen3-235B-A22B on H100), which goes to each node once elsewhere (flex); as many layers as stages "
+    "divide",
     "NeMo-RL on GB200": "as above; experts' exchange goes to each node once but for runs one step off and Qwen3-30B-A3B",
 }
 
