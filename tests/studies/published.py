@@ -24,7 +24,7 @@ from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from planner_published import FIT, MODELS, TABLES, Sides
+from planner_published import FIT, MODELS, TABLES, RlRow, Sides
 
 STEPS = 24
 
@@ -48,7 +48,7 @@ def planned_rows() -> list[Compared]:
     """LlamaRL's are scaled by the factor of its fitted rows, as only ratios count."""
     found: list[Compared] = []
     for table in TABLES[:2]:
-        sides = [row.sides(FIT) for row in table]
+        sides = [row.sides(FIT) for row in table if isinstance(row, RlRow)]
         of_means, of_events = [each.step_s() for each in sides], [simulated_s(each) for each in sides]
         for row in table:
             print(row.name, file=sys.stderr)

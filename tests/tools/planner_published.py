@@ -66,6 +66,17 @@ class Row:
 
 
 @dataclass(frozen=True)
+class RlRow(Row):
+    """With a trainer and engines."""
+
+    def sides(self, constants: Fit) -> Sides:
+        raise NotImplementedError
+
+    def predict_s(self, constants: Fit) -> float:
+        return self.sides(constants).step_s()
+
+
+@dataclass(frozen=True)
 class Sides:
     """A published run's trainer and engines."""
 
@@ -97,7 +108,7 @@ class FsdpTrainModel(TrainModel):
 
 
 @dataclass(frozen=True)
-class LlamaRlRow(Row):
+class LlamaRlRow(RlRow):
     model: str
     trainer_gpus: int
     trainer_mp: int
@@ -106,9 +117,6 @@ class LlamaRlRow(Row):
     concurrency: int  # of one engine
     fp8: bool = False
     synchronous: bool = False
-
-    def predict_s(self, constants: Fit) -> float:
-        return self.sides(constants).step_s()
 
     def sides(self, constants: Fit) -> Sides:
         spec = load_spec(MODELS / self.model)
@@ -129,7 +137,7 @@ class LlamaRlRow(Row):
 
 
 @dataclass(frozen=True)
-class NemoRlRow(Row):
+class NemoRlRow(RlRow):
     model: str
     gpus: int
     longest: int
@@ -142,9 +150,6 @@ class NemoRlRow(Row):
     steps_off: int = 0
     cluster: Cluster = H100
     fp8: bool = False
-
-    def predict_s(self, constants: Fit) -> float:
-        return self.sides(constants).step_s()
 
     def sides(self, constants: Fit) -> Sides:
         spec = load_spec(MODELS / self.model)
