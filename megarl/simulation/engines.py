@@ -15,9 +15,10 @@ from megarl.base.rollout_types import Version
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, Sampling
 
-# SGLang (0.5.23) takes in a request if the KV cache has room for it and for this share of what all running requests may still sample, of
-# each at most CLIPPED tokens (managers/schedule_policy.py; the ratio falls from 0.7 to about 0.1 while no request is retracted).
-NEW_TOKEN_RATIO, CLIPPED = 0.1, 4096
+# SGLang (0.5.23) takes in a request if the KV cache has room for it, and for a share of what each running request may still sample, of each
+# at most CLIPPED tokens (managers/schedule_policy.py:784). The share falls from MOST to LEAST within DECAY_STEPS; a retraction sets it to
+# the share that was sampled so far, and RETRACT_STEPS tokens for each (scheduler_components/new_token_ratio_tracker.py).
+CLIPPED, MOST, LEAST, DECAY_STEPS, RETRACT_STEPS = 4096, 0.7, 0.098, 600, 20
 REFRESH = 0.05  # the time of a decoding step is worked out again when contexts have grown by this share
 _EPSILON = 1e-6  # of a token
 
@@ -64,7 +65,8 @@ class _Request:
     asked: _Asked
     tokens: int  # it comes with
     uncached: int  # of these, to be prefilled
-    most: int  # it may sample
+    most: int  # it samples, unless it is aborted
+    limit: int  # it may sample, as far as the engine knows
     began: float = 0.0  # on the engine's clock, as if it had sampled all its tokens since
     versions: array[int] = field(default_factory=functools.partial(array, "i"))
     aborted: bool = False
@@ -100,6 +102,7 @@ class SimulatedEngine:
         self._running: list[tuple[float, int, _Request]] = []  # heap
         self._waiting: deque[_Request] = deque()
         self._count = 0
+        self._ratio = MOST
         self._step_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._soon = self._paused = False
@@ -118,7 +121,8 @@ class SimulatedEngine:
             uncached = work.unread + (sampled - tokens[work.prompt :].count(self.version) if sampled else 0)
             work.unread = 0
             rests.append(total - sampled)
-            requests.append(_Request(asked, len(tokens), uncached, min(total - sampled, sampling.max_tokens)))
+            most = min(total - sampled, sampling.max_tokens)
+            requests.append(_Request(asked, len(tokens), uncached, most, sampling.max_tokens))
         self._waiting.extend(requests)
         self._change_soon()
         await asked.done
@@ -212,6 +216,7 @@ class SimulatedEngine:
             self.busy_s += now - self._at
             units = max(0.0, now - max(self._at, self._free_at)) / self._step_s
             self._clock += units
+            self._ratio = max(LEAST, self._ratio - units * self._unit * (MOST - LEAST) / DECAY_STEPS)
             self.could_sample += units * len(self._running)
         self._at = now
 
@@ -237,11 +242,12 @@ class SimulatedEngine:
 
     def _take_in(self) -> None:
         """Waiting requests start, first come, first served."""
-        reserve = NEW_TOKEN_RATIO * CLIPPED / self._unit
+        if not self._running:
+            self._ratio = MOST
         while self._waiting and len(self._running) < self.speed.most_running:
             request = self._waiting[0]
-            needed = self._held + request.tokens + len(request.versions)
-            needed += min(NEW_TOKEN_RATIO * request.most, reserve) * (len(self._running) + 1)
+            clipped = min(request.limit, CLIPPED / self._unit)  # those that run have the same limit, and have sampled some of it
+            needed = self._held + request.tokens + len(request.versions) + self._ratio * clipped * (len(self._running) + 1)
             if self._running and needed > self._room:
                 return
             self._waiting.popleft()
@@ -261,6 +267,9 @@ class SimulatedEngine:
         request.uncached = request.tokens + len(request.versions)
         self._waiting.appendleft(request)
         self.retracted += 1
+        requests = [request, *(other for _, _, other in self._running)]
+        sampled = sum(self._clock - each.began for each in requests) + len(requests) * RETRACT_STEPS / self._unit
+        self._ratio = min(1.0, sampled / sum(each.limit for each in requests))
 
     def _prefill(self, tokens: float, length: float) -> None:
         if tokens:

@@ -1,7 +1,8 @@
 """`python tests/studies simulated`: the scheduler in virtual time against the same in real time.
 
 Cells of `megarl bench overlap` run in real time, by two processes with sockets between them, and are simulated with the same lengths and
-the same phase times. Compared are the mean step, the trainer's and the generator's waits, and the distribution of the tokens' ages.
+the same phase times. `--runs FOLDER…`: runs that were made are simulated instead, with the lengths and times that they had. Compared are
+the mean step, the trainer's and the generator's waits, and the distribution of the tokens' ages.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import json
 import statistics
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from megarl.bench.overlap import WARM_UP, Rows, grid, run_cells
 from megarl.bench.overlap_cell import Cell
+from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, PlanConfig, SimulationConfig
-from megarl.plan.resolve import RunPlan
+from megarl.observe.metrics import METRICS_FILE, read_metrics
+from megarl.plan.resolve import RunPlan, resolve
 from megarl.simulation.engines import Speed
-from megarl.simulation.run import Models, simulate
+from megarl.simulation.measured import measured
+from megarl.simulation.run import Models, Totals, simulate
 
 WAITS = ("trainer_wait", "generator_wait")
 
@@ -34,24 +39,42 @@ class Compared:
     age_distance: float  # total variation of the tokens' ages
 
 
-def run(steps: int, step_s: float, lanes: int, as_json: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        cells = [cell for _, cell in grid(step_s, steps, folder)]
-        real = run_cells(cells, lanes, 60 + 20 * steps * step_s, lambda cell: print(cell.name, file=sys.stderr))
-    found = [compare(cell, rows) for cell, rows in zip(cells, real)]
+def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], as_json: bool) -> None:
+    found = [of_run(Path(folder)) for folder in folders] if folders else of_cells(steps, step_s, lanes)
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
     else:
         print(*render(found), sep="\n")
 
 
-def compare(cell: Cell, real: Rows) -> Compared:
-    rows = simulated(cell)
+def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
+    with tempfile.TemporaryDirectory() as folder:
+        cells = [cell for _, cell in grid(step_s, steps, folder)]
+        real = run_cells(cells, lanes, 60 + 20 * steps * step_s, lambda cell: print(cell.name, file=sys.stderr))
+    return [compare(cell.name, rows, simulated(cell)) for cell, rows in zip(cells, real)]
+
+
+def of_run(folder: Path) -> Compared:
+    """With the times and lengths that it had."""
+    samples = folder / "rollouts" / "samples.jsonl"
+    config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
+    found = simulate(resolve(config, "plan"), lambda plan, unit: measured(plan, unit, folder))
+    by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in samples.read_text().splitlines():
+        group = json.loads(line)
+        for sample in group["samples"]:
+            for version, tokens in sample["versions"]:
+                by_step[group["step"]][group["step"] - version] += tokens
+    real = [{**row, "ages": by_step[row["step"]]} for row in read_metrics(folder / METRICS_FILE)]
+    return compare(folder.name, real, with_ages(found))
+
+
+def compare(name: str, real: Rows, rows: Rows) -> Compared:
     (real_step, real_waits), (step, waits) = of_rows(real), of_rows(rows)
     of_real, of_simulated = ages(real), ages(rows)
     distance = sum(abs(of_real[age] / of_real.total() - of_simulated[age] / of_simulated.total()) for age in of_real | of_simulated) / 2
     wait_error = max(abs(one - other) for one, other in zip(waits, real_waits)) / real_step
-    return Compared(cell.name, real_step, step, step / real_step - 1, wait_error, distance)
+    return Compared(name, real_step, step, step / real_step - 1, wait_error, distance)
 
 
 def of_rows(rows: Rows) -> tuple[float, list[float]]:
@@ -66,7 +89,10 @@ def ages(rows: Rows) -> Counter[int]:
 
 
 def simulated(cell: Cell) -> Rows:
-    found = simulate(plan_of(cell), lambda plan, unit: models_of(cell), lengths=cell.lengths)
+    return with_ages(simulate(plan_of(cell), lambda plan, unit: models_of(cell), lengths=cell.lengths))
+
+
+def with_ages(found: Totals) -> Rows:
     return [{**row, "ages": own} for row, own in zip(found.rows, found.ages_of_steps)]
 
 
