@@ -177,6 +177,7 @@ def step_times(
         "time/step_s": step_s,
         "time/train_s": train_s,
         "time/generate_s": batch.generate_s,
+        "time/rollout_s": batch.rollout_s,
         "time/reward_s": batch.reward_s,
         "time/sync_s": sync_s,
         "time/sync_pause_s": pause_s,

@@ -272,6 +272,7 @@ class Batch(msgspec.Struct, frozen=True):
     dropped_texts: list[msgspec.Raw] = []  # as `texts`
     rested: int = 0  # prompts that the curriculum has left out since the batch before
     reward_s: float = 0.0  # of that time, what rollouts waited for scores, counted in rollouts in flight
+    rollout_s: float = 0.0  # of one prompt, from its start to its score, a mean
 
     @property
     def samples(self) -> list[SampleSummary]:

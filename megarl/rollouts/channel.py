@@ -253,6 +253,7 @@ class _Header(msgspec.Struct, frozen=True, tag=True):
     dropped: list[msgspec.Raw]  # as `groups`
     rested: int
     reward_s: float
+    rollout_s: float
 
 
 class _Received(msgspec.Struct, frozen=True, tag="_Header"):
@@ -268,6 +269,7 @@ class _Received(msgspec.Struct, frozen=True, tag="_Header"):
     dropped: list[GroupSummary]
     rested: int
     reward_s: float
+    rollout_s: float
 
 
 _decode_agreed = msgspec.msgpack.Decoder(_Received | _Resend | None).decode
@@ -336,13 +338,14 @@ class Intake:
         timed = [group for group in groups if group.ended_s > 0]
         took_s = max(group.ended_s for group in timed) - min(group.started_s for group in timed) if timed else 0.0
         reward_s = max(group.scoring_s[1] for group in timed) - min(group.scoring_s[0] for group in timed) if timed else 0.0
+        rollout_s = sum(group.ended_s - group.started_s for group in timed) / max(1, len(timed))
         idle_s = max([self._idle_s, *(group.idle_s for group in timed)])
         waited_s, self._idle_s = idle_s - self._idle_s, idle_s
         due_wait_s = 0.0 if self._full_since is None else now_s - self._full_since
         rejected, self._rejected, self._full_since = self._rejected, 0, None
         summaries, of_dropped = ([group.summary for group in some] for some in (groups, dropped))
         counts = due_wait_s, rejected, self.buffer.finished, of_dropped, self.buffer.take_rested()
-        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s), groups, dropped
+        return _Header(step, summaries, max(0.0, took_s - reward_s), waited_s, *counts, reward_s, rollout_s), groups, dropped
 
 
 class RolloutsReceiver:

@@ -14,11 +14,12 @@ from megarl.config.load import load_config
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.engines import Speed
-from megarl.simulation.run import Models
+from megarl.simulation.run import Models, simulate
 
 FEWEST = 8  # steps that a fit needs
-TIMES = ("time/step_s", "time/sync_s", "time/sync_pause_s", "time/generate_s", "time/trainer_wait_s")
-NEEDED = (*TIMES, "tokens_per_s", "samples_per_s", "response_tokens/max")
+FIT_STEPS, TRIALS, CLOSE = 24, 8, 0.02  # of the engines' speed
+TIMES = ("time/step_s", "time/sync_s", "time/sync_pause_s", "time/rollout_s", "time/trainer_wait_s")
+NEEDED = (*TIMES, "tokens_per_s", "samples_per_s")
 # What its times hold for.
 SIZES = (
     "model.path", "rollout.prompts_per_step", "rollout.n", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.ep",
@@ -42,7 +43,8 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
     def train_s(batch: Batch) -> float:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
-    return replace(models, train_s=train_s, write_s=write_s, control_s=max(0.0, pause_s - write_s), speed=_scaled(plan, models.speed, rows))
+    models = replace(models, train_s=train_s, write_s=write_s, control_s=max(0.0, pause_s - write_s))
+    return _as_fast(plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
 
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
@@ -70,13 +72,21 @@ def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
     return float(y.mean() - slope * x.mean()), slope
 
 
-def _scaled(plan: RunPlan, speed: Speed, rows: list[Row]) -> Speed:
-    """The engines' speed, scaled by how long the longest response of a step took: its prefill is left as the planner has it."""
-    found = []
-    for row in rows:
-        longest = row["response_tokens/max"]
-        context = plan.config.plan.mean_prompt_tokens + longest / 2
-        running = max(1, min(speed.most_running, round(plan.sequences_per_step / plan.config.generator.engines)))
-        found.append(row["time/generate_s"] / (longest * speed.decode_s(running, context)))
-    scale = float(np.median(found))
+def _as_fast(plan: RunPlan, models: Models, rollout_s: float) -> Models:
+    """With engines whose decoding is scaled so that a prompt's rollout takes `rollout_s`. Prefill is left as the planner has it. Such a
+    time depends on waits too, so the scale is found by trying."""
+    settings = replace(plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None)
+    trial = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings)))
+    scale, found = 1.0, models
+    for _ in range(TRIALS):
+        found = replace(models, speed=_scaled(models.speed, scale))
+        rows = simulate(trial, lambda plan, unit: found).rows
+        took_s = float(np.median([row["time/rollout_s"] for row in rows[len(rows) // 5 :]]))
+        if abs(took_s / rollout_s - 1) < CLOSE:
+            break
+        scale *= rollout_s / took_s
+    return found
+
+
+def _scaled(speed: Speed, scale: float) -> Speed:
     return replace(speed, decode_s=lambda running, context: scale * speed.decode_s(running, context))

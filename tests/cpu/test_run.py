@@ -156,6 +156,7 @@ def test_every_step_reports_itself(resumed):
         "sync/audit_ok",
         "staleness/rejected",
         "time/due_wait_s",
+        "time/rollout_s",
         "prompts/buffered",
     ]
     table = rows(resumed.run_dir)

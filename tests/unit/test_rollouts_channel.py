@@ -164,7 +164,8 @@ def test_groups_go_out_as_they_finish_and_arrive_as_batches(alone, link):
     until_held(receiver, [0, 2, 3])
     receiver.recv(trainer)
     [batch] = trainer.batches
-    assert replace(batch, numbers={}, texts=[]) == Batch(0, summaries(group(0), group(2)), 3.0, 0.5, 0.0, rejected=0, buffered=1)
+    expected = Batch(0, summaries(group(0), group(2)), 3.0, 0.5, 0.0, rejected=0, buffered=1, rollout_s=2.25)
+    assert replace(batch, numbers={}, texts=[]) == expected
     assert [texts_of(texts) for texts in batch.texts] == [GroupTexts("x", "y", [("é", []), ("é", [])])] * 2
     assert {place: (each.prompt_ids.tolist(), each.token_ids.tolist()) for place, each in batch.numbers.items()} == {
         0: ([1, 2], [0, 2, 3]), 2: ([1, 2], [2, 2, 3]),
