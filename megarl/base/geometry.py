@@ -52,6 +52,10 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         """The same box without its first dim."""
         return Box(self.start[1:], self.shape[1:])
 
+    def transpose(self) -> Box:
+        """The same box with its last two dims exchanged."""
+        return Box(*(sizes[:-2] + (sizes[-1], sizes[-2]) for sizes in (self.start, self.shape)))
+
     def subtract(self, other: Box) -> Iterator[Box]:
         """Disjoint boxes that together are this box without `other`: at most two per dimension."""
         common = self.intersect(other)

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it, if there is one; optional qkv biases and query/key norms.
+"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it, if there is one; optional biases, query/key norms and sinks.
 
 Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
 parameters that are in fp8 when the engine is quantised.
@@ -12,10 +12,12 @@ from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
 _QKV, O = tuple(_L + f"self_attn.{x}_proj." for x in "qkv"), _L + "self_attn.o_proj.weight"
+O_BIAS, SINKS = _L + "self_attn.o_proj.bias", _L + "self_attn.sinks"
 INPUT_NORM = _L + "input_layernorm.weight"
 QK_NORMS = (_L + "self_attn.q_norm.weight", _L + "self_attn.k_norm.weight")
 SGLANG_QKV = _L + "self_attn.qkv_proj."
 QUANTISED = (SGLANG_QKV + "weight", O)
+SGLANG_SINKS = "bfloat16"  # in engines of any dtype (models/gpt_oss.py:365)
 
 # Where Megatron keeps the norm: as a module of its own in the local layer spec; Transformer Engine fuses it into the linear layer.
 INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.linear_qkv.layer_norm_weight"}
@@ -31,7 +33,10 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
     if spec.qk_norm:
         rows = (q_rows, kv_rows) if spec.qk_norm_of_all_heads else (spec.head_dim, spec.head_dim)
         tensors += [LogicalTensor(name, (count,), LAYER) for name, count in zip(QK_NORMS, rows)]
-    return tensors + [LogicalTensor(O, (hidden, q_rows), LAYER)]
+    tensors.append(LogicalTensor(O, (hidden, q_rows), LAYER))
+    if spec.linear_bias:
+        tensors.append(LogicalTensor(O_BIAS, (hidden,), LAYER))
+    return tensors + ([LogicalTensor(SINKS, (spec.num_attention_heads,), LAYER)] if spec.sinks else [])
 
 
 def fused() -> Parameter:
@@ -50,6 +55,10 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
         parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units))
     if spec.qk_norm:
         parameters += [whole(f"{own}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)]
+    if spec.linear_bias:
+        parameters.append(whole(own + "linear_proj.bias", LAYER, O_BIAS))
+    if spec.sinks:
+        parameters.append(Parameter(own + "core_attention.softmax_offset", LAYER, (Part(SINKS),), dim=0, groups=tp))
     return parameters + [Parameter(own + "linear_proj.weight", LAYER, (Part(O),), dim=1, groups=tp)]
 
 
@@ -69,6 +78,10 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
         parts = (Part(q, q_rows), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
         parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp, of_attention=True, units=units))
     parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp, of_attention=True))
+    if spec.linear_bias:
+        parameters.append(whole(O_BIAS, LAYER, O_BIAS))
+    if spec.sinks:
+        parameters.append(Parameter(SINKS, LAYER, (Part(SINKS, heads),), 0, tp, dtype=SGLANG_SINKS, of_attention=True))
     if spec.qk_norm:
         parameters += [whole(name, LAYER, name) for name in QK_NORMS]
     return parameters

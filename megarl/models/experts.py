@@ -16,7 +16,7 @@ from megarl.models.spec import ModelSpec
 _L = "model.layers.{layer}."
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 # Megatron's names of expert K: a module per expert (SequentialMLP), or Transformer Engine's grouped linear layers.
-_MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
+MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
 
 
 def quantised(module: str) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def megatron(
 ) -> list[Parameter]:
     gate, up, down = _names(module)
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
-    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + _MEGATRON_NAMES[layer_spec]
+    own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
     if spec.router_bias:  # a buffer that is always float32 (moe/router.py)
         parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))

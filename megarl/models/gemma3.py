@@ -10,13 +10,13 @@ from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp, norms_after, vocabulary
 from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common
 from megarl.models.parameters import Parameter
-from megarl.models.registry import ConfigReader
+from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import GELU_TANH, ModelSpec
 
 __all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
-SLIDING, FULL = "sliding_attention", "full_attention"
+FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:

@@ -62,6 +62,7 @@ class Parameter:
     groups: int = 1
     layers: Layers | None = None  # which layers have it; None: all
     dtype: str | None = None  # None: the layout's
+    transposed: bool = False  # in files of a checkpoint: with rows and columns exchanged
     of_attention: bool = False  # with data-parallel attention, cut only over the ranks of one replica
     units: tuple[tuple[str, int], ...] = ()  # the number that the shards must divide, with its name for messages
 

@@ -25,6 +25,7 @@ from megarl.config.limits import find_module, import_module
 from megarl.models.parameters import Parameter
 from megarl.models.spec import LM, ModelSpec
 
+SLIDING = "sliding_attention"  # of a layer with a window, in `layer_types`
 CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # how names of architectures end: head LM, head SCALAR
 
 # What a family's module declares: see the docstring of the package.

@@ -8,6 +8,7 @@ from typing import Any
 
 LM, SCALAR = "lm", "scalar"
 SILU, GELU_TANH = "silu", "gelu_tanh"
+CLAMPED_SWIGLU = "clamped_swiglu"  # gate * sigmoid(1.702 gate) * (up + 1), gate and up within `activation_limit` (gpt-oss)
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,20 @@ class ModelSpec:
     head: str = LM  # what the last layer maps hidden states to: LM, the vocabulary; SCALAR, one number (reward models, critics)
 
     qkv_bias: bool = False
+    linear_bias: bool = False  # of the output projection, the router and the experts
+    sinks: bool = False  # a logit per head in the softmax of its attention, which no value belongs to
     qk_norm: bool = False  # RMSNorm of queries and keys
     qk_norm_of_all_heads: bool = False  # over all heads together, not over each
     norms_before: bool = True  # of what goes into attention and MLP
     norms_after: bool = False  # of what comes out of them
     zero_centred_norms: bool = False  # all norms multiply by 1 + their weight
-    activation: str = SILU  # of the gate: SILU | GELU_TANH
+    activation: str = SILU  # of the gate: SILU | GELU_TANH | CLAMPED_SWIGLU
+    activation_limit: float = 0.0
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
     window: int = 0  # tokens that a token attends to in windowed layers, itself included
     windowed_layers: tuple[int, ...] = ()
-    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are never scaled
+    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are then never scaled; 0.0: that of all layers
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first dims
 
     num_experts: int = 0

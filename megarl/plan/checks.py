@@ -96,6 +96,12 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield from (f"{key}={value}: must be 1: a {spec.family} model has no experts" for key, value in sizes.items() if value > 1)
 
 
+def check_expert_biases(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Every rank that has a part of an expert would add its bias, which Megatron refuses (transformer_config.py:2280)."""
+    if spec.num_experts and spec.linear_bias and config.trainer.etp > 1:
+        yield f"trainer.etp={config.trainer.etp}: must be 1: the experts of a {spec.family} model have biases"
+
+
 def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """On a CPU, SGLang pads the rows of one expert and multiplies that for shared experts; no layout here covers several of them."""
     rows, tp = spec.expert_intermediate_size, config.generator.tp
@@ -134,7 +140,8 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Latent attention has its own rotary embeddings."""
-    allowed = ("default", "yarn") if spec.kv_lora_rank else ("default", "linear", "llama3")
+    of_family = {"gpt_oss": ("yarn",)}.get(spec.family, ("default", "linear", "llama3"))
+    allowed = ("default", "yarn") if spec.kv_lora_rank else of_family
     if spec.rope_type not in allowed:
         yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
 
@@ -179,6 +186,7 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_experts,
+    check_expert_biases,
     check_shared_experts,
     check_routing_replay,
     check_sizes,

@@ -64,6 +64,11 @@ class LocalTensor:
     pieces: tuple[Piece, ...]
     engine_shape: tuple[int, ...] | None = None  # if the engine shows the same memory in another shape: transposed, or a scalar
     experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
+    transposed: bool = False  # files of a checkpoint have it with rows and columns exchanged
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        return whole_box(self.shape).transpose().shape if self.transposed else self.shape
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
         """The tensors that this statement stands for at one layer, with names resolved and experts one by one."""
@@ -497,7 +502,7 @@ def _whole(parameter: Parameter, logical: Mapping[str, LogicalTensor], dtype: st
         local = Box((row,) + (0,) * (len(shape) - 1), shape)
         pieces.append(Piece(local, part.logical_name, whole_box(shape)))
         row += shape[0]
-    return LocalTensor(parameter.name, (row,) + shapes[0][1:], dtype, tuple(pieces))
+    return LocalTensor(parameter.name, (row,) + shapes[0][1:], dtype, tuple(pieces), transposed=parameter.transposed)
 
 
 def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, shards: int, dtype: str) -> LocalTensor:
@@ -537,7 +542,7 @@ def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
 
 
 __all__ = [
-    "Kind", "Layout", "LocalTensor", "Piece", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "stored",
+    "Kind", "Layout", "LocalTensor", "Piece", "Stored", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "stored",
     "together", "trainer_layout",
 ]  # fmt: skip
 
@@ -558,9 +563,23 @@ def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
 
 
-def stored(tensors: Iterable[LocalTensor]) -> dict[str, tuple[str, Box]]:
-    """Logical name → the tensor of a checkpoint's files that holds it, and where in it."""
-    return {piece.logical_name: (tensor.name, piece.local) for tensor in tensors for piece in tensor.pieces}
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a checkpoint's files have a logical tensor: in box `box` of tensor `name`, as this one would be untransposed."""
+
+    name: str
+    box: Box
+    transposed: bool
+
+    def place(self, logical: Box) -> Box:
+        """Where in tensor `name`, untransposed, a box of the logical tensor is. Files may stack the tensors of experts."""
+        stacked = len(self.box.shape) - len(logical.shape)
+        return Box((0,) * stacked + logical.start, (1,) * stacked + logical.shape).move(whole_box(self.box.shape), self.box)
+
+
+def stored(tensors: Iterable[LocalTensor]) -> dict[str, Stored]:
+    """By logical names."""
+    return {piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed) for tensor in tensors for piece in tensor.pieces}
 
 
 def parameter_count(spec: ModelSpec, lora: Lora | None = None) -> int:

@@ -20,8 +20,12 @@ from megarl.reshard.layout import hf_layout
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
 FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, as DeepSeek-V3 and Kimi K2 are published; a scale for each
+# MXFP4, as gpt-oss is published: in the place of a tensor of experts, untransposed, one of codes and one of scales (e8m0), for each block
+# of columns. A byte of codes holds two of these values.
+FP4, FP4_BLOCK, FP4_CODES, FP4_SCALES = "U8", 32, "_blocks", "_scales"
+FP4_VALUES = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 EXPONENTS = {  # all bits set: NaN or infinity
-    "F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), FP8: ("u1", 0x7F),
+    "F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), FP8: ("u1", 0x7F), FP4: ("u1", 0xFF),
 }  # fmt: skip
 SAMPLES, SAMPLE_BYTES = 32, 64 << 10
 _CHUNK_BYTES = 64 << 20
@@ -68,6 +72,7 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
     problems, files = [], check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
     names = sorted(tensor.name for tensor in hf_layout(spec, "float32", fused=True).tensors(0))
+    names = [name if name in files else name + FP4_SCALES for name in names]
     for name in [*names, *(name + SCALE for name in names if headers[files[name]][name]["dtype"] == FP8)]:
         path, entry = folder / files[name], headers[files[name]][name]
         word, exponent = EXPONENTS[entry["dtype"]]
@@ -102,7 +107,16 @@ def fingerprint(folder: Path) -> str:
 
 
 def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
-    expected = {tensor.name: tensor.shape for tensor in hf_layout(spec, "float32", fused=True).tensors(0) if tensor.name not in without}
+    expected: dict[str, tuple[int, ...]] = {}
+    in_fp4: set[str] = set()
+    for tensor in hf_layout(spec, "float32", fused=True).tensors(0):
+        if tensor.transposed and tensor.name + FP4_CODES in files:
+            blocks = (*tensor.shape[:-1], -(-tensor.shape[-1] // FP4_BLOCK))
+            own = {tensor.name + FP4_CODES: (*blocks, FP4_BLOCK // 2), tensor.name + FP4_SCALES: blocks}
+            expected |= own
+            in_fp4 |= own.keys()
+        elif tensor.name not in without:
+            expected[tensor.name] = tensor.file_shape
     yield from (f"{folder}: tensor {name} is missing" for name in expected if name not in files)
     headers: dict[str, dict[str, Any]] = {}
     for file in sorted({files[name] for name in expected if name in files}):
@@ -119,6 +133,8 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             continue
         if tuple(entry["shape"]) != shape:
             yield f"{folder}: tensor {name} has shape {tuple(entry['shape'])}, config.json says {shape}"
+        if entry["dtype"] == FP4 and name in in_fp4:
+            continue
         if entry["dtype"] == FP8 and len(shape) == 2:
             yield from _scale_problems(folder, files, headers, name, shape)
         elif entry["dtype"] not in READ_DTYPES:  # its scales would be ignored

@@ -15,22 +15,24 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.base.files import sync_folder
-from megarl.base.geometry import Box, whole_box
+from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError, RunError
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION
 from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
-from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, hf_layout, stored
-from megarl.trainer.hf_files import BLOCK, INDEX, SCALE, check_checkpoint, not_finite
+from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, Stored, contiguous_strides, hf_layout, stored
+from megarl.trainer.hf_files import BLOCK, FP4_BLOCK, FP4_CODES, FP4_SCALES, FP4_VALUES, INDEX, SCALE, check_checkpoint, not_finite
 
 # Folders that appear complete or not at all, written by all ranks together on a shared file system.
 
@@ -183,13 +185,20 @@ def load_hf(
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(hf_layout(spec, "float32", fused=True).tensors(0))
-    held = {places[piece.logical_name][0] for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
-    held |= {name + SCALE for name in held}
+    held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
+    held |= {name + suffix for name in held for suffix in (SCALE, FP4_CODES, FP4_SCALES)}
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
 
     def read(name: str, box: Box) -> torch.Tensor:
-        values = opened[files[name]].get_slice(name)[box.slices()]
-        return _dequantised(values, box, lambda blocks: read(name + SCALE, blocks)) if values.dtype == torch.float8_e4m3fn else values
+        return opened[files[name]].get_slice(name)[box.slices()]
+
+    def values_of(stored: Stored, box: Box) -> torch.Tensor:
+        if stored.name + FP4_CODES in files:  # which are not transposed
+            return _of_fp4(box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES)))
+        if stored.transposed:
+            return read(stored.name, box.transpose()).transpose(-1, -2)
+        values = read(stored.name, box)
+        return _dequantised(values, box, partial(read, stored.name + SCALE)) if values.dtype == torch.float8_e4m3fn else values
 
     for tensor in counted(
         layout.tensors(dist.get_rank()), "loading weights", lambda each: local_parameter(parameters, each).nbytes, show=mib
@@ -201,10 +210,10 @@ def load_hf(
                 if new_head == "random":
                     parameter.copy_(_random_rows(piece, spec.hidden_size, seed) / INIT_STD / math.sqrt(spec.hidden_size + 1))
                 continue
-            name, place = places[piece.logical_name]
-            box = piece.logical.move(whole_box(place.shape), place)
-            parameter[piece.local.slices()].copy_(read(name, box))
-            if not parameter[piece.local.slices()].isfinite().all():
+            place, local = places[piece.logical_name], parameter[piece.local.slices()]
+            local.copy_(values_of(place, place.place(piece.logical)).view(local.shape))
+            if not local.isfinite().all():
+                name = place.name if place.name in files else place.name + FP4_SCALES
                 raise ConfigError(not_finite(folder / files[name], name))
 
 
@@ -218,8 +227,20 @@ def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Te
     return codes.float() * blocks
 
 
+def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """float32 values of a box [1, rows, columns] of a weight in MXFP4: of [..., FP4_BLOCK / 2] bytes, each with two values, the first in
+    its lower half, and a power of two for each block."""
+    first, end = box.start[-1] // FP4_BLOCK, -(-box.end[-1] // FP4_BLOCK)
+    blocks = Box(box.start[:-1] + (first,), box.shape[:-1] + (end - first,))
+    bytes_ = codes(Box(blocks.start + (0,), blocks.shape + (FP4_BLOCK // 2,)))
+    values = torch.tensor(FP4_VALUES)[torch.stack([bytes_ & 15, bytes_ >> 4], -1).int()].flatten(-2)
+    exponents = scales(blocks).int() - 127
+    values = torch.ldexp(values, exponents[..., None].where(exponents[..., None] < 128, torch.inf)).flatten(-2)
+    return values.narrow(-1, box.start[-1] % FP4_BLOCK, box.shape[-1])
+
+
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases with zeros. Every row of every
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases and sinks with zeros. Every row of every
     HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
@@ -228,7 +249,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
         for piece in tensor.pieces:
             local = parameter[piece.local.slices()]
             if local.dim() == 1:
-                local.fill_(0.0 if spec.zero_centred_norms or piece.logical_name.endswith("bias") else 1.0)
+                local.fill_(0.0 if spec.zero_centred_norms or piece.logical_name.endswith(("bias", "sinks")) else 1.0)
             else:
                 local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
 
@@ -287,7 +308,7 @@ def write_tensors(
 ) -> Writing[None]:
     """Begins to write the tensors of `plan` to folder `path`; `complete` adds the other files, on rank 0."""
     pieces = [
-        (*plan.place(piece), local_parameter(parameters, tensor)[piece.local.slices()].detach())
+        plan.place(piece, local_parameter(parameters, tensor)[piece.local.slices()].detach())
         for tensor, piece in layout.owned_pieces(dist.get_rank())
     ]
     if beside:
@@ -342,19 +363,22 @@ class FilePlan:
 
     places: dict[str, _Place]  # of every tensor
     headers: dict[str, bytes]  # of every file
-    stored: dict[str, tuple[str, Box]]  # logical name → the tensor that holds it, and where in it
+    stored: dict[str, Stored]  # by logical names
 
-    def place(self, piece: Piece) -> tuple[_Place, Box]:
-        """The tensor that holds the piece, and where in it."""
-        name, box = self.stored[piece.logical_name]
-        return self.places[name], piece.logical.move(whole_box(box.shape), box)
+    def place(self, piece: Piece, values: torch.Tensor) -> tuple[_Place, Box, torch.Tensor]:
+        """The tensor that holds the piece, where in it, and its `values` as they stand there."""
+        stored = self.stored[piece.logical_name]
+        box = stored.place(piece.logical)
+        if stored.transposed:
+            return self.places[stored.name], box.transpose(), values.transpose(-1, -2)
+        return self.places[stored.name], box, values
 
 
 def file_plan(
     tensors: Sequence[LocalTensor],
     max_file_bytes: float,
     stem: str = "model",
-    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.shape),
+    shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.file_shape),
 ) -> FilePlan:
     """`stem`: the beginning of the files' names; `shown`: a tensor's name and shape in the files."""
     groups: list[list[LocalTensor]] = [[]]
@@ -376,7 +400,7 @@ def file_plan(
             offsets = [offset, offset + nbytes]
             name, shape = shown(tensor)
             entries[name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-            places[tensor.name] = _Place(file, offset, nbytes, tensor.shape)
+            places[tensor.name] = _Place(file, offset, nbytes, tensor.file_shape)
             offset += nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
@@ -390,18 +414,15 @@ def _bytes(tensor: LocalTensor) -> int:
 
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
-    """Writes `values` as the elements `box` of the tensor at `place`: in one write, or in one per row if columns are cut."""
+    """Writes `values` as the elements `box` of the tensor at `place`: each run of elements that lie together there in one write."""
     data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    row_bytes = place.nbytes // place.shape[0]
-    rows = box.shape[0]
-    if box.shape[1:] == place.shape[1:]:
-        _pwrite(fd, data, place.offset + box.start[0] * row_bytes)
-        return
-    assert len(box.shape) == 2
-    item_bytes = row_bytes // place.shape[1]
-    run = box.shape[1] * item_bytes
-    for row in range(rows):
-        _pwrite(fd, data[row * run : (row + 1) * run], place.offset + (box.start[0] + row) * row_bytes + box.start[1] * item_bytes)
+    item_bytes = place.nbytes // math.prod(place.shape)
+    strides = [stride * item_bytes for stride in contiguous_strides(place.shape)]
+    cut = max((dim for dim in range(len(box.shape)) if box.shape[dim] != place.shape[dim]), default=0)  # dims after it are whole
+    run = math.prod(box.shape[cut:]) * item_bytes
+    first = place.offset + sum(start * stride for start, stride in zip(box.start, strides))
+    for number, index in enumerate(np.ndindex(box.shape[:cut])):
+        _pwrite(fd, data[number * run : (number + 1) * run], first + sum(i * stride for i, stride in zip(index, strides)))
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -310,6 +313,29 @@ class NormedResidual(torch.nn.Module):
             return residual + self.norm(made)
 
 
+class PairedRows(ColumnParallelLinear):
+    """The first layer of an expert whose gate and up rows alternate. Its output has the gates first, as Megatron's MLP expects them.
+
+    Transformer Engine's grouped layers do it themselves (`moe_mlp_glu_interleave_size`).
+    """
+
+    def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, bias = super().forward(*arguments, **named)
+        return _gates_first(output), _gates_first(bias)
+
+
+def _gates_first(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+class OwnOutput(RowParallelLinear):
+    """The second layer of an expert with biases: Megatron's MLP adds one in place, which PyTorch refuses for the output as it is, a view."""
+
+    def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, bias = super().forward(*arguments, **named)
+        return output.clone(), bias
+
+
 class CausalAttention(MegatronModule):
     """Causal attention of packed sequences, each by itself, with PyTorch's fused kernel; replaces DotProductAttention.
 
@@ -335,6 +361,13 @@ class CausalAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq or 1, layer_number)
         self.reach = config.window_size[0] if windowed and config.window_size else None  # how many tokens back it sees
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            sinks = torch.zeros(config.num_attention_heads // tensor_group().size(), dtype=config.params_dtype, device=device)
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            self.softmax_scale = softmax_scale or config.kv_channels**-0.5  # type: ignore[operator]
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -357,11 +390,23 @@ class CausalAttention(MegatronModule):
         for (count, length), parts in zip(runs, zip(queries, keys, values)):
             mask = self._mask(length, query.device)
             q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)  # [count, heads, length, d]
+            if self.softmax_offset is not None:
+                q, k, v, mask = self._with_sinks(q, k, v, mask)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
             )
-            outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+            outs.append(out[..., -length // ranks :, : value.size(-1)].transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(outs)
+
+    def _with_sinks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """A token before all others, whose value is zero, and whose key gives each head its sink as score. One more dim is for that."""
+        assert self.softmax_offset is not None and self.softmax_scale is not None
+        scores = (self.softmax_offset / self.softmax_scale).view(1, -1, 1, 1).expand(len(q), -1, q.size(2), 1)
+        q, k, v = torch.cat([q, scores.to(q.dtype)], -1), F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
+        k[:, :, 0, -1] = 1.0
+        return (F.pad(q, (0, 0, 1, 0)), k, v, None) if mask is None else (q, k, v, F.pad(mask, (1, 0), value=True))
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
         """[length / cp, length] for this rank's positions of a sequence; None if it is the plain causal mask of all positions."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -40,7 +41,7 @@ from megarl.config.schema import TrainerConfig
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import flops_per_token
 from megarl.models.routing import RoutingFormat
-from megarl.models.spec import GELU_TANH, LM, SCALAR, SILU, ModelSpec
+from megarl.models.spec import CLAMPED_SWIGLU, GELU_TANH, LM, SCALAR, SILU, ModelSpec
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer import cpu_support, hf_io, layers, parallel
 from megarl.trainer.cpu_support import layer_spec
@@ -51,6 +52,8 @@ from megarl.trainer.layers import (
     LatentAttention,
     NormedResidual,
     NormOfAllHeads,
+    OwnOutput,
+    PairedRows,
     RMSNorm,
     RoutingReplay,
     ScalarHead,
@@ -116,7 +119,7 @@ def refuse_corruption() -> None:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh"), CLAMPED_SWIGLU: quick_gelu}
 YARN_KEYS = {  # MLATransformerConfig's → those of config.json
     "rotary_scaling_factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -133,7 +136,10 @@ def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
     with passed_on("trainer.megatron", trainer.megatron):
-        return (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**chosen)
+        config = (MLATransformerConfig if spec.kv_lora_rank else TransformerConfig)(**chosen)
+    for name, value in _yarn_settings(spec).items():
+        setattr(config, name, value)
+    return config
 
 
 def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> dict[str, Any]:
@@ -151,7 +157,10 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         gated_linear_unit=True,
         layernorm_zero_centered_gamma=spec.zero_centred_norms,
         activation_func=ACTIVATIONS[spec.activation],
-        add_bias_linear=False,
+        glu_linear_offset=1.0 if spec.activation == CLAMPED_SWIGLU else 0.0,
+        activation_func_clamp_value=spec.activation_limit or None,
+        softmax_type="learnable" if spec.sinks else "vanilla",
+        add_bias_linear=spec.linear_bias,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm or spec.kv_lora_rank > 0,
         hidden_dropout=0.0,
@@ -175,8 +184,8 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         masked_softmax_fusion=False,
         persist_layer_norm=fused,
         bias_activation_fusion=cuda and spec.activation == SILU,
-        bias_dropout_fusion=cuda,
-        apply_rope_fusion=fused and not spec.kv_lora_rank,
+        bias_dropout_fusion=cuda and not spec.linear_bias,  # transformer/moe/experts.py:206
+        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",  # rope_utils.py:320 leaves out mscale
         attention_softmax_in_fp32=True,
         softmax_scale=spec.attention_scale,
         window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # tokens back and ahead
@@ -211,6 +220,7 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": layer_spec() == "te",
+        "moe_mlp_glu_interleave_size": 1 if spec.linear_bias and layer_spec() == "te" else None,  # see models/paired_experts.py
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.etp,
         # (A list, even of ones, would change how checkpoints name layers.)
@@ -240,6 +250,14 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
     )
 
 
+def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
+    """What GPTModel's own YaRN reads from the configuration, which has no such fields."""
+    if spec.rope_type != "yarn" or spec.kv_lora_rank:
+        return {}
+    scaling = {f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()}
+    return scaling | {"yarn_correction_range_round_to_int": False}
+
+
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
     """This rank's part of the model (its pipeline stage and tensor slice), with unset weights: a chunk per virtual stage."""
     return [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
@@ -256,7 +274,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if spec.rope_type == "yarn" and not spec.kv_lora_rank else "rope",
         rotary_base=spec.rope_theta,  # type: ignore[arg-type]
         rotary_percent=spec.partial_rotary_factor,
         seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
@@ -341,7 +359,7 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|adapter\.[ab])))(\d+)(.*)")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)")
 
 
 def _global_expert(name: str, layer: Any) -> str:
@@ -377,6 +395,9 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
     attention.core_attention = LatentAttention if latent else CausalAttention
     for norm in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm") if config.qk_layernorm else ():
         setattr(attention, norm, RMSNorm)
+    if experts and spec.linear_bias:
+        of_experts = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+        of_experts.linear_fc1, of_experts.linear_fc2 = PairedRows, OwnOutput
     _place_norms(spec, config, submodules)
     return layer
 

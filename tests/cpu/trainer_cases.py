@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -33,6 +34,10 @@ COMMON: dict[str, Any] = {
 YARN = {
     "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+YARN_EXACT = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 16.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False,
 }  # fmt: skip
 SIGMOID_ROUTER: dict[str, Any] = {
     "first_k_dense_replace": 1, "intermediate_size": 48, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_routed_experts": 8,
@@ -77,6 +82,18 @@ MODELS: dict[str, PretrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK_V3, **UNTIED, **COMMON | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}),
     "glm4_moe": Glm4MoeConfig(
         head_dim=16, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, pad_token_id=19, **SIGMOID_ROUTER, **UNTIED, **COMMON
+    ),
+    "gpt_oss": GptOssConfig(
+        intermediate_size=24,
+        head_dim=16,
+        sliding_window=6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        swiglu_limit=0.5,  # so that it is reached
+        rope_parameters=YARN_EXACT,
+        pad_token_id=19,
+        **UNTIED,
+        **COMMON,
     ),
     # As GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
     "glm4_moe_air": Glm4MoeConfig(head_dim=16, attention_bias=True, partial_rotary_factor=0.25, **SIGMOID_ROUTER, **UNTIED, **COMMON),
@@ -127,12 +144,13 @@ TESTED = {
     "deepseek_v3": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
     "glm4_moe": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
     "glm4_moe_air": "single",
+    "gpt_oss": "single ep2 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 pp2_vpp2_ep2",
 }
 # Of these: with routing replay on.
 REPLAYED = [
     *(("qwen3_moe", layout) for layout in ("single", "pp2_vpp2", "cp2_ep2", "tp2_ep2", "pp2_vpp2_ep2")),
     ("mixtral", "ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "pp2_vpp2_ep2"),
-    ("glm4_moe", "cp2_ep2"), ("glm4_moe", "pp2_vpp2_ep2"),
+    ("glm4_moe", "cp2_ep2"), ("glm4_moe", "pp2_vpp2_ep2"), ("gpt_oss", "tp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"),
 ]  # fmt: skip
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
 
@@ -155,7 +173,7 @@ def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) ->
     changed |= {"num_labels": 1} if scores else {}
     model = kind.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or key.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") or name == "gemma3" else 1.0, 0.1)
     for key, buffer in model.named_buffers():
         if key.endswith("correction_bias"):

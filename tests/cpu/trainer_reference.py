@@ -106,7 +106,7 @@ def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Calla
         return ids
 
     def softmax_gate(layer: int, gate: torch.nn.Module, own: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = F.linear(x.reshape(-1, x.size(-1)), gate.weight)
+        logits = F.linear(x.reshape(-1, x.size(-1)), gate.weight, getattr(gate, "bias", None))
         ids = choose(layer, own(x)[2])
         chosen = logits.softmax(dim=-1).gather(1, ids)
         normalized = getattr(config, "norm_topk_prob", True)  # Mixtral always does
@@ -118,12 +118,12 @@ def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Calla
         chosen = logits.sigmoid().gather(1, ids)
         return logits, chosen / chosen.sum(dim=-1, keepdim=True) * config.routed_scaling_factor, ids
 
-    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    for number, block in enumerate(blocks):
-        if hasattr(block.gate, "e_score_correction_bias"):
-            block.gate.forward = partial(sigmoid_gate, number, block.gate.forward)
+    gates = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
+    for number, gate in enumerate(gate for gate in gates if gate is not None):
+        if hasattr(gate, "e_score_correction_bias"):
+            gate.forward = partial(sigmoid_gate, number, gate.forward)
         else:
-            block.gate.forward = partial(softmax_gate, number, block.gate, block.gate.forward)
+            gate.forward = partial(softmax_gate, number, gate, gate.forward)
 
     def force(sequence: TrainSequence) -> None:
         current["ids"] = torch.from_numpy(routing.unpack(sequence.routing).astype("int64"))
@@ -161,7 +161,7 @@ FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """By logical names: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's; Phi has q, k and
-    v in one tensor, gate and up in another."""
+    v in one tensor, gate and up in another; gpt-oss exchanges rows and columns of experts."""
     spec = load_spec(folder)
     names = {t.name for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)}
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
@@ -180,6 +180,9 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
             found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
             continue
         for expert, rows in enumerate(tensor):
+            if spec.family == "gpt_oss":
+                found[f"{layer}.mlp.experts.{expert}.{kind}"] = rows.t() if rows.dim() == 2 else rows
+                continue
             parts = {gate: rows.chunk(2)[0], up: rows.chunk(2)[1]} if kind == "gate_up_proj" else {down: rows}
             found |= {f"{layer}.{block}.experts.{expert}.{part}.weight": values for part, values in parts.items()}
     assert found.keys() == names

@@ -1,0 +1,83 @@
+"""gpt-oss (20b, 120b): every layer is a mixture of experts; every linear layer has a bias, every other layer a window, every head a sink."""
+
+from __future__ import annotations
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.config.errors import ConfigError
+from megarl.models import attention, mlp, paired_experts, vocabulary
+from megarl.models.dense import read_common
+from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.registry import SLIDING, ConfigReader
+from megarl.models.spec import CLAMPED_SWIGLU, ModelSpec
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+ALPHA, YARN_KEYS = 1.702, ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN whose range is not rounded)."""
+    reader.expect("attention_bias", True, True)
+    reader.expect("tie_word_embeddings", False, False)
+    reader.expect("hidden_act", "silu", "silu")
+    for key in ("swiglu_alpha", "hidden_act_alpha"):  # Hugging Face's name, and SGLang's
+        reader.expect(key, ALPHA, ALPHA)
+    spec = read_common(
+        reader,
+        "gpt_oss",
+        activation=CLAMPED_SWIGLU,
+        activation_limit=reader.number("swiglu_limit", 7.0),
+        head_dim=reader.integer("head_dim", 64),
+        intermediate_size=0,
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
+        qkv_bias=True,
+        linear_bias=True,
+        sinks=True,
+        window=reader.integer("sliding_window", 128),
+        windowed_layers=_windowed(reader),
+        num_experts=reader.integer("num_local_experts", reader.values.get("num_experts")),
+        experts_per_token=reader.integer("num_experts_per_tok", reader.values.get("experts_per_token")),
+        expert_intermediate_size=reader.integer("intermediate_size"),
+    )
+    _check_rope(reader, spec)
+    return spec
+
+
+def _windowed(reader: ConfigReader) -> tuple[int, ...]:
+    layers = range(reader.integer("num_hidden_layers"))
+    kinds = reader.values.get("layer_types")
+    return tuple(layer for layer in layers if (kinds[layer] == SLIDING if kinds else layer % 2 == 0))
+
+
+def _check_rope(reader: ConfigReader, spec: ModelSpec) -> None:
+    scaling = spec.rope_scaling or {}
+    if spec.rope_type != "yarn":
+        raise ConfigError(f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'yarn' is")
+    if missing := [key for key in YARN_KEYS if key not in scaling]:
+        raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
+    if scaling.get("truncate", True):
+        raise ConfigError(f"{reader.source}: truncate = true in rope_scaling is not supported, only false is")
+    if others := [key for key in ("mscale", "mscale_all_dim", "attention_factor") if scaling.get(key) is not None]:
+        raise ConfigError(f"{reader.source}: rope_scaling has {', '.join(others)}, which is not supported")
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    return vocabulary.logical(spec, [*attention.logical(spec), mlp.norm(spec), *paired_experts.logical(spec)])
+
+
+def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
+    return paired_experts.stacked()
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    layers = [*attention.megatron(spec, topology, layer_spec), mlp.megatron_norm("local")]
+    return vocabulary.megatron(spec, topology, layers + paired_experts.megatron(spec, topology, layer_spec))
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    layers = [*attention.sglang(spec, topology, device), attention.sglang_norm(), mlp.sglang_norm()]
+    return vocabulary.sglang(spec, topology, device, layers + paired_experts.sglang(spec, topology, device))
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """Raises ConfigError: SGLang's experts with biases are in bf16 or in MXFP4."""
+    raise ConfigError("generator.quantization: must be null for a gpt_oss model: SGLang keeps its experts in bf16, or in MXFP4")
