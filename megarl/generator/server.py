@@ -209,6 +209,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
+        "disable_hybrid_swa_memory": True,  # torch_native reads no second pool for layers with windows (torch_native_backend.py:392)
         "max_total_tokens": tokens // settings.dp_attention,
         "sleep_on_idle": True,  # without it every idle worker spins on a core
         "skip_server_warmup": True,  # there is nothing to compile, and SGLang checks for readiness only once a second

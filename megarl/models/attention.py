@@ -17,7 +17,6 @@ INPUT_NORM = _L + "input_layernorm.weight"
 QK_NORMS = (_L + "self_attn.q_norm.weight", _L + "self_attn.k_norm.weight")
 SGLANG_QKV = _L + "self_attn.qkv_proj."
 QUANTISED = (SGLANG_QKV + "weight", O)
-SGLANG_SINKS = "bfloat16"  # in engines of any dtype (models/gpt_oss.py:365)
 
 # Where Megatron keeps the norm: as a module of its own in the local layer spec; Transformer Engine fuses it into the linear layer.
 INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.linear_qkv.layer_norm_weight"}
@@ -81,7 +80,7 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
     if spec.linear_bias:
         parameters.append(whole(O_BIAS, LAYER, O_BIAS))
     if spec.sinks:
-        parameters.append(Parameter(SINKS, LAYER, (Part(SINKS, heads),), 0, tp, dtype=SGLANG_SINKS, of_attention=True))
+        parameters.append(Parameter(SINKS, LAYER, (Part(SINKS, heads),), dim=0, groups=tp, of_attention=True))
     if spec.qk_norm:
         parameters += [whole(name, LAYER, name) for name in QK_NORMS]
     return parameters

@@ -329,7 +329,12 @@ def _gates_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class OwnOutput(RowParallelLinear):
-    """The second layer of an expert with biases: Megatron's MLP adds one in place, which PyTorch refuses for the output as it is, a view."""
+    """The second layer of an expert with a bias. Megatron's MLP adds it in place, which PyTorch refuses for the output as it is, a view."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        # Megatron would sum its gradient over the tensor ranks, which have other experts, or have summed it as data-parallel ranks.
+        self.bias.sequence_parallel = False  # type: ignore[union-attr]
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(*arguments, **named)

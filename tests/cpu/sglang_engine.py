@@ -50,12 +50,20 @@ DEEPSEEK_V3: dict[str, Any] = {
         "mscale": 1.0, "mscale_all_dim": 0.7,
     },
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8, "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False,
+    },
+}  # fmt: skip
 MODEL_TYPES = {"gemma3": "gemma3_text"}
 OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     "gemma3": {
         "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20,
         "pad_token_id": 0,
     },
+    "gpt_oss": GPT_OSS,
     "mistral": {"sliding_window": None},
     "olmo2": {"pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
@@ -99,6 +107,8 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):  # all ones or zeros otherwise: one that was not written would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
+        if name.endswith("sinks"):
+            parameter.data.uniform_(-1, 2)
     model.to(dtype).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     if family == "qwen3_moe" and "num_local_experts" in config:  # as transformers 5 calls it; other checkpoints say num_experts

@@ -21,7 +21,8 @@ from megarl.reshard.schedule import batches_from
 
 torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
-FAMILIES = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FP8_FAMILIES = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = (*FP8_FAMILIES, "gpt_oss")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
 Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 
@@ -29,8 +30,8 @@ Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 @st.composite
 def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     """fp8: sizes in which no engine cuts a block of 4 or pads."""
-    name = draw(st.sampled_from(FAMILIES))
-    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+    name = draw(st.sampled_from(FP8_FAMILIES if fp8 else FAMILIES))
+    latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
     tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
     etp, ep = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
@@ -64,7 +65,9 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else name == "gemma3",
         rms_norm_eps=1e-6,
         rope_theta=1e4,
-        qkv_bias=name in ("qwen2", "glm4_moe"),
+        qkv_bias=name in ("qwen2", "glm4_moe", "gpt_oss"),
+        linear_bias=name == "gpt_oss",
+        sinks=name == "gpt_oss",
         qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3") or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
         norms_before=name != "olmo2",

@@ -23,6 +23,8 @@ def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, st
 
 
 def router_name(spec: ModelSpec, layer: int) -> str:
+    if spec.family == "gpt_oss":
+        return f"model.layers.{layer}.mlp.router.weight"
     return f"model.layers.{layer}.{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.gate.weight"
 
 
@@ -65,6 +67,8 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
                 if spec.qkv_bias:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
+            if spec.family == "gpt_oss":
+                shapes[a + "o_proj.bias"], shapes[a + "sinks"] = (hidden,), (heads,)
             if spec.qk_norm:
                 shapes.update({f"{a}{x}_norm.weight": (rows[x] if spec.family == "olmo2" else spec.head_dim,) for x in "qk"})
         if not is_sparse(spec, i):
@@ -75,6 +79,13 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
             shapes[p + "mlp.gate.e_score_correction_bias"] = (spec.num_experts,)
         if spec.shared_intermediate_size:
             mlp(p + "mlp.shared_experts.", spec.shared_intermediate_size)
+        if spec.family == "gpt_oss":
+            shapes[p + "mlp.router.bias"] = (spec.num_experts,)
+            both, own = 2 * spec.expert_intermediate_size, [f"{p}mlp.experts.{e}." for e in range(spec.num_experts)]
+            for x in own:
+                shapes |= {x + "gate_up_proj": (both, hidden), x + "gate_up_proj_bias": (both,)}
+                shapes |= {x + "down_proj": (hidden, both // 2), x + "down_proj_bias": (hidden,)}
+            continue
         for e in range(spec.num_experts):
             for name, wide in zip(expert_names(spec, i, e), (True, True, False)):
                 shape = (spec.expert_intermediate_size, hidden)
@@ -87,6 +98,8 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
 
 def in_files(spec: ModelSpec, hf: HF) -> HF:
     """The tensors as the files of a checkpoint have them."""
+    if spec.family == "gpt_oss":
+        return stacked_experts(spec, hf)
     if spec.family != "phi3":
         return hf
     files, fused = dict(hf), {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
@@ -94,6 +107,16 @@ def in_files(spec: ModelSpec, hf: HF) -> HF:
         for name, parts in fused.items():
             module = f"model.layers.{i}.{name.partition('.')[0]}."
             files[f"model.layers.{i}.{name}.weight"] = torch.cat([files.pop(f"{module}{part}.weight") for part in parts])
+    return files
+
+
+def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
+    """Rows and columns are exchanged only where files are read and written."""
+    files = dict(hf)
+    for i in range(spec.num_layers):
+        module = f"model.layers.{i}.mlp.experts."
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            files[module + name] = torch.stack([files.pop(f"{module}{e}.{name}") for e in range(spec.num_experts)])
     return files
 
 
@@ -160,6 +183,8 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
                 for x in "qk":
                     local[f"{s}{x}_layernorm.weight"] = hf[f"{a}{x}_norm.weight"].clone()
         local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
+        if spec.family == "gpt_oss":
+            local[s + "linear_proj.bias"], local[s + "core_attention.softmax_offset"] = hf[a + "o_proj.bias"].clone(), rows(hf[a + "sinks"])
         sparse = is_sparse(spec, i)
         first = "self_attention.linear_qkv.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
@@ -178,10 +203,17 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
             local[m + "mlp.router.expert_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
         per_rank = spec.num_experts // t.ep
         for e in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
-            gate, up, down = (hf[name] for name in expert_names(spec, i, e))
             fc1, fc2 = (
                 f"{m}mlp.experts." + (f"linear_fc{n}.weight{e}" if te else f"local_experts.{e}.linear_fc{n}.weight") for n in (1, 2)
             )
+            if spec.family == "gpt_oss":
+                local[m + "mlp.router.bias"], own = hf[p + "mlp.router.bias"].clone(), f"{p}mlp.experts.{e}."
+                local[fc1] = rows(hf[own + "gate_up_proj"], t.etp, etp_rank)
+                local[fc1.replace("weight", "bias")] = rows(hf[own + "gate_up_proj_bias"], t.etp, etp_rank)
+                local[fc2] = columns(hf[own + "down_proj"], t.etp, etp_rank)
+                local[fc2.replace("weight", "bias")] = hf[own + "down_proj_bias"].clone()
+                continue
+            gate, up, down = (hf[name] for name in expert_names(spec, i, e))
             local[fc1] = torch.cat([rows(gate, t.etp, etp_rank), rows(up, t.etp, etp_rank)])
             local[fc2] = columns(down, t.etp, etp_rank)
     return local
@@ -232,6 +264,9 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
                 k, v = (rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
                 local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
             local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank)
+            if spec.family == "gpt_oss":
+                local[a + "o_proj.bias"] = hf[a + "o_proj.bias"]
+                local[a + "sinks"] = rows(hf[a + "sinks"], heads, attn_tp, attn_rank)
             if spec.qk_norm:
                 for x in "qk":
                     local[f"{a}{x}_norm.weight"] = hf[f"{a}{x}_norm.weight"]
@@ -250,6 +285,10 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         if spec.router_bias:
             local[p + "mlp.gate.e_score_correction_bias"] = hf[p + "mlp.gate.e_score_correction_bias"].float()
         moe_tp, per_rank, size = tp // g.ep, spec.num_experts // g.ep, padded(spec.expert_intermediate_size)
+        if spec.family == "gpt_oss":
+            here = range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank)
+            local |= paired_experts(p, hf, here, size, moe_tp, rank % moe_tp)
+            continue
         w13, w2 = [], []
         for e in range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank):
             gate, up, down = (hf[name] for name in expert_names(spec, i, e))
@@ -258,3 +297,20 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         module = router_name(spec, i).removesuffix("gate.weight")
         local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
     return local
+
+
+def paired_experts(p: str, hf: HF, experts: range, rows: int, parts: int, part: int) -> HF:
+    """The experts of gpt-oss in an engine: rows of gate and up alternate, biases are float32, and only the first part has that of down."""
+
+    def stacked(name: str) -> torch.Tensor:
+        return torch.stack([hf[f"{p}mlp.experts.{e}.{name}"] for e in experts])
+
+    down_bias = stacked("down_proj_bias").float()
+    w13, w13_bias = (pad(stacked(name), 2 * rows, 1).chunk(parts, 1)[part] for name in ("gate_up_proj", "gate_up_proj_bias"))
+    return {
+        p + "mlp.router.bias": hf[p + "mlp.router.bias"],
+        p + "mlp.experts.w13_weight": w13,
+        p + "mlp.experts.w13_weight_bias": w13_bias.float(),
+        p + "mlp.experts.w2_weight": pad(stacked("down_proj"), rows, 2).chunk(parts, 2)[part],
+        p + "mlp.experts.w2_weight_bias": torch.zeros_like(down_bias) if part else down_bias,
+    }

@@ -15,6 +15,7 @@ from megarl.generator.cpu_support import attention, fp8, moe
 from megarl.kernels.quantise import quantise
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
+KINDS = [(None, None), (4, None), (None, torch.linspace(-2, 3, HEADS)), (4, torch.linspace(3, -2, HEADS))]  # tokens back, sinks
 
 
 def setting(seed: int, totals: list[int], news: list[int]):
@@ -30,17 +31,18 @@ def setting(seed: int, totals: list[int], news: list[int]):
     return query, k_cache, v_cache, req_to_token, rows, torch.tensor(totals), torch.tensor(news)
 
 
-def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling) -> torch.Tensor:
+def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling, window=None, sinks=None) -> torch.Tensor:
     """softmax(q k / scale) v, written out, token by token."""
     outputs, first = [], 0
     for row, total, new in zip(rows, totals.tolist(), news.tolist()):
         slots = req_to_token[row, :total]
         for token in range(new):
-            seen = slots[: total - new + token + 1]
+            seen = slots[: total - new + token + 1][-(window or SLOTS) - 1 :]
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
-                weights = torch.softmax(k_cache[seen, kv].double() @ query[first + token, head].double() * scaling, 0)
-                outputs.append(weights @ v_cache[seen, kv].double())
+                scores = k_cache[seen, kv].double() @ query[first + token, head].double() * scaling
+                beside = 0.0 if sinks is None else sinks[head].double().exp()
+                outputs.append(scores.exp() @ v_cache[seen, kv].double() / (scores.exp().sum() + beside))
         first += new
     return torch.stack(outputs).view(-1, HEADS, DIM)
 
@@ -51,28 +53,30 @@ def never(*_, **__):
 
 @pytest.mark.parametrize("chunk", [1 << 24, 600])  # 600: chunks of one or two sequences
 @pytest.mark.parametrize("totals, news", [([5], [5]), ([9, 1, 30, 12], [9, 1, 4, 7]), ([17, 17, 3], [1, 1, 1])])
-def test_extend_equals_reference(monkeypatch, totals, news, chunk):
+@pytest.mark.parametrize("window, sinks", KINDS)
+def test_extend_equals_reference(monkeypatch, totals, news, chunk, window, sinks):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(len(totals), totals, news)
     output = torch.full_like(query, float("nan"))
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": None}
-    attention.extend(never, None, query, output, *cache, rows, total, total - new, new, None, **options)
-    assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": window}
+    attention.extend(never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, total - new, new, **options)
+    assert (output - reference(query, *cache, rows, total, new, 0.3, window, sinks)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 600])
-def test_decode_equals_reference(monkeypatch, chunk):
+@pytest.mark.parametrize("window, sinks", KINDS)
+def test_decode_equals_reference(monkeypatch, chunk, window, sinks):
     monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", chunk)
     query, *cache, rows, total, new = setting(3, [1, 40, 7, 13, 13], [1] * 5)
     output = torch.full_like(query, float("nan"))
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": None}
-    attention.decode(never, None, query, output, *cache, rows, total, None, **options)
-    assert (output - reference(query, *cache, rows, total, new, 0.3)).abs().max() < 1e-5
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": window}
+    attention.decode(never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, None, **options)
+    assert (output - reference(query, *cache, rows, total, new, 0.3, window, sinks)).abs().max() < 1e-5
 
 
 def test_other_kinds_of_attention_are_left_to_sglang():
     query, *cache, rows, total, _new = setting(0, [4], [1])
-    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": False, "sliding_window_size": 16}
+    options = {"scaling": 0.3, "enable_gqa": True, "causal": False, "is_cross_attn": True, "sliding_window_size": None}
     assert attention.decode(lambda *_, **__: "loop", None, query, query, *cache, rows, total, None, **options) == "loop"
 
 

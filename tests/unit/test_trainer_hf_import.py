@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,11 +97,13 @@ def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def loaded(folder: Path, topology: TrainerTopology, rank: int, dtype: str, monkeypatch) -> dict[str, torch.Tensor]:
+def loaded(
+    folder: Path, topology: TrainerTopology, rank: int, dtype: str, monkeypatch, spec: ModelSpec = WIDE
+) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    layout = trainer_layout(WIDE, topology, dtype)
+    layout = trainer_layout(spec, topology, dtype)
     held = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in layout.tensors(rank)}
-    load_hf(WIDE, layout, held, str(folder))
+    load_hf(spec, layout, held, str(folder))
     return held
 
 
@@ -117,6 +120,62 @@ def test_blocks_of_fp8_are_read_by_every_rank_as_what_they_stand_for(axes: dict[
         found, wanted = (loaded(folder, topology, rank, dtype, monkeypatch) for folder in (fp8, plain))
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert any(values.count_nonzero() for values in found.values())
+
+
+PAIRED = ModelSpec(  # gpt-oss; no size is a whole number of blocks
+    "gpt_oss", 2, 72, 0, 4, 2, 16, 11, 64, False, 1e-5, 10000.0, qkv_bias=True, linear_bias=True, sinks=True,
+    num_experts=4, experts_per_token=2, expert_intermediate_size=40,
+)  # fmt: skip
+
+
+def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint as gpt-oss is published; returns the values that it stands for, as Hugging Face computes them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    drawn, tensors, values = torch.Generator().manual_seed(3), {}, {}
+    for tensor in hf_layout(PAIRED, "float32", fused=True).tensors(0):
+        if not tensor.transposed:
+            tensors[tensor.name] = values[tensor.name] = torch.randn(tensor.shape, generator=drawn)
+            continue
+        blocks = (*tensor.shape[:-1], -(-tensor.shape[-1] // 32))
+        codes = torch.randint(0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8)
+        scales = torch.randint(110, 130, blocks, generator=drawn, dtype=torch.uint8)
+        tensors |= {tensor.name + "_blocks": codes, tensor.name + "_scales": scales}
+        whole = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
+        values[tensor.name] = whole[:, : tensor.shape[-1]].contiguous()  # transposed, as the files of a checkpoint have it
+    save_file(tensors, folder / "model.safetensors")
+    return values
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp": 2, "ep": 2, "pp": 2}])
+def test_mxfp4_is_read_by_every_rank_as_what_it_stands_for(axes: dict[str, int], tmp_path: Path, monkeypatch) -> None:
+    fp4, plain = tmp_path / "fp4", tmp_path / "plain"
+    fp4.mkdir()
+    plain.mkdir()
+    save_file(in_fp4(fp4), plain / "model.safetensors")
+    topology = TrainerTopology(**axes)
+    check_finite(PAIRED, fp4)
+    for rank in range(topology.world_size):
+        found, wanted = (loaded(folder, topology, rank, "float32", monkeypatch, PAIRED) for folder in (fp4, plain))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert any(values.count_nonzero() for values in found.values())
+
+
+def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> None:
+    in_fp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    for change, said in (
+        ({name + "_scales": torch.ones(4, 72, 3, dtype=torch.uint8)}, f"{name}_scales has shape (4, 72, 3), config.json says (4, 72, 2)"),
+        ({name + "_blocks": tensors[name + "_blocks"].int()}, f"{name}_blocks is in I32; can be read"),
+        ({name + "_scales": torch.full((4, 72, 2), 255, dtype=torch.uint8)}, "not finite"),
+    ):
+        save_file(tensors | change, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            loaded(tmp_path, TrainerTopology(), 0, "float32", monkeypatch, PAIRED)
+    save_file({key: values for key, values in tensors.items() if key != name + "_scales"}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{name}_scales is missing"):
+        loaded(tmp_path, TrainerTopology(), 0, "float32", monkeypatch, PAIRED)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,14 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, lora, moe
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gpt_oss, lora, moe
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     paused = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
     HookRegistry.register(paused, _sleep_while_paused, HookType.AFTER)
+    for name in ("forward_decode", "forward_extend"):
+        HookRegistry.register(native + name, attention.forward, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
@@ -68,6 +70,7 @@ def register_hooks() -> None:
     fp8.register_hooks()
     deepseek_v3.register_hooks()
     lora.register_hooks()
+    gpt_oss.register_hooks()
 
 
 def _fork_workers(result: None, server_args: object) -> None:

@@ -1,4 +1,4 @@
-"""Batches SGLang's `torch_native` attention, which loops over the sequences: hundreds of tiny calls a layer.
+"""Batches SGLang's `torch_native` attention, which loops over the sequences: hundreds of tiny calls a layer. Adds the sinks of heads.
 
 Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked out, so each sequence gets the same
 result as from the loop, up to rounding. The functions are hooked AROUND the two loops, which still do everything except causal
@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 _CHUNK_ELEMENTS = 1 << 24  # of padded keys and of the mask: bounds the memory that padding takes
 
 
+def forward(original: Callable[..., torch.Tensor], backend: Any, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> Any:
+    """Runs around the backend's two entry points, which know no `sinks`: [Hq] logits that take a share of each head's attention."""
+    backend.sinks = sinks
+    return original(backend, *arguments, **named)
+
+
 def decode(
     original: Callable[..., torch.Tensor],
-    backend: object,
+    backend: Any,
     query: torch.Tensor,  # [B, Hq, D], one token per sequence
     output: torch.Tensor,  # [B, Hq, D], written
     k_cache: torch.Tensor,  # [slots, Hkv, D]
@@ -35,17 +41,16 @@ def decode(
     for part in _chunks(len(seq_lens), 1, int(seq_lens.max()), k_cache[0].numel()):
         total = seq_lens[part]
         slots = req_to_token[req_pool_indices[part], : int(total.max())]  # [b, L]
-        mask = torch.arange(slots.shape[1]) < total[:, None]  # [b, L]
+        mask = _seen((total - 1)[:, None], slots.shape[1], options["sliding_window_size"])  # [b, 1, L]
         q = query[part].unflatten(1, (kv_heads, group))  # [b, Hkv, G, D]: the heads of a group become queries of one kv head
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
-        result = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=options["scaling"])
-        output[part] = result.flatten(1, 2)
+        output[part] = _attention(q, k, v, mask[:, None], options["scaling"], backend.sinks).flatten(1, 2)
     return output
 
 
 def extend(
     original: Callable[..., torch.Tensor],
-    backend: object,
+    backend: Any,
     query: torch.Tensor,  # [sum of new tokens, Hq, D]
     output: torch.Tensor,  # like query, written
     k_cache: torch.Tensor,  # [slots, Hkv, D]
@@ -61,11 +66,34 @@ def extend(
     if _beyond_self_attention(encoder_lens, options) or not options["causal"]:
         lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
         return original(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, *lengths, **options)
-    return _attend(query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, options["scaling"])
+    own = {"scaling": options["scaling"], "window": options["sliding_window_size"], "sinks": backend.sinks}
+    return _attend(query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, **own)
 
 
 def _beyond_self_attention(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    return encoder_lens is not None or options["is_cross_attn"] or options["sliding_window_size"] is not None
+    return encoder_lens is not None or options["is_cross_attn"]
+
+
+def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
+    """[..., keys]: which keys a query at `position` [...] attends to; with a window, itself and so many before it."""
+    back = position[..., None] - torch.arange(keys)
+    return (back >= 0) if window is None else (back >= 0) & (back <= window)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """q [b, Hkv, G * E, D], k and v [b, Hkv, L, D], mask [b, 1, 1 or G * E, L]. A sink is the score of one more key, whose value is zero;
+    one more dim is for that."""
+    if sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    assert scaling is not None
+    kv_heads, queries = q.shape[1:3]
+    of_head = (sinks.to(q.dtype) / scaling).view(kv_heads, -1, 1)  # [Hkv, G, 1]
+    scores = of_head.expand(-1, -1, queries // of_head.shape[1]).flatten(1)[..., None].expand(len(q), -1, -1, -1)
+    q, k, v = torch.cat([q, scores], -1), pad(k, (0, 1, 0, 1)), pad(v, (0, 1, 0, 1))
+    k[:, :, -1, -1] = 1.0
+    return scaled_dot_product_attention(q, k, v, attn_mask=pad(mask, (0, 1), value=True), scale=scaling)[..., :-1]
 
 
 def _attend(
@@ -78,6 +106,8 @@ def _attend(
     seq_lens: torch.Tensor,
     new_lens: torch.Tensor,
     scaling: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Causal attention of the last `new_lens` tokens of each sequence over all its `seq_lens` tokens."""
     first_token = new_lens.cumsum(0) - new_lens  # [B] where a sequence's queries start
@@ -90,11 +120,11 @@ def _attend(
         slots = req_to_token[rows[part], : int(total.max())]  # [b, L]
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
         # Query padding repeats row 0, and its result is dropped; key padding lies after every real query.
-        mask = torch.arange(slots.shape[1]) <= position[..., None]  # [b, E, L]
+        mask = _seen(position, slots.shape[1], window)  # [b, E, L]
         q = query[token].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [b, Hkv, G * E, D]
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
         group = query.shape[1] // kv_heads
-        result = scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(1, group, 1)[:, None], scale=scaling)
+        result = _attention(q, k, v, mask.repeat(1, group, 1)[:, None], scaling, sinks)
         result = result.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [b, E, Hq, D]
         output[token[is_query]] = result[is_query]
     return output

@@ -1,4 +1,5 @@
-"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens that go to another rank's experts."""
+"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens that go to another rank's experts. And
+gpt-oss's, whose activation SGLang compiles, with a C++ compiler that may be missing."""
 
 from __future__ import annotations
 
@@ -12,12 +13,30 @@ import torch.nn.functional as F
 def forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
     """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from 0, and are -1 for other ranks'."""
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
-    if bool((ids >= 0).all()) or config.activation != "silu" or config.gemm1_alpha is not None:
+    own_activation = config.gemm1_alpha is not None
+    if config.activation != "silu" or (bool((ids >= 0).all()) and not own_activation):
         return original(layer, x, topk_output, config)
     output = torch.zeros_like(x)
     for expert in range(layer.w13_weight.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], layer.w13_weight[expert]).chunk(2, -1)
-        result = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
+        both = _linear(layer, "w13_weight", expert, x[token])
+        if own_activation:
+            inner = _clamped_swiglu(both, config.gemm1_alpha, config.gemm1_clamp_limit)
+        else:
+            gate, up = both.chunk(2, -1)
+            inner = F.silu(gate) * up
+        result = _linear(layer, "w2_weight", expert, inner)
         output.index_add_(0, token, result * weights[token, slot, None].to(x.dtype))
     return output
+
+
+def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """Biases are float32."""
+    result, bias = F.linear(x, getattr(layer, name)[expert]), getattr(layer, name + "_bias", None)
+    return result if bias is None else (result.float() + bias[expert]).to(x.dtype)
+
+
+def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Of gate and up in turns (gpt-oss)."""
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
