@@ -520,16 +520,35 @@ def generator_memory(
     )
 
 
+# Families for which SGLang has a second pool of keys and values, for layers with windows, and that pool's tokens as a share of the first's
+# (swa_full_tokens_ratio). For others with windows, such as Gemma 3, all layers keep all tokens.
+SECOND_POOL = {"gpt_oss": 0.8}
+
+
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
     """KV bytes of all layers on one rank, per token of an engine's request: a mean, as an attention replica keeps only its own requests.
 
     Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
     """
+    layers, settings = float(spec.num_layers), generator.server_args
+    if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
+        layers -= len(spec.windowed_layers) * (1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family]))
+    return _kv_bytes_of_layers(spec, generator, item, layers)
+
+
+def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, context: float) -> float:
+    """KV bytes of all layers on one rank that the next token of a request with `context` tokens attends to."""
+    windowed = len(spec.windowed_layers)
+    tokens = (spec.num_layers - windowed) * context + windowed * min(context, spec.window)
+    return _kv_bytes_of_layers(spec, generator, item, tokens)
+
+
+def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, layers: float) -> float:
     replicas = generator.dp_attention
     if spec.kv_lora_rank:
-        return item * spec.num_layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
+        return item * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
     heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
-    return item * spec.num_layers * 2 * heads * spec.head_dim / replicas
+    return item * layers * 2 * heads * spec.head_dim / replicas
 
 
 def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:

@@ -14,7 +14,7 @@ from megarl.estimate.memory import (
     Workload,
     cache_tokens,
     generator_weights,
-    kv_bytes_per_token,
+    kv_bytes_read,
     largest_stage,
     stage_layers,
     trained_held,
@@ -382,7 +382,7 @@ class GenerateModel:
     def decode_step(self, running: float, context: float) -> DecodeStep:
         """Decodes one token for each of `running` requests with `context` tokens."""
         spec, k, tp = self.spec, self.constants, self.generator.tp
-        read = self.weights.streamed + running * context * kv_bytes_per_token(spec, self.generator, ITEM_BYTES[self.dtype])
+        read = self.weights.streamed + running * kv_bytes_read(spec, self.generator, ITEM_BYTES[self.dtype], context)
         if spec.num_experts:
             read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
         flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp

@@ -250,9 +250,17 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer of scores and weighted values. The causal mask leaves half of them."""
+    """Forward FLOPs per token and layer, a mean over layers, of scores and weighted values."""
     values = spec.v_head_dim or spec.head_dim
-    return 2 * spec.num_attention_heads * (spec.head_dim + values) * length / 2
+    return 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
+
+
+def attended(spec: ModelSpec, length: float) -> float:
+    """How many tokens a token of a sequence attends to, a mean over layers. The causal mask leaves half of them, a window at most its own."""
+    window = min(spec.window, length)
+    inside = window - window**2 / (2 * length) if length else 0.0
+    share = len(spec.windowed_layers) / spec.num_layers
+    return share * inside + (1 - share) * length / 2
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl.algorithms import recipes
 from megarl.base.files import folder_problems, new_folder_problems
 from megarl.config.errors import problems_of
+from megarl.config.keys import yaml_text
 from megarl.config.schema import BY_CALLS, GRADERS, OF_HUBS, OWN_PLACE, RewardConfig, RolloutConfig, RunConfig, SuiteConfig
 from megarl.data.order import mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out
@@ -177,10 +178,19 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
                 yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
 
 
+# SGLang keeps MXFP4 in forms of its own (quantization/mxfp4.py:1046), where no update can go. With these arguments an engine of such a
+# checkpoint has the weights in the model's dtype, and serves after the first update.
+DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "load_format": "dummy"}
+
+
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """An engine would keep the weights of such a checkpoint in its format, where updates of another one cannot go."""
     path = Path(config.model.path, "config.json")
-    if config.generator.quantization is None and path.is_file() and json.loads(path.read_text()).get("quantization_config"):
+    quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
+    if quantised and quantised.get("quant_method") == "mxfp4":
+        if any(config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()):
+            yield f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since model.path={config.model.path} is in MXFP4"
+    elif quantised and config.generator.quantization is None:
         yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config)"
 
 

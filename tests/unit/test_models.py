@@ -149,9 +149,12 @@ CARDS = {
     "deepseek-v3": 671.026419200,
     "kimi-k2": 1026.408232448,
     "glm-4.6": 352.797829024,
+    "gpt-oss-20b": 20.914757184,
+    "gpt-oss-120b": 116.829156672,
 }
 
 
+TRUNCATED = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 SIZES = {
     "gemma-3-1b": (1, 2),
     "qwen2.5-7b": (4, 4),
@@ -180,6 +183,10 @@ def test_every_family_is_resharded_at_its_real_size(model, quantization):
     trainer_tp, tp = SIZES.get(model, (4, 8))
     trainer = trainer_layout(spec, TrainerTopology(tp=trainer_tp, pp=2, dp=16, ep=experts, last_stage_layers=last), "bfloat16", "te")
     engine = GeneratorTopology(engines=8, tp=tp, ep=min(experts, tp))
+    if quantization and spec.family == "gpt_oss":
+        with pytest.raises(ConfigError, match="generator.quantization: must be null for a gpt_oss model"):
+            generator_layout(spec, engine, "bfloat16", "cuda", quantization)
+        return
     map = ReshardMap.build(trainer, generator_layout(spec, engine, "bfloat16", "cuda", quantization))
     prove_exactly_once(map)
     summary = map.summary()
@@ -206,12 +213,26 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
         ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0 is"),
         ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
+        ("gpt-oss-20b", {"rope_scaling": None}, "rope_type = 'default' is not supported, only 'yarn' is"),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn", "factor": 32}}, "rope_scaling lacks original_max_position_embeddings, "),
+        ("gpt-oss-20b", {"rope_scaling": TRUNCATED}, "truncate = true in rope_scaling is not supported"),
+        ("gpt-oss-20b", {"rope_scaling": TRUNCATED | {"truncate": False, "mscale": 0.7}}, "rope_scaling has mscale, which is not supported"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 is not supported, only 1.702 is"),
+        ("gpt-oss-20b", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
     ],
 )
 def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
     config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, **change})
+
+
+def test_every_other_layer_of_gpt_oss_has_a_window_unless_config_json_says_which():
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "gpt-oss-20b" / "config.json").read_text())
+    spec = load_spec(config)
+    assert spec == load_spec({key: value for key, value in config.items() if key != "layer_types"})
+    assert spec.windowed_layers == tuple(range(0, 24, 2)) and (spec.window, spec.activation_limit) == (128, 7.0)
+    assert load_spec(config | {"layer_types": ["full_attention"] * 24}).windowed_layers == ()
 
 
 def test_windows_are_read_in_the_old_and_in_the_new_form():

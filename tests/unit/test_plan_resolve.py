@@ -12,6 +12,7 @@ from resolving import CONFIGS, config, problems_of, with_weights
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.load import load_config
 from megarl.plan import vendor_settings
+from megarl.plan.checks import DEQUANTISED
 from megarl.plan.resolve import RunPlan, resolve
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
@@ -212,6 +213,20 @@ def test_engines_of_a_checkpoint_in_fp8_keep_its_format(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, model, *sizes)
     assert problem.startswith("generator.quantization=null: must be fp8_block, since model.path=")
     assert resolve(config(tmp_path, model, *sizes, "generator.quantization=fp8_block"), "plan")
+
+
+def test_engines_of_a_checkpoint_in_mxfp4_are_told_to_serve_it_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    shipped = json.loads((Path(__file__).parents[2] / "configs/models/gpt-oss-20b/config.json").read_text())
+    (tmp_path / "gpt_oss").mkdir()
+    (tmp_path / "gpt_oss/config.json").write_text(json.dumps(shipped | {"quantization_config": {"quant_method": "mxfp4"}}))
+    model = f"model.path={tmp_path}/gpt_oss"
+    (problem,) = problems_of(tmp_path, model)
+    assert problem.startswith("generator.server_args: must have {json_model_override_args: ")
+    told = [f"generator.server_args.{name}={value}" for name, value in DEQUANTISED.items()]
+    assert resolve(config(tmp_path, model, *told), "plan")
+    assert problems_of(tmp_path, model, *told, "trainer.etp=2", "trainer.tp=2", "trainer.sequence_parallel=true") == [
+        "trainer.etp=2: must be 1: the experts of a gpt_oss model have biases"
+    ]
 
 
 def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_path: Path) -> None:
