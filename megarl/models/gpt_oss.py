@@ -1,4 +1,4 @@
-"""gpt-oss (20b, 120b): every layer is a mixture of experts; every linear layer has a bias, every other layer a window, every head a sink."""
+"""gpt-oss (20b, 120b): a mixture of experts in every layer, biases on all linear layers, a window in every other layer, sinks."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def attention_flops(spec: ModelSpec, length: float) -> float:
 
 
 def attended(spec: ModelSpec, length: float) -> float:
-    """How many tokens a token of a sequence attends to, a mean over layers. The causal mask leaves half of them, a window at most its own."""
+    """How many tokens a token of a sequence attends to, a mean over layers: half of them by the causal mask, or those in its window."""
     window = min(spec.window, length)
     inside = window - window**2 / (2 * length) if length else 0.0
     share = len(spec.windowed_layers) / spec.num_layers

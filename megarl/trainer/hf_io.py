@@ -240,8 +240,8 @@ def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Bo
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases and sinks with zeros. Every row of every
-    HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases and sinks with zeros. Every
+    row of every HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = local_parameter(parameters, tensor)

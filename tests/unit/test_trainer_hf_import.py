@@ -97,9 +97,7 @@ def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def loaded(
-    folder: Path, topology: TrainerTopology, rank: int, dtype: str, monkeypatch, spec: ModelSpec = WIDE
-) -> dict[str, torch.Tensor]:
+def loaded(folder: Path, topology: TrainerTopology, rank: int, dtype: str, monkeypatch, spec: ModelSpec = WIDE) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     layout = trainer_layout(spec, topology, dtype)
     held = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in layout.tensors(rank)}
