@@ -30,6 +30,12 @@ OVERRIDES = [
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+GPT_OSS: dict[str, Any] = {
+    "attention_bias": True, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
+OF_FAMILY = {"qwen3_moe": EXPERTS, "gpt_oss": GPT_OSS}
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
@@ -42,7 +48,7 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
-    shape = json.loads((folder / "config.json").read_text()) | (EXPERTS if family == "qwen3_moe" else {}) | changes
+    shape = json.loads((folder / "config.json").read_text()) | OF_FAMILY.get(family, {}) | changes
     config = AutoConfig.for_model(family, **{key: value for key, value in shape.items() if key not in ("model_type", "architectures")})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
@@ -50,6 +56,23 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
         saved = json.loads((folder / "config.json").read_text())
         saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])
         (folder / "config.json").write_text(json.dumps(saved))
+    return folder
+
+
+def in_mxfp4(folder: Path) -> Path:
+    """Replaces the experts of a gpt-oss checkpoint by random ones in the form in which it is published."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    drawn, tensors = torch.Generator().manual_seed(0), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape  # of weights that are exchanged there, and are not in MXFP4
+        blocks = (experts, rows, columns // 32)
+        tensors[name + "_blocks"] = torch.randint(0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8)
+        tensors[name + "_scales"] = torch.randint(119, 122, blocks, generator=drawn, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
     return folder
 
 

@@ -321,6 +321,7 @@ class PairedRows(ColumnParallelLinear):
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(*arguments, **named)
+        assert bias is not None
         return _gates_first(output), _gates_first(bias)
 
 

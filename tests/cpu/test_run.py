@@ -16,11 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 from corrupting_transport import TENSOR
-from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, run, start, title, wait_until
+from run_tools import OVERRIDES, PROMPTS, descendants, in_mxfp4, kill, make_model, rows, run, start, title, wait_until
 from tracker_stores import curves_of, read_tensorboard
 
 from megarl.observe.samples import format_group
 from megarl.plan.checkpoints import complete_checkpoints
+from megarl.plan.checks import DEQUANTISED
 from megarl.report.reading import RunReader
 from megarl.rollouts.buffer import Ledger
 from megarl.rollouts.channel import summary_of, texts_of
@@ -241,6 +242,21 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts
     assert table[0]["logprob/abs_diff_mean_own_routing"] > 0
     assert table[0]["kl/mean"] == pytest.approx(0, abs=1e-9), "before the first step, policy and reference are the same"
     assert table[2]["kl/mean"] >= 0
+
+
+@pytest.mark.long
+def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
+    """The checkpoint is in MXFP4, which the trainer reads; the engine has it as the first update writes it. TP2xEP2 to TP2xEP2."""
+    model = in_mxfp4(make_model(tmp_path / "model", "gpt_oss"))
+    more = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
+    more += ["trainer.tp=2", "trainer.ep=2", "trainer.sequence_parallel=true", "generator.tp=2", "generator.ep=2", "max_steps=20"]
+    more += ["trainer.routing_replay=true", "async.partial_rollout=in_flight", "algorithm.skip_zero_advantage=false"]
+    done = run(arguments(model, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    table = rows(tmp_path / "run")
+    assert len(table) == 20 and all(row["sync/audit_ok"] for row in table)
+    assert table[0]["logprob/abs_diff_mean"] <= 1e-4
+    assert all(row["router/replayed_fraction"] == 1 for row in table)
 
 
 @pytest.mark.long

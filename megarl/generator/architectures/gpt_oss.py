@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 from sglang.srt.models import gpt_oss
 
@@ -7,7 +9,8 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        for layer in self.model.layers:
+        layers: Any = self.model.layers  # which a checker takes for any module
+        for layer in layers:
             attention = layer.self_attn
             sinks = attention.sinks.to(torch.promote_types(attention.sinks.dtype, attention.qkv_proj.weight.dtype))
             attention.sinks = torch.nn.Parameter(sinks, requires_grad=False)
