@@ -147,6 +147,16 @@ def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"model.path={config.model.path}: its rope_scaling of type {spec.rope_type} must be one of {', '.join(allowed)}"
 
 
+def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """What Transformer Engine (attention/dot_product_attention/utils.py:746), and SGLang's choice on Blackwell, do otherwise with sinks."""
+    if not spec.sinks or config.cluster.gpu == "cpu":
+        return
+    if config.trainer.cp > 1 and config.trainer.megatron.get("cp_comm_type") != "a2a":
+        yield f"trainer.megatron.cp_comm_type: must be a2a with trainer.cp={config.trainer.cp}: a {spec.family} model has sinks"
+    if config.cluster.gpu == "B200" and config.generator.server_args.get("attention_backend") in (None, "trtllm_mha"):
+        yield "generator.server_args.attention_backend: must be triton: trtllm_mha keeps sinks in float32 (models/gpt_oss.py:428)"
+
+
 def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     yield from (f"model.path={config.model.path}: {problem}" for problem in _router_problems(spec))
 
@@ -204,7 +214,14 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_lora,
 )
 # Commands that only plan do without these.
-RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (check_rope, check_router, check_format, check_fp8_checkpoint, check_expert_sequences)
+RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    check_rope,
+    check_sinks,
+    check_router,
+    check_format,
+    check_fp8_checkpoint,
+    check_expert_sequences,
+)
 
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -280,6 +281,8 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         seq_len_interpolation_factor=float(scaling["factor"]) if spec.rope_type == "linear" else None,
         vp_stage=stage,
     )
+    if spec.sinks and layer_spec() == "te":
+        _prepare_sinks(model, config)
     if model.pre_process and spec.padding_token is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_without_padding, spec.padding_token))
     if model.pre_process and spec.embedding_scale != 1.0:
@@ -303,6 +306,14 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
         # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     return model if not torch.cuda.is_available() else model.cuda()
+
+
+def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
+    """Transformer Engine makes sinks of float32, and does not mark them as split over tensor ranks."""
+    for name, sinks in model.named_parameters():
+        if name.endswith("softmax_offset"):
+            sinks.data = sinks.data.to(config.params_dtype)
+            set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
 
 
 def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

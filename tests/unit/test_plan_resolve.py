@@ -229,6 +229,17 @@ def test_engines_of_a_checkpoint_in_mxfp4_are_told_to_serve_it_in_the_dtype_of_t
     ]
 
 
+def test_sinks_are_refused_where_the_vendors_have_none_on_gpus(tmp_path: Path) -> None:
+    model = f"model.path={Path(__file__).parents[2] / 'configs/models/gpt-oss-20b'}"
+    (problem,) = problems_of(tmp_path, model, "trainer.cp=2")
+    assert problem == "trainer.megatron.cp_comm_type: must be a2a with trainer.cp=2: a gpt_oss model has sinks"
+    assert resolve(config(tmp_path, model, "trainer.cp=2", "trainer.megatron.cp_comm_type=a2a"))
+    assert resolve(config(tmp_path, model, "trainer.cp=2", "cluster.gpu=cpu"))
+    (problem,) = problems_of(tmp_path, model, "cluster.gpu=B200")
+    assert problem.startswith("generator.server_args.attention_backend: must be triton: ")
+    assert resolve(config(tmp_path, model, "cluster.gpu=B200", "generator.server_args.attention_backend=triton"))
+
+
 def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_path: Path) -> None:
     sizes = ["trainer.pp=4", "trainer.first_stage_layers=16", "generator.tp=8", "generator.ep=8"]
     model = deepseek(tmp_path, q_lora_rank=160)
