@@ -221,7 +221,7 @@ def test_engines_of_a_checkpoint_in_mxfp4_are_told_to_serve_it_in_the_dtype_of_t
     (tmp_path / "gpt_oss/config.json").write_text(json.dumps(shipped | {"quantization_config": {"quant_method": "mxfp4"}}))
     model = f"model.path={tmp_path}/gpt_oss"
     (problem,) = problems_of(tmp_path, model)
-    assert problem.startswith("generator.server_args: must have {json_model_override_args: ")
+    assert problem.startswith('generator.server_args: must have {"json_model_override_args": ')
     told = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
     assert resolve(config(tmp_path, model, *told), "plan")
     assert problems_of(tmp_path, model, *told, "trainer.etp=2", "trainer.tp=2", "trainer.sequence_parallel=true") == [
