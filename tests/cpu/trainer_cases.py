@@ -144,7 +144,7 @@ TESTED = {
     "deepseek_v3": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
     "glm4_moe": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
     "glm4_moe_air": "single",
-    "gpt_oss": "single ep2 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 pp2_vpp2_ep2",
+    "gpt_oss": "single cp2_ep2 tp2_etp1 tp2_ep2 pp2_vpp2_ep2",
 }
 # Of these: with routing replay on.
 REPLAYED = [
@@ -160,6 +160,7 @@ CHECKPOINTS = {
     "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
     "experts": ("deepseek_v3", "ep2", "single ep2 pp2_vpp2_ep2"),
     "dense_first": ("glm4_moe", "ep2", "tp2_ep2"),
+    "sinks": ("gpt_oss", "ep2", "tp2_ep2"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]

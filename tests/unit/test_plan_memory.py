@@ -23,6 +23,7 @@ from megarl.estimate.memory import (
     generator_memory,
     generator_weights,
     kv_bytes_per_token,
+    kv_bytes_read,
     landing_bytes,
     microbatches_in_flight,
     optimizer_bytes,
@@ -185,6 +186,16 @@ def test_kv_cache_of_a_token() -> None:
     assert kv_bytes_per_token(deepseek, GeneratorConfig(tp=8, dp_attention=8), 2) == 61 * 576 * 2 / 8  # each replica its own requests
     qwen = spec("qwen3-235b-a22b")  # 4 key-value heads: at tp 8 each is held twice, by two replicas of attention once
     assert kv_bytes_per_token(qwen, eight, 2) == 2 * kv_bytes_per_token(qwen, GeneratorConfig(tp=8, dp_attention=2), 2)
+
+
+def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_for_them() -> None:
+    """gpt-oss-20b: 24 layers, 12 of them with windows of 128 tokens, 8 heads of 64. For Gemma 3 SGLang has one pool."""
+    oss, layer, one = spec("gpt-oss-20b"), 2 * 8 * 64 * 2, GeneratorConfig(tp=1)
+    settings = ({}, {"swa_full_tokens_ratio": 0.25}, {"disable_hybrid_swa_memory": True})
+    kept = [kv_bytes_per_token(oss, GeneratorConfig(tp=1, server_args=each), 2) / layer for each in settings]
+    assert kept == pytest.approx([12 + 0.8 * 12, 12 + 0.25 * 12, 24])
+    assert kv_bytes_per_token(spec("gemma-3-1b"), one, 2) == 26 * 2 * 1 * 256 * 2
+    assert [kv_bytes_read(oss, one, 2, context) / layer for context in (100, 1000)] == [24 * 100, 12 * 1000 + 12 * 128]
 
 
 def test_an_engine_needs_room_for_what_is_wanted() -> None:

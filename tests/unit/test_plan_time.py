@@ -15,7 +15,7 @@ from megarl.estimate.hardware import CONSTANTS, GPUS, Cluster
 from megarl.estimate.memory import Workload, generator_weights, scoring_passes, trainer_held
 from megarl.estimate.times import CHANGED, GenerateModel, Group, TrainModel, TrainTime, balanced_sync_s, sync_s
 from megarl.models import load_spec
-from megarl.models.registry import flops_per_token
+from megarl.models.registry import attended, flops_per_token
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.forwarding import foreseen
 from megarl.reshard.layout import generator_layout, parameter_count, trainer_layout
@@ -42,6 +42,15 @@ def test_attention_is_half_of_a_square() -> None:
     length, layers, heads, width = 4096, 32, 32, 128
     whole = layers * heads * 4 * length**2 * width / 2
     assert length * (flops_per_token(LLAMA_8B, length) - flops_per_token(LLAMA_8B, 0)) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("length", [64, 1000])
+def test_a_token_attends_to_those_before_it_or_to_those_in_its_window(length: int) -> None:
+    """A mean over the positions of a sequence, and over gpt-oss-20b's layers: every other one has a window of 128."""
+    spec = load_spec(CONFIGS / "models/gpt-oss-20b")
+    full, window = (np.minimum(np.arange(length) + 0.5, most).mean() for most in (length, 128))
+    assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
+    assert attended(LLAMA_8B, length) == length / 2
 
 
 def step(spec: object = LLAMA_70B, work: Workload | None = None, cluster: Cluster = H100, **sizes: object) -> TrainTime:
