@@ -263,6 +263,6 @@ def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> li
              for row in rows]  # fmt: skip
     fastest = max(found, key=lambda one: one.tokens_per_s)
     close = [index for index, one in enumerate(found) if one.tokens_per_s >= (1 - CLOSE) * fastest.tokens_per_s]
-    best = min(close, key=lambda index: mean_age(found[index]))
+    best = min(close, key=lambda index: (round(mean_age(found[index]), 2), -found[index].tokens_per_s))
     why = "is the fastest" if len(close) == 1 else f"has the freshest tokens of the {len(close)} that are within {CLOSE:.0%} of the fastest"
     return [*(line.rstrip() for line in lines), f"take {' '.join(combinations[best])}: it {why} ({found[best].tokens_per_s:,.0f} tokens/s)"]

@@ -81,7 +81,7 @@ def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
     return groups
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])  # whose engines are refused in fp8
 def test_what_is_quantised_is_a_list_of_the_familys_own_parameters(name):
     assert len(set(family(dataclasses.replace(BASE, family=name)).quantised_parameters(BASE))) >= 4
 
