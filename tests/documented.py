@@ -145,6 +145,7 @@ NOT_RUN = {
     "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": (
         STUDY
     ),
+    "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does it with a run of its own",
     "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,

@@ -22,7 +22,7 @@ from megarl.plan.weights import Weights
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # pytest has it, `python tests/studies` has not
 
 from planner_published import FIT, MODELS, TABLES, RlRow, Sides
 

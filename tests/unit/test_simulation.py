@@ -11,6 +11,9 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from planner_published import FIT, TABLES
+from published import simulated_s
+from simulated import of_run
 
 from megarl import executors, simulation
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
@@ -428,6 +431,25 @@ def test_a_run_s_own_times_are_taken(tmp_path, capsys):
     assert found["step_p50_s"] == pytest.approx(np.median([row["time/step_s"] for row in rows]), rel=0.1)
     assert main([*command, "--from", str(folder), "generator.engines=3"]) == 2
     assert "its times are of other sizes: generator.engines=" in capsys.readouterr().err
+
+
+def test_a_run_is_compared_with_its_simulation(tmp_path):
+    """Here of a simulated run, so that the two must agree."""
+    samples, folder = tmp_path / "samples.jsonl", tmp_path / "run"
+    group = {"samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]}
+    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(16)))
+    assert main([*CONFIG[:2], "plan.simulation.steps=16", f"plan.simulation.lengths={samples}", "--simulate", "--output", str(folder)]) == 0
+    (folder / "rollouts").mkdir()
+    samples.rename(folder / "rollouts" / "samples.jsonl")
+    found = of_run(folder)
+    assert abs(found.step_error) < 0.05 and found.wait_error < 0.1
+    assert found.age_distance > 0.9  # the samples above are of version 0 in all steps
+
+
+def test_published_rows_are_simulated():
+    """Without stragglers and waits a step takes what the planner says."""
+    [sides] = [row.sides(FIT) for row in TABLES[0] if row.name == "70B, 8 / 8"]
+    assert simulated_s(sides) == pytest.approx(sides.step_s(), rel=0.2)
 
 
 @pytest.mark.parametrize(
