@@ -76,6 +76,28 @@ def in_mxfp4(folder: Path) -> Path:
     return folder
 
 
+def in_fp8_blocks(folder: Path) -> Path:
+    """Rounds the projections of a checkpoint to blocks of fp8, the form in which DeepSeek-V3 is published."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj" in name]:
+        values = tensors[name]
+        row, column = (torch.arange(size) // 128 for size in values.shape)
+        scales = torch.zeros(int(row[-1]) + 1, int(column[-1]) + 1)
+        for at in range(scales.shape[0]):
+            for along in range(scales.shape[1]):
+                scales[at, along] = values[row == at][:, column == along].abs().max() / 448
+        tensors[name] = (values / scales[row[:, None], column]).to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    of_blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": of_blocks}))
+    return folder
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "megarl", *arguments]
 

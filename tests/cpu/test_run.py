@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from corrupting_transport import TENSOR
-from run_tools import OVERRIDES, PROMPTS, descendants, in_mxfp4, kill, make_model, rows, run, start, title, wait_until
+from run_tools import OVERRIDES, PROMPTS, descendants, in_fp8_blocks, in_mxfp4, kill, make_model, rows, run, start, title, wait_until
 from tracker_stores import curves_of, read_tensorboard
 
 from megarl.observe.samples import format_group
@@ -260,9 +260,11 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_with_fp8_engines(tmp_path):
-    """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut."""
+@pytest.mark.parametrize("published", ["float32", "fp8"])
+def test_a_run_with_fp8_engines(published, tmp_path):
+    """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut. `published`: the checkpoint."""
     model = make_model(tmp_path / "model", head_dim=64)
+    model = in_fp8_blocks(model) if published == "fp8" else model
     more = ["generator.quantization=fp8_block", "async.capacity=0", "algorithm.skip_zero_advantage=false", "max_steps=3"]
     more += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]  # it ends before it has warmed up
     done = run(arguments(model, tmp_path / "run", *more))
