@@ -35,7 +35,12 @@ GPT_OSS: dict[str, Any] = {
     "attention_bias": True, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8,
     "rope_parameters": YARN | {"truncate": False},
 }  # fmt: skip
-OF_FAMILY = {"qwen3_moe": EXPERTS, "gpt_oss": GPT_OSS}
+OF_FAMILY = {
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": GPT_OSS,
+    "mistral": {"sliding_window": None},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
+}
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:

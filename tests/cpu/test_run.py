@@ -260,6 +260,19 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo2", "gemma3_text"])
+def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
+    """10 steps of TP2 to TP1, 10 of PP2 to TP2 from its checkpoint: every update is audited, and log-probs agree from the first step on."""
+    model, more = make_model(tmp_path / "model", family), ["algorithm.skip_zero_advantage=false", "eval.every=0", "checkpoint.every=5"]
+    for steps, sizes in ((10, ["trainer.tp=2"]), (20, ["trainer.tp=1", "trainer.pp=2", "generator.tp=2"])):
+        done = run(arguments(model, tmp_path / "run", *more, *sizes, f"max_steps={steps}"))
+        assert done.returncode == 0, done.stderr
+        table = rows(tmp_path / "run")
+        assert len(table) == steps and all(row["sync/audit_ok"] for row in table)
+        assert max(row["agreement/abs_diff_max"] for row in table if row["staleness/max"] == 0 or row["step"] == 0) < 1e-3
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("published", ["float32", "fp8"])
 def test_a_run_with_fp8_engines(published, tmp_path):
     """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut. `published`: the checkpoint."""
