@@ -136,6 +136,22 @@ def test_experts_of_other_ranks_add_nothing():
     assert (moe.forward(None, SimpleNamespace(w13_weight=w13, w2_weight=w2), x, topk, config) - expected).abs().max() < 1e-5
 
 
+def test_experts_of_gpt_oss_equal_its_formula():
+    """Rows of gate and up in turns, biases, and an activation within limits; some experts are of other ranks."""
+    drawn, limit = torch.Generator().manual_seed(4), 0.7
+    x, w13, w2, b13, b2 = (torch.randn(shape, generator=drawn) for shape in ((5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (2, 8)))
+    ids, weights = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]]), torch.rand(5, 2, generator=drawn)
+    expected = torch.zeros(5, 8, dtype=torch.float64)
+    for t, k in (ids >= 0).nonzero().tolist():
+        both = w13[ids[t, k]].double() @ x[t].double() + b13[ids[t, k]]
+        gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+        expected[t] += weights[t, k] * (w2[ids[t, k]].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[ids[t, k]])
+    layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, w13_weight_bias=b13, w2_weight_bias=b2)
+    config = SimpleNamespace(activation="silu", gemm1_alpha=1.702, gemm1_clamp_limit=limit)
+    found = moe.forward(never, layer, x, SimpleNamespace(topk_ids=ids, topk_weights=weights), config)
+    assert (found - expected).abs().max() < 1e-5
+
+
 def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
     values = torch.randn(2, 50, 70, generator=torch.Generator().manual_seed(5)).bfloat16()
     codes, scales = quantise(values, block_rule(16, 32), "values")
