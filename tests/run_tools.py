@@ -35,12 +35,16 @@ GPT_OSS: dict[str, Any] = {
     "attention_bias": True, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8,
     "rope_parameters": YARN | {"truncate": False},
 }  # fmt: skip
-OF_FAMILY = {
+OF_FAMILY: dict[str, dict[str, Any]] = {  # keys of config.json
     "qwen3_moe": EXPERTS,
     "gpt_oss": GPT_OSS,
     "mistral": {"sliding_window": None},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True},
-}
+    "qwen3_next": EXPERTS | {
+        "full_attention_interval": 2, "partial_rotary_factor": 0.25, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
@@ -60,6 +64,9 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     if family == "qwen3_moe":  # transformers 5 calls it otherwise than checkpoints do
         saved = json.loads((folder / "config.json").read_text())
         saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])
+        (folder / "config.json").write_text(json.dumps(saved))
+    if family == "qwen3_next":  # transformers 5 leaves it out, and SGLang asks for it
+        saved = json.loads((folder / "config.json").read_text()) | {"full_attention_interval": OF_FAMILY[family]["full_attention_interval"]}
         (folder / "config.json").write_text(json.dumps(saved))
     return folder
 

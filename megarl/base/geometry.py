@@ -90,6 +90,10 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 # Who stands where: ranks of trainer and generator as coordinates on their parallel axes. Pure arithmetic.
 
 
+# Slots for the states of gated delta nets that an engine has for each request it may run: three, as SGLang's prefix cache needs them, and
+# two more where its scheduler works ahead (sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio).
+STATES_PER_REQUEST = 5
+
 DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # whose SGLang models can run attention data-parallel
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megarl.algorithms.recipes import needs_reference, recipe_of
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.lora.layout import Lora, trainer_adapters
@@ -308,13 +308,22 @@ def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerAct
 
 
 def _attention(spec: ModelSpec, tp: int) -> float:
-    """Rotated queries, keys, values and the output; if heads are normed or compressed, also the inputs of that."""
+    """Rotated queries, keys, values and the output; if heads are normed or compressed, also the inputs of that. A mean over all layers."""
     heads = spec.num_attention_heads
     if spec.kv_lora_rank:
         compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
         return compressed + heads * (3 * spec.head_dim + 2 * spec.v_head_dim) / tp
     q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0)) / tp
+    gate = 2 * q if spec.gated_attention else 0  # and what it is multiplied by
+    attention = (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0) + gate) / tp
+    return (spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)) / spec.num_layers
+
+
+def _delta_net(spec: ModelSpec, tp: int) -> float:
+    """The projections, what the convolution makes of them, queries and keys for every value head, and the output before and after its
+    norm."""
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    return (2 * keys + 2 * values + 2 * keys + values + 2 * spec.linear_value_heads * spec.linear_key_dim + 2 * values) / tp
 
 
 def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
@@ -482,10 +491,11 @@ PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank. `kv_cache` holds max_concurrency requests at full length."""
+    """Bytes on one rank. `kv_cache` holds max_concurrency requests at full length, and `states` what gated delta nets keep of them."""
 
     weights: float
     kv_cache: float
+    states: float
     landing: float  # where weights from other nodes arrive before they are scattered
     graphs: float
     activations: float  # a prefill chunk's, the logits of a full batch, and the table of where requests' tokens are in the cache
@@ -494,7 +504,7 @@ class GeneratorMemory:
     @property
     def static(self) -> float:
         """What must fit within SGLang's mem_fraction."""
-        return self.weights + self.kv_cache
+        return self.weights + self.kv_cache + self.states
 
     @property
     def total(self) -> float:
@@ -513,6 +523,7 @@ def generator_memory(
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total + pool,
         kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
+        states=states_bytes(spec, generator, item),
         landing=landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
         activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn) + logits + table,
@@ -530,7 +541,7 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
 
     Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
     """
-    layers, settings = float(spec.num_layers), generator.server_args
+    layers, settings = float(spec.attention_layers), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
         layers -= len(spec.windowed_layers) * (1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family]))
     return _kv_bytes_of_layers(spec, generator, item, layers)
@@ -539,7 +550,7 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
 def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, context: float) -> float:
     """KV bytes of all layers on one rank that the next token of a request with `context` tokens attends to."""
     windowed = len(spec.windowed_layers)
-    tokens = (spec.num_layers - windowed) * context + windowed * min(context, spec.window)
+    tokens = (spec.attention_layers - windowed) * context + windowed * min(context, spec.window)
     return _kv_bytes_of_layers(spec, generator, item, tokens)
 
 
@@ -551,11 +562,25 @@ def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, 
     return item * layers * 2 * heads * spec.head_dim / replicas
 
 
+def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
+    """Bytes on one rank of what all gated delta nets keep of one request, whatever its length: states in float32, and the newest inputs of
+    the convolutions."""
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    inputs = item * (2 * keys + values) * max(0, spec.linear_conv_width - 1)
+    return len(spec.linear_layers) * (4 * spec.linear_key_dim * values + inputs) / generator.tp
+
+
+def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
+    """The pool of these: several for each request, since SGLang keeps some for its prefix cache, and one that padding is written to."""
+    return (STATES_PER_REQUEST * generator.max_concurrency + 1) * state_bytes(spec, generator, item)
+
+
 def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
     """Tokens that an engine's KV cache holds: as many as are asked for, else what is left beside the weights (negative: not even these)."""
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total
+    left -= states_bytes(spec, generator, ITEM_BYTES[dtype])
     return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 

@@ -17,6 +17,7 @@ from megarl.estimate.memory import (
     kv_bytes_read,
     largest_stage,
     stage_layers,
+    state_bytes,
     trained_held,
 )
 from megarl.lora.layout import Lora, unserved
@@ -383,6 +384,7 @@ class GenerateModel:
         """Decodes one token for each of `running` requests with `context` tokens."""
         spec, k, tp = self.spec, self.constants, self.generator.tp
         read = self.weights.streamed + running * kv_bytes_read(spec, self.generator, ITEM_BYTES[self.dtype], context)
+        read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])  # read and written
         if spec.num_experts:
             read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
         flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp

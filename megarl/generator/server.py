@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.base.geometry import STATES_PER_REQUEST
 from megarl.base.processes import end_with_parent
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
@@ -138,6 +139,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "base_gpu_id": settings.base_gpu,
         "context_length": settings.context_length,
         "max_running_requests": settings.max_running_requests,
+        "max_mamba_cache_size": STATES_PER_REQUEST * settings.max_running_requests,  # for models with gated delta nets alone
         "max_total_tokens": settings.kv_cache_tokens and settings.kv_cache_tokens // settings.dp_attention,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
@@ -226,6 +228,7 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # of what gated delta nets keep of their inputs; by default bfloat16
         "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",  # a torch for CUDA brings NCCL, which SGLang (0.5.23) would use here too
     }
 

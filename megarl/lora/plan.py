@@ -26,6 +26,8 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
     if fused := [tensor.name.replace(LAYER_FIELD, "*") for tensor in fused_tensors(spec)]:
         yield f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for {' and '.join(fused)} of a {spec.family} checkpoint"
+    if spec.linear_layers:
+        yield f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta nets of a {spec.family} model"
     if not known:
         yield f"lora.rank={lora.rank}: must be null: {spec.family} states no layer of Megatron's whose name is linear_…"
     unknown = [name for name in lora.targets if name not in (*known, ALL)]

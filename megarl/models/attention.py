@@ -1,13 +1,17 @@
 """Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it, if there is one; optional biases, query/key norms and sinks.
 
+Where attention is gated, `q_proj` has for each head the rows of its queries, then those of its gate.
+
 Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
 parameters that are in fp8 when the engine is quantised.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, round_up, whole
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, Run, round_up, whole
 from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
@@ -25,7 +29,7 @@ INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.lin
 def logical(spec: ModelSpec) -> list[LogicalTensor]:
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tensors = [LogicalTensor(INPUT_NORM, (hidden,), LAYER)] if spec.norms_before else []
-    for name, rows in zip(_QKV, (q_rows, kv_rows, kv_rows)):
+    for name, rows in zip(_QKV, (q_rows * _per_query(spec), kv_rows, kv_rows)):
         tensors.append(LogicalTensor(name + "weight", (rows, hidden), LAYER))
         if spec.qkv_bias:
             tensors.append(LogicalTensor(name + "bias", (rows,), LAYER))
@@ -50,7 +54,9 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
     own = layer + "self_attention."
     parameters = [whole(layer + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM)] if spec.norms_before else []
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        parts = tuple(Part(name + suffix) for name in _QKV)
+        q, k, v = (Part(name + suffix) for name in _QKV)
+        queries = [replace(q, run=run) for run in _apart(spec)] if spec.gated_attention else [q]
+        parts = (*queries, k, v)
         parameters.append(Parameter(f"{own}linear_qkv.{suffix}", LAYER, parts, dim=0, groups=kv, units=units))
     if spec.qk_norm:
         parameters += [whole(f"{own}{x}_layernorm.weight", LAYER, name) for x, name in zip("qk", QK_NORMS)]
@@ -74,7 +80,7 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
     parameters = []
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         q, k, v = (name + suffix for name in _QKV)
-        parts = (Part(q, q_rows), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
+        parts = (Part(q, q_rows * _per_query(spec)), Part(k, kv_rows, replicas), Part(v, kv_rows, replicas))
         parameters.append(Parameter(SGLANG_QKV + suffix, LAYER, parts, dim=0, groups=tp, of_attention=True, units=units))
     parameters.append(Parameter(O, LAYER, (Part(O, q_rows),), dim=1, groups=tp, of_attention=True))
     if spec.linear_bias:
@@ -88,3 +94,13 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
 
 def sglang_norm() -> Parameter:
     return whole(INPUT_NORM, LAYER, INPUT_NORM)
+
+
+def _per_query(spec: ModelSpec) -> int:
+    """How many rows `q_proj` has for each dim of a query."""
+    return 2 if spec.gated_attention else 1
+
+
+def _apart(spec: ModelSpec) -> tuple[Run, Run]:
+    """The queries of all heads, and their gates."""
+    return Run(0, spec.head_dim, 2 * spec.head_dim), Run(spec.head_dim, spec.head_dim, 2 * spec.head_dim)

@@ -9,9 +9,9 @@ from megarl.models.spec import ModelSpec
 _L = "model.layers.{layer}."
 POST_NORM = _L + "post_attention_layernorm.weight"
 SGLANG_CPU_PADDING = 32  # ffn rows are padded to a multiple of this times tp; sglang/srt/configs/update_config.py
-MLP, SHARED = "mlp", "mlp.shared_experts"  # module names in HF checkpoints and SGLang
+MLP, SHARED, GATED_SHARED = "mlp", "mlp.shared_experts", "mlp.shared_expert"  # module names in HF checkpoints and SGLang
+SHARED_GATE = _L + "mlp.shared_expert_gate.weight"
 QUANTISED = (_L + MLP + ".gate_up_proj.weight", _L + MLP + ".down_proj.weight")
-QUANTISED_SHARED = tuple(name.replace(MLP, SHARED) for name in QUANTISED)
 MLP_NORM_NAMES = {"local": "pre_mlp_layernorm.weight", "te": "mlp.linear_fc1.layer_norm_weight"}
 
 
@@ -20,6 +20,27 @@ def logical(spec: ModelSpec, rows: int, module: str = MLP, layers: Layers | None
     gate, up, down = _names(module)
     wide, narrow = (rows, spec.hidden_size), (spec.hidden_size, rows)
     return [LogicalTensor(name, shape, LAYER, layers) for name, shape in ((gate, wide), (up, wide), (down, narrow))]
+
+
+def shared_module(spec: ModelSpec) -> str:
+    return GATED_SHARED if spec.shared_expert_gate else SHARED
+
+
+def quantised(module: str) -> tuple[str, ...]:
+    return tuple(name.replace(MLP, module) for name in QUANTISED)
+
+
+def shared_gate(spec: ModelSpec, layers: Layers | None) -> list[LogicalTensor]:
+    return [LogicalTensor(SHARED_GATE, (1, spec.hidden_size), LAYER, layers)] if spec.shared_expert_gate else []
+
+
+def megatron_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
+    name = f"decoder.layers.{{layer}}.{SHARED}.gate_weight"
+    return [whole(name, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
+
+
+def sglang_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter]:
+    return [whole(SHARED_GATE, LAYER, SHARED_GATE, layers=layers)] if spec.shared_expert_gate else []
 
 
 def fused() -> Parameter:
@@ -32,10 +53,10 @@ def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
 
 
 def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Megatron uses the same module names."""
+    """Megatron uses the same module names, except for a shared expert that is gated."""
     tp, units = topology.tp, _units(rows, module)
     gate, up, down = _names(module)
-    own = f"decoder.layers.{{layer}}.{module}."
+    own = f"decoder.layers.{{layer}}.{SHARED if module == GATED_SHARED else module}."
     return [
         Parameter(own + "linear_fc1.weight", LAYER, (Part(gate), Part(up)), dim=0, groups=tp, layers=layers, units=units),
         Parameter(own + "linear_fc2.weight", LAYER, (Part(down),), dim=1, groups=tp, layers=layers),

@@ -16,6 +16,7 @@ stacks its experts along a leading dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 FIRST, LAYER, LAST = "first", "layer", "last"
@@ -39,16 +40,39 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Of each `period` rows or columns of a tensor: `count` from `start` on. Checkpoints interleave projections head by head so."""
+
+    start: int
+    count: int
+    period: int
+
+    def extent(self, whole: int) -> int:
+        """How many of the `whole` tensor's rows or columns these are."""
+        return whole // self.period * self.count
+
+    def places(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """(first, count) in the tensor of each contiguous piece of elements first .. first + count of the runs."""
+        while count > 0:
+            period, within = divmod(first, self.count)
+            size = min(count, self.count - within)
+            yield period * self.period + self.start + within, size
+            first, count = first + size, count - size
+
+
+@dataclass(frozen=True)
 class Part:
     """One logical tensor's part of a parameter: per group a slice of `padded * replicas / groups` along the cut dim.
 
     Group g takes slice g // replicas, so `replicas` consecutive groups hold the same elements (kv heads under a larger TP).
     `padded`: the tensor's extent along the cut dim, including zeros that the engine appends; None: no padding.
+    `run`: the part is what these runs of the tensor make up, one after the other along the cut dim; None: all of it.
     """
 
     logical_name: str
     padded: int | None = None
     replicas: int = 1
+    run: Run | None = None
 
 
 @dataclass(frozen=True)

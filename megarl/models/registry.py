@@ -250,16 +250,20 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer, a mean over layers, of scores and weighted values."""
+    """Forward FLOPs per token and layer, a mean over layers, of scores and weighted values. Where some layers have gated delta nets, also
+    of reading their states, writing to them, and reading what comes out."""
     values = spec.v_head_dim or spec.head_dim
-    return 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
+    attention = 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
+    linear = 2 * 3 * spec.linear_value_heads * spec.linear_key_dim * spec.linear_value_dim
+    return (spec.attention_layers * attention + len(spec.linear_layers) * linear) / spec.num_layers
 
 
 def attended(spec: ModelSpec, length: float) -> float:
-    """How many tokens a token of a sequence attends to, a mean over layers: half of them by the causal mask, or those in its window."""
+    """How many tokens a token of a sequence attends to, a mean over layers that attend: half of them by the causal mask, or those in its
+    window."""
     window = min(spec.window, length)
     inside = window - window**2 / (2 * length) if length else 0.0
-    share = len(spec.windowed_layers) / spec.num_layers
+    share = len(spec.windowed_layers) / spec.attention_layers
     return share * inside + (1 - share) * length / 2
 
 

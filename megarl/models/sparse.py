@@ -1,6 +1,6 @@
 """Families with experts: the first layers may be dense, and shared experts may stand beside the routed ones.
 
-`attention` is a family's block of attention: the module `megarl.models.attention`, or `latent_attention`.
+`attention` is a family's block of attention: the module `megarl.models.attention`, `latent_attention` or `hybrid_attention`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import ModuleType
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.models import attention as grouped_attention
-from megarl.models import experts, mlp, vocabulary
+from megarl.models import experts, hybrid_attention, mlp, vocabulary
 from megarl.models.parameters import Layers, LogicalTensor, Parameter
 from megarl.models.spec import ModelSpec
 
@@ -20,7 +20,7 @@ def logical_tensors(spec: ModelSpec, module: str = mlp.MLP, attention: ModuleTyp
     if dense:
         layers += [mlp.norm(spec, dense), *mlp.logical(spec, spec.intermediate_size, layers=dense)]
     if shared:
-        layers += mlp.logical(spec, spec.shared_intermediate_size, mlp.SHARED, shared)
+        layers += mlp.logical(spec, spec.shared_intermediate_size, mlp.shared_module(spec), shared) + mlp.shared_gate(spec, shared)
     return vocabulary.logical(spec, layers)
 
 
@@ -34,7 +34,8 @@ def megatron_parameters(
     if dense:
         layers += [mlp.megatron_norm(layer_spec, dense), *mlp.megatron(topology, spec.intermediate_size, layers=dense)]
     if shared:
-        layers += mlp.megatron(topology, spec.shared_intermediate_size, mlp.SHARED, shared)
+        layers += mlp.megatron(topology, spec.shared_intermediate_size, mlp.shared_module(spec), shared)
+        layers += mlp.megatron_shared_gate(spec, shared)
     return vocabulary.megatron(spec, topology, layers)
 
 
@@ -48,19 +49,21 @@ def sglang_parameters(
 ) -> tuple[Parameter, ...]:
     """`router_dtype`: the dtype of the router's weight if it is not the model's."""
     dense, sparse, shared = _layers(spec)
-    layers = [*attention.sglang(spec, topology, device), grouped_attention.sglang_norm(), mlp.sglang_norm(sparse)]
+    norms = hybrid_attention.sglang_norms(spec) if spec.linear_layers else [grouped_attention.sglang_norm()]
+    layers = [*attention.sglang(spec, topology, device), *norms, mlp.sglang_norm(sparse)]
     layers += experts.sglang(spec, topology, device, module, sparse, router_dtype)
     if dense:
         layers += [mlp.sglang_norm(dense), *mlp.sglang(topology, device, spec.intermediate_size, layers=dense)]
     if shared:
-        layers += mlp.sglang(topology, device, spec.shared_intermediate_size, mlp.SHARED, shared)
+        layers += mlp.sglang(topology, device, spec.shared_intermediate_size, mlp.shared_module(spec), shared)
+        layers += mlp.sglang_shared_gate(spec, shared)
     return vocabulary.sglang(spec, topology, device, layers)
 
 
 def quantised_parameters(spec: ModelSpec, module: str = mlp.MLP, attention: ModuleType = grouped_attention) -> tuple[str, ...]:
     """All linear layers except the router and the output layer, as in DeepSeek's own fp8 checkpoints."""
     dense, sparse, shared = _layers(spec)
-    names = attention.QUANTISED + (mlp.QUANTISED if dense else ()) + (mlp.QUANTISED_SHARED if shared else ())
+    names = attention.QUANTISED + (mlp.QUANTISED if dense else ()) + (mlp.quantised(mlp.shared_module(spec)) if shared else ())
     return names + (experts.quantised(module) if sparse[0] < sparse[1] else ())
 
 

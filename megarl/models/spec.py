@@ -46,6 +46,7 @@ class ModelSpec:
     windowed_layers: tuple[int, ...] = ()
     windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are then never scaled; 0.0: that of all layers
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first dims
+    gated_attention: bool = False  # what attention makes is multiplied by a sigmoid; q_proj has its rows behind each head's
 
     num_experts: int = 0
     experts_per_token: int = 0
@@ -58,6 +59,15 @@ class ModelSpec:
     num_expert_groups: int = 0  # number of groups; experts are chosen within `topk_groups` of them
     topk_groups: int = 0
     routed_scaling_factor: float = 1.0
+    shared_expert_gate: bool = False  # what the shared expert makes is multiplied by a sigmoid
+
+    # gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention
+    linear_layers: tuple[int, ...] = ()  # the layers that have one
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0  # a multiple of these
+    linear_key_dim: int = 0  # of a head
+    linear_value_dim: int = 0
+    linear_conv_width: int = 0  # tokens that the convolution before it sees, the newest included
 
     # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim + qk_rope_head_dim
     q_lora_rank: int = 0
@@ -72,6 +82,11 @@ class ModelSpec:
     def with_scalar_head(self) -> ModelSpec:
         """The same decoder with the other head, which shares no weights with the embedding."""
         return replace(self, head=SCALAR, tie_word_embeddings=False)
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return self.num_layers - len(self.linear_layers)
 
     @property
     def rope_type(self) -> str:

@@ -79,9 +79,10 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed. Its GLM-4.5
-    (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks."""
+    (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks. Of gated delta nets one small projection is not
+    quantised, which only the format of blocks can say."""
     quantization = config.generator.quantization
-    if (spec.kv_lora_rank or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
+    if (spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
         yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
 
 
@@ -133,6 +134,9 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         lambda: generator_parameters(spec, g, "cuda", QUANTISATIONS.get(config.generator.quantization or "")),
         lambda: stage_of_layer(spec.num_layers, t),
     )
+    if spec.linear_key_heads % (t.tp * t.cp):
+        heads = f"the model's {spec.linear_key_heads} key heads of gated delta nets"
+        yield f"trainer.tp={t.tp} * trainer.cp={t.cp}: must divide {heads}, which context parallelism shares out too"
     if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
         yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
     if g.dp_attention > config.generator.max_concurrency:

@@ -26,6 +26,7 @@ from megarl.models.parameters import (
     Layers,
     LogicalTensor,
     Parameter,
+    Part,
     whole,
 )
 from megarl.models.registry import family, fused_tensors
@@ -510,8 +511,9 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
     dim, groups = parameter.dim, parameter.groups
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
+    extents = [part.run.extent(tensor.shape[dim]) if part.run else tensor.shape[dim] for part, tensor in zip(parameter.parts, tensors)]
     # per part: extent of one group's slice
-    slices = [(part.padded or tensor.shape[dim]) * part.replicas // groups for part, tensor in zip(parameter.parts, tensors)]
+    slices = [(part.padded or extent) * part.replicas // groups for part, extent in zip(parameter.parts, extents)]
     period = sum(slices)
     extent, rest = divmod(period * groups, shards)
     if rest:
@@ -520,16 +522,25 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
     pieces = []
     for group in range(begin // period, -(-end // period)):
         offset = group * period
-        for part, tensor, size in zip(parameter.parts, tensors, slices):
+        for part, tensor, whole_extent, size in zip(parameter.parts, tensors, extents, slices):
             skipped = max(0, begin - offset)  # a group may begin before the chunk and end after it
             start = group // part.replicas * size
-            count = min(size, end - offset, tensor.shape[dim] - start) - skipped
-            if count > 0:
-                local = _cut(tensor.shape, dim, offset + skipped - begin, count)
-                pieces.append(Piece(local, tensor.name, _cut(tensor.shape, dim, start + skipped, count)))
+            count = min(size, end - offset, whole_extent - start) - skipped
+            at = offset + skipped - begin
+            for first, length in _places(part, start + skipped, count):
+                pieces.append(Piece(_cut(tensor.shape, dim, at, length), tensor.name, _cut(tensor.shape, dim, first, length)))
+                at += length
             offset += size
     shape = tensors[0].shape
     return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
+
+
+def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
+    """(first, count) in the logical tensor of each contiguous piece of elements first .. first + count of the part."""
+    if part.run is not None:
+        yield from part.run.places(first, count)
+    elif count > 0:
+        yield first, count
 
 
 def _stack(box: Box, start: int, count: int) -> Box:

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megarl.kernels import gated_delta_rule
+
 # Says which of Megatron's layer specs a trainer on a machine like this one uses. Imports no Megatron: the generator asks too.
 
 
@@ -63,6 +65,25 @@ def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[...
     return wrapper
 
 
+# What Megatron's gated delta nets call of Flash Linear Attention, whose kernels are for GPUs.
+
+
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: None, activation: str, cu_seqlens: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """x [1, t, c] and weight [c, w] -> [1, t, c]."""
+    assert bias is None and activation == "silu"
+    return F.silu(gated_delta_rule.causal_conv(x[0], weight, cu_seqlens.tolist()))[None], None
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """q and k [1, t, h, dk], v [1, t, h, dv], g and beta [1, t, h] -> [1, t, h, dv]."""
+    outputs, _states = gated_delta_rule.gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens.tolist())
+    return outputs[None], None
+
+
 _CPU = torch.device("cpu")
 
 # Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
@@ -80,6 +101,7 @@ _MODULES = [
     "parallel_state",
     "pipeline_parallel.p2p_communication",
     "pipeline_parallel.schedules",
+    "ssm.gated_delta_net",
     "tensor_parallel.layers",
     "tensor_parallel.mappings",
     "tensor_parallel.random",
@@ -244,6 +266,13 @@ def _patch_experts() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
 
 
+def _patch_gated_delta_nets() -> None:
+    """Gives them, in place of Flash Linear Attention, what is above: also without it they read packed sequences."""
+    common, gdn = (_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn"))
+    common.HAVE_FLA, common.l2norm = True, gated_delta_rule.l2norm
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+
+
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Replaces a function also in the modules that imported it by name."""
     for module in _megatron_modules():
@@ -310,6 +339,7 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_experts()
+    _patch_gated_delta_nets()
     _patch_type_checks()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

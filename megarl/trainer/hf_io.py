@@ -240,18 +240,27 @@ def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Bo
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with ones, biases and sinks with zeros. Every
-    row of every HF tensor has its own random stream, so the result does not depend on the layout, and a rank draws only its own rows."""
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with what does not scale, biases, sinks and the
+    logarithms of decays with zeros. Every row of every HF tensor has its own random stream, so the result does not depend on the layout,
+    and a rank draws only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = local_parameter(parameters, tensor)
         parameter.zero_()
         for piece in tensor.pieces:
-            local = parameter[piece.local.slices()]
+            local, name = parameter[piece.local.slices()], piece.logical_name
             if local.dim() == 1:
-                local.fill_(0.0 if spec.zero_centred_norms or piece.logical_name.endswith(("bias", "sinks")) else 1.0)
+                centred = spec.zero_centred_norms and name.endswith("norm.weight") and "linear_attn" not in name
+                local.fill_(0.0 if centred or name.endswith(("bias", "sinks", "A_log")) else 1.0)
             else:
-                local.copy_(_random_rows(piece, shapes[piece.logical_name][1], seed))
+                local.copy_(_random_rows(_as_matrix(piece), math.prod(shapes[name][1:]), seed).view(local.shape))
+
+
+def _as_matrix(piece: Piece) -> Piece:
+    """The piece of a tensor of more dims (the weight of a convolution), which is cut by rows alone, as that of a matrix."""
+    first, *_ = piece.logical.start
+    count, *others = piece.logical.shape
+    return piece if len(others) == 1 else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
 
 
 def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -269,6 +270,34 @@ class RMSNorm(torch.nn.Module):
         if self.zero_centred:
             return F.rms_norm(x.float(), (x.size(-1),), 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class DeltaNet(GatedDeltaNet):
+    """Megatron's gated delta net, with decays as Hugging Face and engines compute them: Megatron would round the exponential to bf16."""
+
+    def _compute_g_and_beta(
+        self, A_log_local_cp: torch.Tensor, dt_bias_local_cp: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decay = A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp.float())
+        return -decay, beta.sigmoid()
+
+
+class NormOfEachHead(RMSNorm):
+    """RMS normalisation of what each head of a gated delta net makes, never zero-centred (Qwen3-Next).
+
+    All heads have one weight. Its gradient is summed over the tensor ranks here: Megatron (finalize_model_grads) would do so only under
+    sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(config, hidden_size, eps)
+        self.group = tensor_group()
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., d]."""
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        return F.rms_norm(x, (x.size(-1),), weight, self.eps)
 
 
 class NormOfAllHeads(torch.nn.Module):

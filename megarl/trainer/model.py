@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -26,7 +30,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -50,9 +55,11 @@ from megarl.trainer.distributed import sent
 from megarl.trainer.hf_io import Writing
 from megarl.trainer.layers import (
     CausalAttention,
+    DeltaNet,
     LatentAttention,
     NormedResidual,
     NormOfAllHeads,
+    NormOfEachHead,
     OwnOutput,
     PairedRows,
     RMSNorm,
@@ -81,6 +88,8 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
     modules = [name for name in trainer.megatron.get("recompute_modules") or () if name in RECOMPUTED_BY_TRANSFORMER_ENGINE]
     if layer_spec() != "te" and modules:
         raise ConfigError(f"trainer.megatron.recompute_modules: {', '.join(modules)} needs GPUs with Transformer Engine")
+    if torch.cuda.is_available() and spec.linear_layers and not HAVE_FLA:
+        raise ConfigError(f"model.path: a {spec.family} model needs flash-linear-attention on GPUs, which is not installed")
     if torch.cuda.is_available() and layer_spec() != "te" and (spec.num_experts or spec.kv_lora_rank):
         raise ConfigError(
             f"model.path: a {spec.family} model needs Transformer Engine on GPUs, which is not installed: see docs/cluster.md"
@@ -203,6 +212,8 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
         **(recompute_all if trainer.recompute else {}),
+        attention_output_gate=spec.gated_attention,
+        **(_linear_settings(spec) if spec.linear_layers else {}),
         **(_expert_settings(spec, topology) if spec.num_experts else {}),
         **(_latent_settings(spec) if spec.kv_lora_rank else {}),
     )
@@ -227,6 +238,7 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         # (A list, even of ones, would change how checkpoints name layers.)
         "moe_layer_freq": [int(layer >= spec.first_dense_layers) for layer in range(spec.num_layers)] if spec.first_dense_layers else 1,
         "moe_shared_expert_intermediate_size": spec.shared_intermediate_size or None,
+        "moe_shared_expert_gate": spec.shared_expert_gate,
         "moe_router_num_groups": spec.num_expert_groups if limited else None,
         "moe_router_group_topk": spec.topk_groups if limited else None,
         "moe_router_topk_scaling_factor": spec.routed_scaling_factor,
@@ -234,6 +246,19 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         "moe_router_enable_expert_bias": spec.router_bias,
         "moe_router_bias_update_rate": 0.0,
     }
+
+
+def _linear_settings(spec: ModelSpec) -> dict[str, Any]:
+    """The settings of gated delta nets."""
+    return dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(layer in spec.linear_layers) for layer in range(spec.num_layers)],
+        linear_conv_kernel_dim=spec.linear_conv_width,
+        linear_key_head_dim=spec.linear_key_dim,
+        linear_value_head_dim=spec.linear_value_dim,
+        linear_num_key_heads=spec.linear_key_heads,
+        linear_num_value_heads=spec.linear_value_heads,
+    )
 
 
 def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
@@ -381,6 +406,11 @@ def _global_expert(name: str, layer: Any) -> str:
 
 def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     if layer_spec() == "te":
+        if spec.linear_layers:
+            block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
+            for layer in block.layer_specs or ():
+                _adapt_gated_delta_net(layer)
+            return block
         if spec.first_dense_layers:
             return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         own = {"num_experts": spec.num_experts or None, "moe_grouped_gemm": config.moe_grouped_gemm, "qk_layernorm": config.qk_layernorm}
@@ -390,6 +420,9 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -
     first, count = get_transformer_layer_offset(config, vp_stage=stage), get_num_layers_to_build(config, vp_stage=stage)
     dense, sparse = (_local_layer_spec(spec, config, experts) for experts in (None, spec.num_experts or None))
     layers = [dense if layer < spec.first_dense_layers else sparse for layer in range(first, first + count)]
+    if spec.linear_layers:
+        linear = _with_gated_delta_net(sparse)
+        layers = [linear if layer in spec.linear_layers else sparse for layer in range(first, first + count)]
     norm: Any = RMSNorm  # a class, as Megatron's own specs give it; annotated is a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -411,6 +444,20 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
         of_experts.linear_fc1, of_experts.linear_fc2 = PairedRows, OwnOutput
     _place_norms(spec, config, submodules)
     return layer
+
+
+def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """The local spec of a layer, with a gated delta net in the place of attention."""
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=NormOfEachHead, out_proj=RowParallelLinear)
+    submodules: Any = replace(cast(Any, layer.submodules), self_attention=ModuleSpec(DeltaNet, submodules=parts))
+    return replace(layer, submodules=submodules)
+
+
+def _adapt_gated_delta_net(layer: Any) -> None:
+    """Megatron's own spec of it, for Transformer Engine, whose norm would be zero-centred as the others are."""
+    attention = layer.submodules.self_attention
+    if attention.module is GatedDeltaNet:
+        attention.module, attention.submodules.out_norm = DeltaNet, NormOfEachHead
 
 
 def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None:

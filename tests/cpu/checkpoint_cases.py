@@ -17,6 +17,7 @@ from megarl.reshard.layout import trainer_layout
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }  # fmt: skip
 MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
@@ -71,7 +72,7 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
         "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700), "tie_word_embeddings": random.random() < 0.5,
     }  # fmt: skip
     layered = family in ("deepseek_v3", "glm4_moe", "glm4_moe_air")  # the first layers are dense
-    key = "moe_intermediate_size" if layered or family == "qwen3_moe" else "intermediate_size"
+    key = "moe_intermediate_size" if layered or family in ("qwen3_moe", "qwen3_next") else "intermediate_size"
     settings[key] = 4 * random.randint(3, 20)
     if layered:
         settings["first_k_dense_replace"] = max(1, random.randint(0, settings["num_hidden_layers"] - 1))
@@ -98,6 +99,8 @@ def _layout(random: Random, layers: int, experts: int) -> dict[str, int]:
 def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
     if (topology.vpp > 1 and topology.pp == 1) or (spec.num_kv_heads % topology.tp and not spec.kv_lora_rank):
         return False
+    if spec.linear_key_heads % (topology.tp * topology.cp):
+        return False
     try:
         trainer_layout(spec, topology, dtype)
     except ConfigError:
@@ -109,7 +112,7 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A config.json."""
     config = trainer_cases.MODELS[family].to_dict()
     config.pop("layer_types", None)
-    if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air"):
+    if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air", "qwen3_next"):
         config.pop("head_dim", None)  # that of the heads there were
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
 

@@ -76,6 +76,11 @@ OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
         "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
         **SIGMOID_ROUTER, "n_group": 1,  # so that every rank's experts get tokens
     },
+    "qwen3_next": {
+        "full_attention_interval": 2, "partial_rotary_factor": 0.25, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
+    },
 }  # fmt: skip
 
 
@@ -113,6 +118,9 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
     config = json.loads((folder / "config.json").read_text())
     if family == "qwen3_moe" and "num_local_experts" in config:  # as transformers 5 calls it; other checkpoints say num_experts
         config["num_experts"] = config.pop("num_local_experts")
+        (folder / "config.json").write_text(json.dumps(config))
+    if family == "qwen3_next":  # transformers 5 leaves it out, and SGLang asks for it
+        config["full_attention_interval"] = OWN[family]["full_attention_interval"]
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 

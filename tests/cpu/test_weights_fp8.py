@@ -45,12 +45,16 @@ OF_FAMILY = {
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "glm4_moe": {"moe_intermediate_size": 256},
+    "qwen3_next": {  # the queries of a head and its keys share blocks
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
     "deepseek_v3": {
         "num_attention_heads": 4, "head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 128,
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tp": 2},
@@ -105,6 +109,7 @@ SETTINGS = [
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
     Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),  # its router is float32 in engines: not rounded to bf16 as others
+    Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # and so are its decays
     Setting("deepseek_v3", "fp8_block", 2, 2),
     Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
@@ -47,6 +48,13 @@ DEEPSEEK_V3: dict[str, Any] = {
     "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "rope_parameters": dict(rope_theta=500.0, **YARN), **SIGMOID_ROUTER,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+}  # fmt: skip
+# (With keys of few dims or large weights, Hugging Face's own gradients and log-probs in float32 are 1e-5 off.)
+SMALLER = COMMON | {"initializer_range": 0.1}
+QWEN3_NEXT: dict[str, Any] = {
+    "full_attention_interval": 2, "layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 10,
+    "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
 # Those with a padding token have it in the middle of sequences, as models have that are padded with the end of a turn.
@@ -94,6 +102,9 @@ MODELS: dict[str, PretrainedConfig] = {
         pad_token_id=19,
         **UNTIED,
         **COMMON,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **QWEN3_NEXT, moe_intermediate_size=24, shared_expert_intermediate_size=40, head_dim=16, pad_token_id=19, **UNTIED, **SMALLER
     ),
     # As GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
     "glm4_moe_air": Glm4MoeConfig(head_dim=16, attention_bias=True, partial_rotary_factor=0.25, **SIGMOID_ROUTER, **UNTIED, **COMMON),
@@ -145,12 +156,14 @@ TESTED = {
     "glm4_moe": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
     "glm4_moe_air": "single",
     "gpt_oss": "single cp2_ep2 tp2_etp1 tp2_ep2 pp2_vpp2_ep2",
+    "qwen3_next": "single tp2_ep2 cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
 }
 # Of these: with routing replay on.
 REPLAYED = [
     *(("qwen3_moe", layout) for layout in ("single", "pp2_vpp2", "cp2_ep2", "tp2_ep2", "pp2_vpp2_ep2")),
     ("mixtral", "ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "pp2_vpp2_ep2"),
     ("glm4_moe", "cp2_ep2"), ("glm4_moe", "pp2_vpp2_ep2"), ("gpt_oss", "tp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"),
+    ("qwen3_next", "tp2_ep2"),
 ]  # fmt: skip
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
 
@@ -161,9 +174,14 @@ CHECKPOINTS = {
     "experts": ("deepseek_v3", "ep2", "single ep2 pp2_vpp2_ep2"),
     "dense_first": ("glm4_moe", "ep2", "tp2_ep2"),
     "sinks": ("gpt_oss", "ep2", "tp2_ep2"),
+    "gated_delta_nets": ("qwen3_next", "ep2", "tp2_ep2"),
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
+
+
+def is_zero_centred(name: str, key: str) -> bool:
+    return name == "gemma3" or (name == "qwen3_next" and not key.endswith("linear_attn.norm.weight"))
 
 
 def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) -> None:
@@ -175,7 +193,7 @@ def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) ->
     model = kind.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1 or key.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") or name == "gemma3" else 1.0, 0.1)
+            torch.nn.init.normal_(parameter, 0.0 if key.endswith("bias") or is_zero_centred(name, key) else 1.0, 0.1)
     for key, buffer in model.named_buffers():
         if key.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)

@@ -20,6 +20,7 @@ from megarl.reshard.layout import hf_layout, trainer_layout
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 
 @cache
@@ -48,7 +49,22 @@ def tokens_of(sequence: TrainSequence) -> torch.Tensor:
 
 
 def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrainedModel:
+    modeling_qwen3_next.torch_chunk_gated_delta_rule = delta_rule_in_float64
     return AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
+
+
+def delta_rule_in_float64(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule token by token, [1, t, heads, …]. Hugging Face's own computes in float32 whatever it is given."""
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    state, outs = value.new_zeros(1, value.size(2), key.size(-1), value.size(-1)), []
+    for q, k, v, decay, strength in zip(*(x.unbind(1) for x in (query, key, value, g.to(value.dtype).exp(), beta))):
+        state = state * decay[..., None, None]
+        missing = v - (state * k[..., None]).sum(-2)
+        state = state + k[..., None] * (strength[..., None] * missing)[..., None, :]
+        outs.append((state * q[..., None]).sum(-2) * key.size(-1) ** -0.5)
+    return torch.stack(outs, dim=1), state
 
 
 @cache

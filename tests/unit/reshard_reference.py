@@ -36,6 +36,35 @@ def layer_norms(spec: ModelSpec) -> list[str]:
     return [f"{name}_layernorm.weight" for name in names.get(spec.family, ("input", "post_attention"))]
 
 
+def shared_module(spec: ModelSpec) -> str:
+    return "mlp.shared_expert" if spec.family == "qwen3_next" else "mlp.shared_experts"
+
+
+def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Of a gated delta net."""
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    return {
+        "in_proj_qkvz.weight": (2 * keys + 2 * values, spec.hidden_size),
+        "in_proj_ba.weight": (2 * spec.linear_value_heads, spec.hidden_size),
+        "conv1d.weight": (2 * keys + values, 1, spec.linear_conv_width),
+        "A_log": (spec.linear_value_heads,),
+        "dt_bias": (spec.linear_value_heads,),
+        "norm.weight": (spec.linear_value_dim,),
+        "out_proj.weight": (spec.hidden_size, values),
+    }
+
+
+def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The parts of a tensor that has, key head by key head, `sizes` rows of each kind: every kind's rows of all heads."""
+    return [part.flatten(0, 1) for part in fused.unflatten(0, (spec.linear_key_heads, -1)).split(sizes, dim=1)]
+
+
+def convolved(spec: ModelSpec, hf: HF, a: str) -> tuple[torch.Tensor, ...]:
+    """The channels of queries, keys and values."""
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    return hf[a + "conv1d.weight"].split([keys, keys, values])
+
+
 def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
@@ -53,7 +82,9 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
         p = f"model.layers.{i}."
         a = p + "self_attn."
         shapes.update({p + name: (hidden,) for name in layer_norms(spec)})
-        if spec.kv_lora_rank:
+        if i in spec.linear_layers:
+            shapes.update({f"{p}linear_attn.{name}": shape for name, shape in linear_shapes(spec).items()})
+        elif spec.kv_lora_rank:
             shapes[a + "q_a_proj.weight"], shapes[a + "q_a_layernorm.weight"] = (spec.q_lora_rank, hidden), (spec.q_lora_rank,)
             shapes[a + "q_b_proj.weight"] = (heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim), spec.q_lora_rank)
             shapes[a + "kv_a_proj_with_mqa.weight"] = (spec.kv_lora_rank + spec.qk_rope_head_dim, hidden)
@@ -63,7 +94,7 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
         else:
             rows = {"q": heads * spec.head_dim, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
             for x, size in rows.items():
-                shapes[f"{a}{x}_proj.weight"] = (size, hidden)
+                shapes[f"{a}{x}_proj.weight"] = (size * (2 if x == "q" and spec.gated_attention else 1), hidden)
                 if spec.qkv_bias:
                     shapes[f"{a}{x}_proj.bias"] = (size,)
             shapes[a + "o_proj.weight"] = (hidden, rows["q"])
@@ -78,7 +109,9 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
         if spec.router_bias:
             shapes[p + "mlp.gate.e_score_correction_bias"] = (spec.num_experts,)
         if spec.shared_intermediate_size:
-            mlp(p + "mlp.shared_experts.", spec.shared_intermediate_size)
+            mlp(f"{p}{shared_module(spec)}.", spec.shared_intermediate_size)
+        if spec.shared_expert_gate:
+            shapes[p + "mlp.shared_expert_gate.weight"] = (1, hidden)
         if spec.family == "gpt_oss":
             shapes[p + "mlp.router.bias"] = (spec.num_experts,)
             both, own = 2 * spec.expert_intermediate_size, [f"{p}mlp.experts.{e}." for e in range(spec.num_experts)]
@@ -165,7 +198,19 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
     for i in layers_of_stage(spec, t, stage):
         p, m = f"model.layers.{i}.", f"decoder.layers.{i}."
         a, s = p + "self_attn.", m + "self_attention."
-        if spec.kv_lora_rank:
+        linear = i in spec.linear_layers
+        if linear:
+            a, each = p + "linear_attn.", spec.linear_value_heads // spec.linear_key_heads
+            key, value = spec.linear_key_dim, each * spec.linear_value_dim
+            parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
+            parts += by_kind(spec, hf[a + "in_proj_ba.weight"], (each, each))
+            local[s + "in_proj.weight"] = torch.cat([rows(part) for part in parts])
+            local[s + "conv1d.weight"] = torch.cat([rows(part) for part in convolved(spec, hf, a)])
+            for name in ("A_log", "dt_bias"):
+                local[s + name] = rows(hf[a + name])
+            local[s + "out_norm.weight"] = hf[a + "norm.weight"].clone()
+            local[s + "out_proj.weight"] = columns(hf[a + "out_proj.weight"])
+        elif spec.kv_lora_rank:
             for x, down, norm, up in (
                 ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
                 ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
@@ -178,24 +223,32 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
                 q, k, v = (hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
+                if spec.gated_attention:  # head by head queries, then their gate
+                    heads = q.unflatten(1, (-1, 2, spec.head_dim))
+                    q = torch.cat([heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2)], 1)
                 local[f"{s}linear_qkv.{suffix}"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
             if spec.qk_norm:
                 for x in "qk":
                     local[f"{s}{x}_layernorm.weight"] = hf[f"{a}{x}_norm.weight"].clone()
-        local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
+        if not linear:
+            local[s + "linear_proj.weight"] = columns(hf[a + "o_proj.weight"])
         if spec.family == "gpt_oss":
             local[s + "linear_proj.bias"], local[s + "core_attention.softmax_offset"] = hf[a + "o_proj.bias"].clone(), rows(hf[a + "sinks"])
         sparse = is_sparse(spec, i)
-        first = "self_attention.linear_qkv.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
+        projection = "in_proj" if linear else "linear_qkv"
+        first = f"self_attention.{projection}.layer_norm_weight" if te and not spec.kv_lora_rank else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if te and not sparse else "pre_mlp_layernorm.weight"
         before = [] if spec.family == "olmo2" else [first, second]
         after = ["self_attn_bda.norm.weight", "mlp_bda.norm.weight"] if spec.family in ("olmo2", "gemma3") else []
         for name, of_checkpoint in zip(before + after, layer_norms(spec), strict=True):
             local[m + name] = hf[p + of_checkpoint].clone()
-        for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
+        for module in ([] if sparse else ["mlp"]) + ([shared_module(spec)] if sparse and spec.shared_intermediate_size else []):
             gate, up, down = (hf[f"{p}{module}.{x}_proj.weight"] for x in ("gate", "up", "down"))
-            local[f"{m}{module}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
-            local[f"{m}{module}.linear_fc2.weight"] = columns(down)
+            own = m + ("mlp" if module == "mlp" else "mlp.shared_experts")
+            local[f"{own}.linear_fc1.weight"] = torch.cat([rows(gate), rows(up)])
+            local[f"{own}.linear_fc2.weight"] = columns(down)
+        if spec.shared_expert_gate:
+            local[m + "mlp.shared_experts.gate_weight"] = hf[p + "mlp.shared_expert_gate.weight"].clone()
         if not sparse:
             continue
         local[m + "mlp.router.weight"] = hf[router_name(spec, i)].clone()
@@ -251,7 +304,15 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
     for i in range(spec.num_layers):
         p = f"model.layers.{i}."
         a = p + "self_attn."
-        if spec.kv_lora_rank:
+        if i in spec.linear_layers:
+            a = p + "linear_attn."
+            for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias"):
+                local[a + name] = hf[a + name].chunk(attn_tp, 0)[attn_rank]
+            local[a + "A_log"] = hf[a + "A_log"].chunk(attn_tp, 0)[attn_rank].float()
+            local[a + "conv1d.weight"] = torch.cat([part.chunk(attn_tp, 0)[attn_rank] for part in convolved(spec, hf, a)])
+            local[a + "norm.weight"] = hf[a + "norm.weight"]
+            local[a + "out_proj.weight"] = hf[a + "out_proj.weight"].chunk(attn_tp, 1)[attn_rank]
+        elif spec.kv_lora_rank:
             local[a + "fused_qkv_a_proj_with_mqa.weight"] = torch.cat([hf[a + "q_a_proj.weight"], hf[a + "kv_a_proj_with_mqa.weight"]])
             for x in ("q_a", "kv_a"):
                 local[f"{a}{x}_layernorm.weight"] = hf[f"{a}{x}_layernorm.weight"]
@@ -260,7 +321,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             local[a + "o_proj.weight"] = hf[a + "o_proj.weight"].chunk(attn_tp, 1)[attn_rank]
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim, attn_tp, attn_rank)
+                q = rows(hf[f"{a}q_proj.{suffix}"], heads * spec.head_dim * (2 if spec.gated_attention else 1), attn_tp, attn_rank)
                 k, v = (rows(hf[f"{a}{x}_proj.{suffix}"], kv * spec.head_dim, kv_parts, kv_rank) for x in "kv")
                 local[f"{a}qkv_proj.{suffix}"] = torch.cat([q, k, v])
             local[a + "o_proj.weight"] = columns(hf[a + "o_proj.weight"], heads * spec.head_dim, attn_tp, attn_rank)
@@ -273,7 +334,9 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         for name in layer_norms(spec):
             local[p + name] = hf[p + name]
         sparse = is_sparse(spec, i)
-        for module in ([] if sparse else ["mlp"]) + (["mlp.shared_experts"] if sparse and spec.shared_intermediate_size else []):
+        if spec.shared_expert_gate:
+            local[p + "mlp.shared_expert_gate.weight"] = hf[p + "mlp.shared_expert_gate.weight"]
+        for module in ([] if sparse else ["mlp"]) + ([shared_module(spec)] if sparse and spec.shared_intermediate_size else []):
             size = padded(hf[f"{p}{module}.gate_proj.weight"].shape[0])
             gate, up = (rows(hf[f"{p}{module}.{x}_proj.weight"], size) for x in ("gate", "up"))
             local[f"{p}{module}.gate_up_proj.weight"] = torch.cat([gate, up])
@@ -295,6 +358,8 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             w13.append(torch.cat([rows(x, size, moe_tp, rank % moe_tp) for x in (gate, up)]))
             w2.append(columns(down, size, moe_tp, rank % moe_tp))
         module = router_name(spec, i).removesuffix("gate.weight")
+        if spec.family == "qwen3_next":  # SGLang has no module for attention itself
+            local = {name.replace(".self_attn.", "."): values for name, values in local.items()}
         local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
     return local
 

@@ -27,6 +27,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
     [
         ("mixtral-8x7b", ["trainer.tp=2", "generator.tp=8"], "trainer.sequence_parallel=false: must be true for a model with experts"),
         ("glm-4.6", ["generator.tp=4", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
+        ("qwen3-next-80b-a3b", ["generator.tp=4", "generator.quantization=fp8_tensor"], "fp8_tensor: must be null or fp8_block"),
+        ("qwen3-next-80b-a3b", ["generator.tp=4", "lora.rank=8"], "lora.rank=8: must be null: no adapter is stated for the gated delta"),
+        ("qwen3-next-80b-a3b", ["trainer.cp=16"], "trainer.tp=2 * trainer.cp=16: must divide the model's 16 key heads"),
         ("deepseek-v3", ["generator.tp=8", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
     ],
 )

@@ -24,6 +24,7 @@ ABSENT = {  # (the release in requirements/gpu.txt, why its names cannot be call
     "sgl_kernel": ("0.4.10", "is a CUDA kernel; it has no CPU counterpart"),
     "torchvision": ("0.29.2", "is not there; language models read no images"),
 }
+GATED_DELTA_NETS = "sgl_kernel.mamba"
 
 
 def cuda_available() -> bool:
@@ -53,7 +54,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gpt_oss, lora, moe
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, gpt_oss, lora, moe
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -69,6 +70,7 @@ def register_hooks() -> None:
     dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()
+    gated_delta_net.register_hooks()
     lora.register_hooks()
     gpt_oss.register_hooks()
 
@@ -101,6 +103,8 @@ def _for_members_only(original: Callable[..., None], **settings: object) -> None
 class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
+        if name == GATED_DELTA_NETS and not cuda_available():
+            return importlib.util.spec_from_loader(name, _GatedDeltaNetLoader())
         if package not in ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
             return None  # SGLang has fallbacks for submodules of sgl_kernel
         return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
@@ -113,6 +117,22 @@ class _StandInLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in ABSENT:
             vars(module)["__version__"], _ = ABSENT[module.__name__]
+
+
+class _GatedDeltaNetLoader(importlib.abc.Loader):
+    """SGLang takes functions from the module, and others from torch's operators."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        import torch
+
+        from megarl.generator.cpu_support import gated_delta_net
+
+        vars(module).update({name: value for name, value in vars(gated_delta_net).items() if name.endswith("_cpu")})
+        for operator in gated_delta_net.OPERATORS:
+            setattr(torch.ops.sgl_kernel, operator.__name__, operator)
 
 
 class _StandIn(ModuleType):

@@ -236,11 +236,15 @@ class Worker:
         kv_b_proj, which SGLang derives again only if no loader has run, and a custom loader counts as one.
 
         Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters (a
-        router's bias in another dtype), and renews a copy when the counter of its parameter has changed.
+        router's bias in another dtype), and renews a copy when the counter of its parameter has changed. Of zero-centred norms it keeps
+        1 + their weight, for kernels on GPUs, which only their own loader renews.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
             original(model, device)
+            for module in model.modules():
+                if hasattr(module, "refresh_gemma_weight"):
+                    module.refresh_gemma_weight()
             if hasattr(model, "post_load_weights"):
                 model.post_load_weights()
 

@@ -1,0 +1,103 @@
+"""The gated delta rule of packed sequences, and the convolution before it, in torch (Yang et al. 2024, arXiv 2412.06464).
+
+Each head keeps a state S [dk, dv] that maps keys to values. Token t makes it decay, writes what it has not got right, and reads:
+
+    S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T q_t / sqrt(dk)
+
+On GPUs the engines' own kernels do it: Flash Linear Attention's in Megatron, SGLang's copy of them. These are for CPUs, and for tests. Keys
+and queries are normalised by the caller. Sums are float32, or float64 if the values are. Every sequence begins with a state of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64  # tokens whose writes are solved for at once
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, boundaries: Sequence[int]) -> torch.Tensor:
+    """[t, c]: the depthwise convolution of x [t, c] with weight [c, w] over each token and the w - 1 before it in its sequence."""
+    within = torch.cat([torch.arange(end - start, device=x.device) for start, end in itertools.pairwise(boundaries)])
+    out = x * weight[:, -1]
+    for back in range(1, weight.size(1)):
+        shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
+        out = out + torch.where((within >= back)[:, None], shifted, 0) * weight[:, -1 - back]
+    return out
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    boundaries: Sequence[int],
+    states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs [t, h, dv] in the dtype of v, the states [n, h, dk, dv] after each of n sequences).
+
+    q and k [t, h, dk], v [t, h, dv], g and beta [t, h]; `states`: before each sequence; None: zeros. Sequences are cut into chunks, which
+    are solved side by side; only the states go from chunk to chunk. Differentiable.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    places, first = _chunks(boundaries)
+    q, k, v_, g, beta = (_by_chunk(x.to(dtype), places) for x in (q * k.size(-1) ** -0.5, k, v, g, beta))
+    decay = g.cumsum(-1)  # [chunks, h, C]
+    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # from each token to each later one
+    write = k * beta[..., None]
+    system = (write @ k.mT) * between
+    new = torch.linalg.solve_triangular(system, v_ * beta[..., None], upper=False, unitriangular=True)
+    seen = torch.linalg.solve_triangular(system, write * decay.exp()[..., None], upper=False, unitriangular=True)
+    inside, reading = (q @ k.mT) * between, q * decay.exp()[..., None]
+    kept, at_end = k * (decay[..., -1:] - decay).exp()[..., None], decay[..., -1].exp()[..., None, None]
+    outs, ends, state = [], [], q.new_zeros(())
+    for chunk in range(len(places)):
+        if chunk in first:
+            state = q.new_zeros(q.size(1), q.size(-1), v_.size(-1)) if states is None else states[first[chunk]].to(dtype)
+        written = new[chunk] - seen[chunk] @ state
+        outs.append(reading[chunk] @ state + inside[chunk] @ written)
+        state = state * at_end[chunk] + kept[chunk].mT @ written
+        if chunk + 1 in first or chunk + 1 == len(places):
+            ends.append(state)
+    flat = torch.stack(outs).transpose(1, 2).flatten(0, 1)  # [chunks * C, h, dv]
+    return flat[(places.flatten() < boundaries[-1]).nonzero()[:, 0]].to(v.dtype), torch.stack(ends)
+
+
+def gated_delta_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule for one token of each of n sequences: q and k [n, h, dk], v [n, h, dv], g and beta [n, h], states [n, h, dk, dv]."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, value, g, beta, states = (x.to(dtype) for x in (q * k.size(-1) ** -0.5, k, v, g, beta, states))
+    states = states * g.exp()[..., None, None]
+    missing = (value - torch.einsum("nhkv,nhk->nhv", states, k)) * beta[..., None]
+    states = states + k[..., None] * missing[..., None, :]
+    return torch.einsum("nhkv,nhk->nhv", states, q).to(v.dtype), states
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x over the length of its last dim, as the kernels on GPUs have it."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _chunks(boundaries: Sequence[int]) -> tuple[torch.Tensor, dict[int, int]]:
+    """(the position of each place of a chunk, [chunks, C], or that behind the last token where it is empty; the number of the sequence
+    that begins at a chunk)."""
+    rows, first = [], {}
+    for number, (start, end) in enumerate(itertools.pairwise(boundaries)):
+        first[len(rows)] = number
+        for begin in range(start, end, CHUNK):
+            row = np.full(CHUNK, boundaries[-1])
+            row[: min(CHUNK, end - begin)] = np.arange(begin, min(begin + CHUNK, end))
+            rows.append(row)
+    return torch.from_numpy(np.stack(rows)), first
+
+
+def _by_chunk(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[chunks, h, C, ...] of x [t, h, ...]. Empty places are zero: they write nothing, and nothing decays there."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[places].transpose(1, 2)

@@ -1,0 +1,87 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention, with the norm before them (Qwen3-Next).
+
+Checkpoints keep the projections for each key head together: its query, its key, and the values and output gates of its value heads; in a
+second tensor these heads' writing strengths (beta) and decays (alpha). Engines have the same order. Megatron keeps each kind by itself.
+"""
+
+from __future__ import annotations
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.models.attention import INPUT_NORM
+from megarl.models.parameters import LAYER, LogicalTensor, Parameter, Part, Run, whole
+from megarl.models.spec import ModelSpec
+
+_L = "model.layers.{layer}.linear_attn."
+QKVZ, BA, OUT = _L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight", _L + "out_proj.weight"
+CONVOLUTION, DECAY, DECAY_BIAS, NORM = _L + "conv1d.weight", _L + "A_log", _L + "dt_bias", _L + "norm.weight"
+QUANTISED = (QKVZ, OUT)
+INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.in_proj.layer_norm_weight"}
+
+
+def logical(spec: ModelSpec) -> list[LogicalTensor]:
+    hidden, heads = spec.hidden_size, spec.linear_value_heads
+    keys, values = _widths(spec)
+    shapes = {
+        INPUT_NORM: (hidden,),
+        QKVZ: (2 * keys + 2 * values, hidden),
+        BA: (2 * heads, hidden),
+        CONVOLUTION: (2 * keys + values, 1, spec.linear_conv_width),
+        DECAY: (heads,),
+        DECAY_BIAS: (heads,),
+        NORM: (spec.linear_value_dim,),
+        OUT: (hidden, values),
+    }
+    return [LogicalTensor(name, shape, LAYER) for name, shape in shapes.items()]
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
+    tp, own = topology.tp, "decoder.layers.{layer}.self_attention."
+    return [
+        whole("decoder.layers.{layer}." + INPUT_NORM_NAMES[layer_spec], LAYER, INPUT_NORM),
+        Parameter(own + "in_proj.weight", LAYER, _projections(spec), dim=0, groups=tp, units=_units(spec)),
+        Parameter(own + "conv1d.weight", LAYER, _convolved(spec), dim=0, groups=tp),
+        Parameter(own + "A_log", LAYER, (Part(DECAY),), dim=0, groups=tp),
+        Parameter(own + "dt_bias", LAYER, (Part(DECAY_BIAS),), dim=0, groups=tp),
+        whole(own + "out_norm.weight", LAYER, NORM),
+        Parameter(own + "out_proj.weight", LAYER, (Part(OUT),), dim=1, groups=tp),
+    ]
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
+    """SGLang keeps the decays in float32."""
+    _tp, cut = topology.attention_tp, {"groups": topology.attention_tp, "of_attention": True}
+    return [
+        Parameter(QKVZ, LAYER, (Part(QKVZ),), dim=0, units=_units(spec), **cut),
+        Parameter(BA, LAYER, (Part(BA),), dim=0, **cut),
+        Parameter(CONVOLUTION, LAYER, _convolved(spec), dim=0, **cut),
+        Parameter(DECAY, LAYER, (Part(DECAY),), dim=0, dtype="float32", **cut),
+        Parameter(DECAY_BIAS, LAYER, (Part(DECAY_BIAS),), dim=0, **cut),
+        whole(NORM, LAYER, NORM),
+        Parameter(OUT, LAYER, (Part(OUT),), dim=1, **cut),
+    ]
+
+
+def _projections(spec: ModelSpec) -> tuple[Part, ...]:
+    """Queries, keys, values, output gates, betas and alphas of all heads, from tensors that have them key head by key head."""
+    each = spec.linear_value_heads // spec.linear_key_heads
+    key, value = spec.linear_key_dim, each * spec.linear_value_dim
+    starts, period = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value
+    parts = [Part(QKVZ, run=Run(start, count, period)) for start, count in zip(starts, (key, key, value, value))]
+    return *parts, *(Part(BA, run=Run(start, each, 2 * each)) for start in (0, each))
+
+
+def _convolved(spec: ModelSpec) -> tuple[Part, ...]:
+    """The channels of queries, keys and values."""
+    keys, values = _widths(spec)
+    return tuple(
+        Part(CONVOLUTION, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values))
+    )
+
+
+def _widths(spec: ModelSpec) -> tuple[int, int]:
+    """The rows of all keys, and of all values."""
+    return spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+
+
+def _units(spec: ModelSpec) -> tuple[tuple[str, int], ...]:
+    return (("key heads of gated delta nets", spec.linear_key_heads),)

@@ -1,0 +1,51 @@
+"""Attention in some layers, gated delta nets in the others: the blocks `attention` and `gated_delta_net`, each in runs of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from types import ModuleType
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.models import attention, gated_delta_net
+from megarl.models.parameters import Layers, LogicalTensor, Parameter
+from megarl.models.spec import ModelSpec
+
+
+def _served(name: str) -> str:
+    """SGLang's name of a parameter: its layers of attention have no module for attention itself."""
+    return name.replace(".self_attn.", ".")
+
+
+QUANTISED = tuple(_served(name) for name in attention.QUANTISED) + gated_delta_net.QUANTISED
+
+
+def logical(spec: ModelSpec) -> list[LogicalTensor]:
+    return [replace(tensor, layers=layers) for layers, block in _runs(spec) for tensor in block.logical(spec)]
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
+    return [replace(each, layers=layers) for layers, block in _runs(spec) for each in block.megatron(spec, topology, layer_spec)]
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
+    found = [(layers, each) for layers, block in _runs(spec) for each in block.sglang(spec, topology, device)]
+    return [replace(each, name=_served(each.name), layers=layers) for layers, each in found]
+
+
+def sglang_norms(spec: ModelSpec) -> list[Parameter]:
+    return [replace(attention.sglang_norm(), layers=layers) for layers, _ in _runs(spec)]
+
+
+def absent(spec: ModelSpec) -> tuple[str, ...]:
+    """Those of QUANTISED that a model of few layers lacks."""
+    blocks = (spec.attention_layers, attention.QUANTISED), (len(spec.linear_layers), gated_delta_net.QUANTISED)
+    return tuple(_served(name) for count, names in blocks if not count for name in names)
+
+
+def _runs(spec: ModelSpec) -> Iterator[tuple[Layers, ModuleType]]:
+    """The runs of layers that are alike, each with its block."""
+    for linear, run in groupby(range(spec.num_layers), key=lambda layer: layer in spec.linear_layers):
+        layers = [*run]
+        yield (layers[0], layers[-1] + 1), gated_delta_net if linear else attention

@@ -1,0 +1,79 @@
+"""Qwen3-Next: gated delta nets, with gated attention in every fourth layer; zero-centred norms; mixtures with a gated shared expert.
+
+The multi-token-prediction layer (`mtp.*` in the checkpoint) is left out: neither side runs it. SGLang must be started with
+disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
+"""
+
+from __future__ import annotations
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.config.errors import ConfigError
+from megarl.models import hybrid_attention, sparse
+from megarl.models.dense import read_common
+from megarl.models.parameters import LogicalTensor, Parameter
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also if some layers are dense, or of another kind than SGLang takes from full_attention_interval."""
+    reader.expect("attention_bias", False, False)
+    reader.expect("decoder_sparse_step", 1, 1)
+    if reader.values.get("mlp_only_layers"):
+        reader.expect("mlp_only_layers", [], [])
+    for key, allowed in (("attn_output_gate", True), ("output_gate_type", None)):
+        reader.expect(key, allowed, allowed)
+    key_heads, value_heads = reader.integer("linear_num_key_heads"), reader.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        text = f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
+        raise ConfigError(f"{reader.source}: {text}")
+    return read_common(
+        reader,
+        "qwen3_next",
+        head_dim=reader.integer("head_dim", 256),
+        intermediate_size=0,
+        qk_norm=True,
+        zero_centred_norms=True,
+        gated_attention=True,
+        partial_rotary_factor=reader.partial_rotary_factor(0.25),
+        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
+        experts_per_token=reader.integer("num_experts_per_tok"),
+        expert_intermediate_size=reader.integer("moe_intermediate_size"),
+        shared_intermediate_size=reader.integer("shared_expert_intermediate_size"),
+        shared_expert_gate=True,
+        norm_topk_prob=reader.flag("norm_topk_prob", True),
+        linear_layers=_linear_layers(reader),
+        linear_key_heads=key_heads,
+        linear_value_heads=value_heads,
+        linear_key_dim=reader.integer("linear_key_head_dim"),
+        linear_value_dim=reader.integer("linear_value_head_dim"),
+        linear_conv_width=reader.integer("linear_conv_kernel_dim"),
+    )
+
+
+def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
+    interval, layers = reader.integer("full_attention_interval"), range(reader.integer("num_hidden_layers"))
+    kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in layers]
+    if (reader.values.get("layer_types") or kinds) != kinds:
+        reader.expect("layer_types", kinds, kinds)
+    return tuple(layer for layer in layers if kinds[layer] == LINEAR)
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    return sparse.logical_tensors(spec, attention=hybrid_attention)
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    return sparse.megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    return sparse.sglang_parameters(spec, topology, device, attention=hybrid_attention)
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    absent = hybrid_attention.absent(spec)
+    return tuple(name for name in sparse.quantised_parameters(spec, attention=hybrid_attention) if name not in absent)
