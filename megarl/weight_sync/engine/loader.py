@@ -236,15 +236,12 @@ class Worker:
         kv_b_proj, which SGLang derives again only if no loader has run, and a custom loader counts as one.
 
         Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters (a
-        router's bias in another dtype), and renews a copy when the counter of its parameter has changed. Of zero-centred norms it keeps
-        1 + their weight, for kernels on GPUs, which only their own loader renews.
+        router's bias in another dtype), and renews a copy when the counter of its parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
             original(model, device)
-            for module in model.modules():
-                if hasattr(module, "refresh_gemma_weight"):
-                    module.refresh_gemma_weight()
+            _rebind(model)
             if hasattr(model, "post_load_weights"):
                 model.post_load_weights()
 
@@ -291,6 +288,14 @@ def _post_load(model: torch.nn.Module) -> None:
     device = next(model.parameters()).device
     DefaultModelLoader.postprocess_weights(model, device)  # hooked: `finish`
     DefaultModelLoader.restore_weights_before_loading(model, device)
+
+
+def _rebind(model: torch.nn.Module) -> None:
+    """Renews what SGLang keeps of parameters beside them: of zero-centred norms 1 + their weight, of gated delta nets a view of the
+    convolution's weight, which transports may have moved."""
+    from sglang.srt.model_loader.loader import PreshardedModelLoader
+
+    PreshardedModelLoader._rebind_parameter_aliases(model)
 
 
 def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any) -> torch.nn.Module:
