@@ -156,7 +156,11 @@ class Worker:
         memory = self.opened[command.kind] = self.memories[command.memory]
         address = address_towards(self.reply_address)
         live = Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters))
-        return pack(memory.open(live, offer), command.known.get(self.rank, b""))
+        endpoint = memory.open(live, offer)
+        if self.unwritten is not None:  # some move the parameters
+            with self.unwritten.rewriting():
+                _rebind(self.unwritten.model)
+        return pack(endpoint, command.known.get(self.rank, b""))
 
     def receive(self, parameters: Parameters, command: Receive) -> None:
         tensors = self.tensors(parameters)
