@@ -187,10 +187,11 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
     to it; 0 if the trainer cuts no finer than the engine."""
     topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
-    few = spec.first_dense_layers + 1 if spec.num_experts else 1  # all later layers are equal, and pp = 1 keeps them together
-    shapes = (replace(shape_of(spec), num_layers=few + more) for more in (0, 1))
-    some, one_more = (_landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes)
-    return some + (spec.num_layers - few) * (one_more - some)
+    # All later layers are equal, or repeat in a period; pp = 1 keeps them together.
+    period, dense = spec.period, spec.first_dense_layers if spec.num_experts else 0
+    shapes = (shape_of(spec).cut(dense + periods * period) for periods in (1, 2))
+    some, more = (_landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes)
+    return some + (spec.num_layers - dense - period) * (more - some) // period
 
 
 def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:

@@ -83,6 +83,16 @@ class ModelSpec:
         """The same decoder with the other head, which shares no weights with the embedding."""
         return replace(self, head=SCALAR, tie_word_embeddings=False)
 
+    def cut(self, layers: int) -> ModelSpec:
+        """The same decoder with its first layers alone."""
+        linear, windowed = (tuple(layer for layer in each if layer < layers) for each in (self.linear_layers, self.windowed_layers))
+        return replace(self, num_layers=layers, linear_layers=linear, windowed_layers=windowed)
+
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds repeat, apart from leading dense ones."""
+        return next((layer + 1 for layer in range(self.num_layers) if layer not in self.linear_layers), 1)
+
     @property
     def attention_layers(self) -> int:
         """How many layers keep keys and values."""

@@ -41,6 +41,7 @@ def load(name: str, *overrides: str) -> tuple[RunConfig, object]:
         ("405b_aipo", 1024),
         ("qwen3_30b_a3b_aipo", 32),
         ("qwen3_235b_a22b_aipo", 256),
+        ("qwen3_next_80b_a3b_aipo", 64),
     ],
 )
 def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
