@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # after trainer_reference, which 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 
-BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2})]
+BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
     "betas": (0.9, 0.95),
@@ -205,8 +205,8 @@ def test_bf16(models: dict[str, Path], runs: Path, model: str, topology: dict[st
     found = hf_gradients(models[model], TrainerTopology(**topology), ranks)
     expected = reference(models[model], torch.bfloat16)["grads"]
     error = math.sqrt(sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items()))
-    # A rounded score may choose another expert, which moves the gradient more than rounding itself.
-    tolerance = 0.15 if model == "mixtral" else 0.05
+    # A rounded score may choose another expert, which moves the gradient more than rounding itself: of gpt-oss, HF's own in bf16 by 0.10.
+    tolerance = 0.15 if model in ("mixtral", "gpt_oss") else 0.05
     assert error <= tolerance * math.sqrt(sum((grad**2).sum().item() for grad in expected.values()))
 
 

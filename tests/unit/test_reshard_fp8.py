@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_cases import DTYPES, FAMILIES, RULES, carry_out, cases, check_lists
+from reshard_cases import DTYPES, FP8_FAMILIES, RULES, carry_out, cases, check_lists
 from reshard_reference import HF, full_tensors, megatron, sglang
 
 from megarl.kernels.quantise import quantise
@@ -81,7 +81,7 @@ def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
     return groups
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])  # whose engines are refused in fp8
+@pytest.mark.parametrize("name", FP8_FAMILIES)
 def test_what_is_quantised_is_a_list_of_the_familys_own_parameters(name):
     assert len(set(family(dataclasses.replace(BASE, family=name)).quantised_parameters(BASE))) >= 4
 
