@@ -75,6 +75,8 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
     if config.generator.quantization is not None:
         quantization = f"generator.quantization={config.generator.quantization}"
         yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
+    if config.generator.server_args.get("load_format") == "dummy":
+        yield "generator.server_args.load_format=dummy: must be left out for megarl eval: no update would write the weights"
 
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

@@ -149,6 +149,19 @@ def test_the_papers_large_runs_can_be_planned(config: str, ranks: tuple[int, int
     assert "generator.quantization=fp8_block: must be null for megarl eval" in capsys.readouterr().err
 
 
+def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of gate and up alternate on both sides, so that few copies carry them."""
+    path = "configs/gpt_oss_120b_aipo.yaml"
+    assert cli.main(["reshard", path, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["trainer_ranks"], facts["generator_ranks"]) == (32, 32) and facts["exactly_once"] is True
+    assert facts["bytes"] == facts["bytes_minimum"] and facts["copies"] < 200_000 and facts["sender_max_over_mean"] < 1.001
+    assert cli.main(["plan", path]) == 0
+    assert "fits       yes" in capsys.readouterr().out
+    assert cli.main(["eval", path]) == 2
+    assert "generator.server_args.load_format=dummy: must be left out for megarl eval" in capsys.readouterr().err
+
+
 def test_reshard_reports_the_map(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["trainer.tp=2", "trainer.dp=2", "generator.engines=2", "generator.tp=4"]
     assert cli.main(["reshard", str(run_yaml), *sizes, "--json"]) == 0
