@@ -327,6 +327,9 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.simulate:
+        others = ("search", "theory", "gpus", "picture")
+        if unused := [f"--{name}" for name in others if getattr(arguments, name) not in (None, False)]:
+            raise ConfigError(f"{unused[0]}: is not for --simulate")
         return _simulate(arguments)
     given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
     if given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,31 +19,37 @@ import numpy as np
 from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
+from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import check_longest, estimate
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import Workload, cache_tokens
+from megarl.estimate.report import not_counted
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
+from megarl.plan.checks import OF_GPUS
 from megarl.plan.resolve import RunPlan
+from megarl.simulation.lengths import EXPONENTIAL, LOGNORMAL
 from megarl.simulation.measured import measured
 from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, unseen
 from megarl.simulation.virtual import Stuck
 
 WARM_UP = 5  # steps that are not counted, at most a fifth of all
 EVERY_S = 5.0  # progress is said
+ROOM = 0.6  # of the requests that an engine could run; below that it has too few
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Shares are of all steps' time, tokens of those that engines sampled or the trainer trained on."""
+    """The trainer's shares and the waits are of the time of steps, without the first; the engines' is of the whole time, with restarts."""
 
     step_p50_s: float
     step_p95_s: float
     tokens_per_s: float  # trained on, over the whole run, with failures and restarts
     trainer_busy: float
     engines_busy: float
+    requests: float  # that an engine runs at a time while it is busy, a mean
     waits_for_batch: float  # of the trainer
     waits_for_engines: float  # of the trainer, until they are ready for an update
     waits_for_weights: float  # of places in flight
@@ -72,6 +79,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
         tokens_per_s=trained / totals.end_s,
         trainer_busy=sum(row["time/train_s"] for row in rows) / took,
         engines_busy=totals.busy_s / totals.end_s / plan.config.generator.engines,
+        requests=totals.running_s / totals.busy_s if totals.busy_s else 0.0,
         waits_for_batch=share["trainer_wait"] - share["weights_wait"],
         waits_for_engines=share["weights_wait"],
         waits_for_weights=share["generator_wait"],
@@ -126,6 +134,8 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
         try:
             totals = simulate(plan, models, told or unseen, follow=Progress())
         except (Stuck, Broken) as error:
+            if output:
+                shutil.rmtree(output)  # it was made for this run
             raise RunError(f"the simulated run failed: {error}") from error
         if output:
             writer = MetricsWriter(output)
@@ -159,7 +169,10 @@ def _check(plans: Sequence[RunPlan]) -> None:
 
 def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
     """Writes the spans of a page's timeline."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: {error.strerror}") from error
     write_whole(folder / SIMULATED_FILE, json.dumps({"simulated": True}))
     write_whole(folder / "config.yaml", dump_config(plan.config))
     writers = {name: TraceWriter(folder, name) for name in ("trainer.0", "generator.0")}
@@ -175,17 +188,21 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
         key, equals, values = each.partition("=")
         if not equals or not all(values.split(",")):
             raise ConfigError(f"--sweep {each}: must be KEY=VALUE,VALUE,…")
+        if any(key == axis[0].partition("=")[0] for axis in axes) or len(set(values.split(","))) < len(values.split(",")):
+            raise ConfigError(f"--sweep {each}: a key, and each of its values, must be given once")
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(overrides) for overrides in itertools.product(*axes)]
 
 
 def render(plan: RunPlan, found: Summary) -> list[str]:
-    planned = estimate(plan.config, plan.spec)
+    means = ""
+    if plan.config.plan.simulation.lengths in (EXPONENTIAL, LOGNORMAL):
+        means = f"; from means alone {estimate(plan.config, plan.spec).step_s:.4g} s"
     by_age = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items() if share >= 0.005)
     waits = f"for batches {found.waits_for_batch:.0%}, for engines to take weights {found.waits_for_engines:.0%}"
     lines = [
         f"simulated  {found.steps} steps, {found.hours:.1f} hours, by the run's own scheduler in virtual time",
-        f"a step     {found.step_p50_s:.4g} s (median), {found.step_p95_s:.4g} s (95 %); from means alone {planned.step_s:.4g} s",
+        f"a step     {found.step_p50_s:.4g} s (median), {found.step_p95_s:.4g} s (95 %){means}",
         f"tokens     {found.tokens_per_s:,.0f} trained on a second; {found.discarded:.1%} of those sampled are not trained on",
         f"busy       trainer {found.trainer_busy:.0%}, engines {found.engines_busy:.0%}",
         f"waits      the trainer {waits}; places in flight for weights {found.waits_for_weights:.0%}",
@@ -197,6 +214,9 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
     if found.engine_failures or found.trainer_failures:
         lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
         lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
+    lines += [f"refused    by megarl train: {problem}" for check in OF_GPUS for problem in check(plan.config)]
+    if left_out := [*not_counted(plan.config), *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served)]:
+        lines.append(f"not counted: {', '.join(left_out)}")
     return [*lines, f"advice     {advice(plan, found)}"]
 
 
@@ -205,18 +225,14 @@ def advice(plan: RunPlan, found: Summary) -> str:
     if found.goodput < 0.9:
         return f"write checkpoints more often or restart faster: failures cost {1 - found.goodput:.0%} of the time"
     if found.waits_for_batch > 0.1 and found.waits_for_weights > 0.1:
-        return (
-            f"raise async.capacity or use another async.partial_rollout: both sides wait, the trainer {found.waits_for_batch:.0%} of the "
-            f"time for batches, the engines {found.waits_for_weights:.0%} for weights"
-        )
+        both = f"the trainer {found.waits_for_batch:.0%} of the time for batches, the engines {found.waits_for_weights:.0%} for weights"
+        return f"raise {_depth(plan.config)} or use another async.partial_rollout: both sides wait, {both}"
     if found.waits_for_engines > 0.1:
         return f"use async.partial_rollout=in_flight: the trainer waits {found.waits_for_engines:.0%} of the time for rollouts to finish"
-    given, could_run = _requests(plan)
-    if found.waits_for_batch > 0.1 and given < 0.9 * could_run and plan.config.async_.capacity != 0:
-        return (
-            f"raise async.max_in_flight: the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an engine, which could "
-            f"run {could_run:.0f} requests at once, gets {given:.0f}"
-        )
+    could_run = _could_run(plan)
+    if found.waits_for_batch > 0.1 and found.requests < ROOM * could_run and plan.config.async_.capacity != 0:
+        why = f"the trainer waits {found.waits_for_batch:.0%} of the time for batches, and an engine runs {found.requests:.0f} requests"
+        return f"raise async.max_in_flight and {_depth(plan.config)}: {why} at a time, of {could_run:.0f} that it could"
     if found.waits_for_batch > 0.1:
         return f"give the engines more GPUs: the trainer waits {found.waits_for_batch:.0%} of the time for batches"
     if found.waits_for_weights > 0.1:
@@ -224,13 +240,17 @@ def advice(plan: RunPlan, found: Summary) -> str:
     return "leave it: neither side waits a tenth of the time"
 
 
-def _requests(plan: RunPlan) -> tuple[float, float]:
-    """How many an engine is given at once by async.max_in_flight, and how many it could run."""
-    config, generator = plan.config, plan.config.generator
-    places = config.async_.max_in_flight or config.rollout.prompts_per_step
-    cache = cache_tokens(plan.spec, generator, config.model.dtype, Cluster.of(config).gpu)
-    room = cache / Workload.of(config).tokens_per_sequence
-    return places * config.rollout.n / generator.engines, min(generator.max_concurrency, room)
+def _depth(config: RunConfig) -> str:
+    """The setting that bounds how far rollouts run ahead."""
+    capacity, staleness = config.async_.capacity, config.async_.max_staleness
+    return "async.max_staleness" if staleness is not None and (capacity is None or staleness <= capacity) else "async.capacity"
+
+
+def _could_run(plan: RunPlan) -> float:
+    """Requests that an engine has room for at a time."""
+    generator = plan.config.generator
+    cache = cache_tokens(plan.spec, generator, plan.config.model.dtype, Cluster.of(plan.config).gpu)
+    return min(generator.max_concurrency, cache / Workload.of(plan.config).tokens_per_sequence)
 
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {

@@ -94,6 +94,7 @@ class SimulatedEngine:
         self.url, self.speed, self._unit, self._work = url, speed, unit, work
         self.version: Version = -1
         self.busy_s = 0.0  # decoding or prefilling
+        self.running_s = 0.0  # the same, of each running request
         self.retracted = 0  # requests, for lack of KV cache
         self.prefilled = self.sampled = 0  # units
         self.could_sample = 0.0  # units that its running requests have had the time for; `sampled` is never more
@@ -214,6 +215,7 @@ class SimulatedEngine:
         now = self._now()
         if self._running and not self._paused:
             self.busy_s += now - self._at
+            self.running_s += len(self._running) * (now - self._at)
             units = max(0.0, now - max(self._at, self._free_at)) / self._step_s
             self._clock += units
             self._ratio = max(LEAST, self._ratio - units * self._unit * (MOST - LEAST) / DECAY_STEPS)
@@ -289,7 +291,7 @@ class SimulatedEngine:
         if running > 1:
             steps = min(steps, max(1.0, (self._room - self._held) / running))
         when = max(self._now(), self._free_at) + max(0.0, steps) * self._step_s
-        self._timer = asyncio.get_running_loop().call_at(when, self._change)
+        self._timer = asyncio.get_running_loop().call_at(max(when, math.nextafter(self._at, math.inf)), self._change)
 
     @staticmethod
     def _completion(request: _Request, reason: str) -> Completion:

@@ -65,7 +65,7 @@ class Lengths:
         normal = math.sqrt(shared) * rng.standard_normal((BLOCK, 1)) + math.sqrt(1 - shared) * rng.standard_normal((BLOCK, n))
         below = 0.5 * (1 + _erf(normal / math.sqrt(2)))
         ordinals = block * BLOCK + np.arange(BLOCK)[:, None]
-        grown = 1 + self._settings.growth * ordinals / self._per_step / 100
+        grown = (1 + self._settings.growth) ** (ordinals / self._per_step / 100)
         return np.rint(np.clip(self._quantile(np.clip(below, 1e-12, 1 - 1e-12)) * grown, 1, 2**40)).astype(np.int64)
 
 
@@ -107,7 +107,7 @@ def lengths_in(path: Path) -> np.ndarray:
         found = [int(sample["tokens"]) for line in lines for sample in json.loads(line)["samples"]]
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{key}: not the samples of a run: {error!r}") from error
     if not found or min(found) < 1:
         raise ConfigError(f"{key}: must have at least one sample, each of at least one token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,24 +18,26 @@ from megarl.simulation.engines import Speed
 from megarl.simulation.run import Models, simulate
 
 FEWEST = 8  # steps that a fit needs
-FIT_STEPS, TRIALS, CLOSE = 24, 8, 0.02  # of the engines' speed
-TIMES = ("time/step_s", "time/sync_s", "time/sync_pause_s", "time/rollout_s", "time/trainer_wait_s")
-NEEDED = (*TIMES, "tokens_per_s", "samples_per_s")
+FIT_STEPS, TRIALS, CLOSE, FAR, LEAST = 24, 8, 0.02, 0.25, 1e-4  # of the engines' speed
+NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # above 0
+WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/save_s")  # 0 or more
 # What its times hold for.
 SIZES = (
-    "model.path", "rollout.prompts_per_step", "rollout.n", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.ep",
-    "generator.engines", "generator.tp", "generator.ep", "generator.quantization", "generator.max_concurrency",
+    "model.path", "model.dtype", "cluster.gpu", "algorithm.name", "rollout.prompts_per_step", "rollout.n", "rollout.max_tokens",
+    "trainer.dp", "trainer.tp", "trainer.pp", "trainer.vpp", "trainer.cp", "trainer.ep", "trainer.etp", "trainer.zero", "trainer.recompute",
+    "trainer.minibatches", "trainer.epochs", "generator.engines", "generator.tp", "generator.ep", "generator.quantization",
+    "generator.max_concurrency",
 )  # fmt: skip
 
 
 def measured(plan: RunPlan, unit: int, run: Path) -> Models:
-    """The planner's models, scaled so that they give the medians of a run's metrics: a step's training by its tokens, the update, and
-    the engines' speed. Raises ConfigError if the run has other sizes, or too few steps."""
+    """The planner's models, scaled so that they give what a run's metrics have: a step's training, a line over its tokens, the update and
+    the engines' speed, medians. Raises ConfigError if the run has other sizes, or too few steps."""
     _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
-    rows = [row for row in rows[len(rows) // 5 :] if all(name in row for name in NEEDED)]
+    rows = [row for row in rows[len(rows) // 5 :] if _sound(row)]
     if len(rows) < FEWEST:
-        raise ConfigError(f"--from {run}: has {len(rows)} steps with times, after the first fifth; at least {FEWEST} are needed")
+        raise ConfigError(f"--from {run}: has {len(rows)} steps with all times, after the first fifth; at least {FEWEST} are needed")
     models = Models.of(plan, unit)
     samples = plan.sequences_per_step
     fixed_s, token_s = _line([_tokens(row, samples) for row in rows], [_rest_s(row) for row in rows])
@@ -44,7 +47,7 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
     models = replace(models, train_s=train_s, write_s=write_s, control_s=max(0.0, pause_s - write_s))
-    return _as_fast(plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
+    return _as_fast(run, plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
 
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
@@ -54,14 +57,19 @@ def _check_sizes(plan: RunPlan, run: Path) -> None:
         raise ConfigError(f"--from {run}: its times are of other sizes: {said}; plan with the same")
 
 
+def _sound(row: Row) -> bool:
+    known = all(isinstance(row.get(name), int | float) and math.isfinite(row[name]) for name in (*NEEDED, *WAITS))
+    return known and min(row[name] for name in NEEDED) > 0 and min(row[name] for name in WAITS) >= 0 and _rest_s(row) > 0
+
+
 def _tokens(row: Row, samples: int) -> float:
     """Of a step's responses."""
     return row["tokens_per_s"] / row["samples_per_s"] * samples
 
 
 def _rest_s(row: Row) -> float:
-    """A step without its waits and its update: training, and what nothing overlaps."""
-    return row["time/step_s"] - row["time/trainer_wait_s"] - row["time/sync_s"]
+    """A step without its waits, its update and its checkpoint: training, and what nothing overlaps."""
+    return row["time/step_s"] - row["time/trainer_wait_s"] - row["time/sync_s"] - row["time/save_s"]
 
 
 def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
@@ -72,19 +80,21 @@ def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
     return float(y.mean() - slope * x.mean()), slope
 
 
-def _as_fast(plan: RunPlan, models: Models, rollout_s: float) -> Models:
+def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
     """With engines whose decoding is scaled so that a prompt's rollout takes `rollout_s`. Prefill is left as the planner has it. Such a
     time depends on waits too, so the scale is found by trying."""
     settings = replace(plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None)
     trial = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings)))
-    scale, found = 1.0, models
+    scale, found, took_s = 1.0, models, 0.0
     for _ in range(TRIALS):
         found = replace(models, speed=_scaled(models.speed, scale))
         rows = simulate(trial, lambda plan, unit: found).rows
         took_s = float(np.median([row["time/rollout_s"] for row in rows[len(rows) // 5 :]]))
         if abs(took_s / rollout_s - 1) < CLOSE:
             break
-        scale *= rollout_s / took_s
+        scale = max(LEAST, scale * rollout_s / took_s)
+    if abs(took_s / rollout_s - 1) > FAR:
+        raise ConfigError(f"--from {run}: no speed of engines gives rollouts of {rollout_s:.3g} s; simulated ones take {took_s:.3g} s")
     return found
 
 

@@ -43,7 +43,7 @@ from megarl.simulation.lengths import Draw, Lengths
 from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
 from megarl.weight_sync.sender import SyncReport
 
-UNITS = 256  # the longest response has at most this many units of tokens
+UNITS = 256  # the longest response has at most this many units of tokens, unless others are much shorter
 HOUR_S = 3600.0
 IN_VAIN = 50  # restarts without a new checkpoint, after which there will be none
 
@@ -117,6 +117,7 @@ class Totals:
     lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
     ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
     busy_s: float = 0.0  # of all engines together
+    running_s: float = 0.0  # the same, of each running request
     sampled: int = 0  # tokens
     expected_length: float = 1.0  # mean of the responses to as many prompts as the first half of the steps has, in their order
     retracted: int = 0
@@ -268,7 +269,8 @@ class Attempt:
         self.saved = self.start, self.ledger  # the last complete checkpoint
         self.trained = {ordinal for ordinals in self.totals.ordinals for ordinal in ordinals}
         self._finishing: asyncio.Task[None] | None = None
-        self._pause_s = 0.0
+        self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
+        self._pause_s = self._save_s = 0.0
 
     def run(self) -> None:
         """Raises Interrupted, Stuck, Broken."""
@@ -286,6 +288,7 @@ class Attempt:
             self.loop.run_until_complete(self.fleet.close())
             for engine in self.engines:
                 self.totals.busy_s += engine.busy_s
+                self.totals.running_s += engine.running_s
                 self.totals.retracted += engine.retracted
                 if engine.sampled > engine.could_sample + 1:
                     raise Broken(f"{engine.url} has sampled {engine.sampled} units, and had the time for {engine.could_sample:.1f}")
@@ -378,19 +381,22 @@ class Attempt:
             await self.fleet.pulse.until(lambda: not self.fleet.returned)
 
     async def _save(self, step: int) -> None:
-        config = self.plan.config.checkpoint
-        if not config.every or step % config.every:
-            return
-        self.intake.take_in()
-        saved, write_s = (step, self.intake.buffer.ledger()), self.plan.config.plan.simulation.checkpoint_s
-        if config.beside:
-            self.loop.call_later(write_s, self._keep, saved)
-        else:
-            await asyncio.sleep(write_s)
-            self._keep(saved)
+        """As a run does (executors.saving): one checkpoint is written at a time, and it counts from the end of a step on."""
+        config, began = self.plan.config.checkpoint, self.loop.time()
+        if self._writing is not None and self._writing.done():
+            self.saved, self._writing = self._writing.result(), None
+        if config.every and step % config.every == 0:
+            if self._writing is not None:
+                self.saved = await self._writing
+            self.intake.take_in()
+            self._writing = asyncio.ensure_future(self._written(step, self.intake.buffer.ledger()))
+            if not config.beside:
+                self.saved, self._writing = await self._writing, None
+        self._save_s = self.loop.time() - began
 
-    def _keep(self, saved: tuple[int, Ledger]) -> None:
-        self.saved = saved
+    async def _written(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
+        await asyncio.sleep(self.plan.config.plan.simulation.checkpoint_s)
+        return step, ledger
 
     async def _lose_engines(self) -> None:
         config = self.plan.config
@@ -440,6 +446,7 @@ class Attempt:
             "step": step,
             "wall_s": self.loop.time(),
             **step_times(batch, step_s, train_s, batch_wait_s, sync.wait_s, sync.sync_s, self._pause_s),
+            "time/save_s": self._save_s,
             "tokens_per_s": float(lengths.sum()) / step_s,
             "samples_per_s": len(samples) / step_s,
             "response_tokens/mean": float(lengths.mean()),
@@ -477,9 +484,9 @@ def simulate(
     Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
     plan = simulated(plan)
     config, settings = plan.config, plan.config.plan.simulation
-    unit = max(1, config.rollout.max_tokens // UNITS)
-    found = models(plan, unit)
     lengths = lengths or Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
+    unit = unit_of(config, lengths)
+    found = models(plan, unit)
     loop, totals, start, ledger, in_vain = VirtualLoop(), Totals(), 0, Ledger(), 0
     rng = np.random.default_rng((config.seed, 4))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
@@ -502,6 +509,16 @@ def simulate(
     totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)
     return totals
+
+
+def unit_of(config: RunConfig, lengths: Draw) -> int:
+    """The tokens of a unit: so few that a turn of a mean response has 16, a prompt and a chunk of a response 4."""
+    rollout, plan = config.rollout, config.plan
+    mean = float(np.mean([np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean() for ordinal in range(32)]))
+    finest = [rollout.max_tokens / UNITS, mean / plan.simulation.turns / 16, plan.mean_prompt_tokens / 4]
+    if config.async_.partial_rollout == "resume" and config.async_.chunk_tokens:
+        finest.append(config.async_.chunk_tokens / 4)
+    return max(1, int(min(finest)))
 
 
 def in_units(lengths: Draw, ordinal: Ordinal, n: int, unit: int) -> np.ndarray:

@@ -21,9 +21,9 @@ class SimulationConfig:
         one_of(EXPONENTIAL, LOGNORMAL, or_like=r".+\.jsonl", written="FILE.jsonl"),
         INPUT,
     )
-    sigma: float = setting(1.0, "with lengths=lognormal, the deviation of their logarithm", above(0))
+    sigma: float = setting(1.0, "with lengths=lognormal, the deviation of their logarithm", between(0.01, 4))
     correlation: float = setting(0.5, "how much the lengths of responses to one prompt have in common", between(0, 1))
-    growth: float = setting(0.0, "by what share lengths have grown after 100 steps", between(-0.9, 100))
+    growth: float = setting(0.0, "by what share lengths grow every 100 steps", between(-0.9, 100))
     turns: int = setting(1, "requests that a response is made of, each followed by a tool call of tool_s", at_least(1))
     tool_s: float = setting(1.0, "with turns above 1, mean duration of a tool call, exponentially distributed", at_least(0))
     score_s: float = setting(0.0, "mean duration of scoring a response, exponentially distributed", at_least(0))

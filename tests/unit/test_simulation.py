@@ -219,7 +219,7 @@ def test_equal_lengths_give_the_closed_form(capacity, train_s):
 class Reference(EmulatedEngine):
     """The engine of `megarl bench overlap`, which keeps its time in another way, in the place of a simulated one."""
 
-    up, busy_s, retracted, sampled, could_sample = True, 0.0, 0, 0, 0.0
+    up, busy_s, running_s, retracted, sampled, could_sample = True, 0.0, 0.0, 0, 0, 0.0
     slots, token_s, lengths = 4, TOKEN_S, EmulatedLengths(20, 0.0, 64)
 
     def __init__(self, url, speed, unit, work):
@@ -261,6 +261,23 @@ def test_goodput_is_the_time_of_steps_that_were_kept():
     assert totals.trainer_failures > 1
     kept_s = sum(row["time/step_s"] for row in totals.rows)
     assert summary(plan, totals).goodput == pytest.approx(kept_s / totals.end_s, abs=0.02)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_one_checkpoint_is_written_at_a_time(beside):
+    """Each takes ten steps of training and is due every second step: steps wait for it, also where it is written beside them."""
+    settings = SimulationConfig(steps=20, checkpoint_s=10.0)
+    plan = plan_of(settings, AsyncConfig(1, partial_rollout="in_flight"), mean=64)
+    plan = replace(plan, config=replace(plan.config, checkpoint=CheckpointConfig(every=2, beside=beside)))
+    totals = simulate(plan, models(1.0))
+    assert totals.end_s == pytest.approx(9 * 10.0 + 20 * 1.1 * (not beside), rel=0.15)
+    assert sum(row["time/save_s"] for row in totals.rows) == pytest.approx(totals.end_s - 20 * 1.15, rel=0.2)
+
+
+def test_short_responses_under_a_high_limit_keep_their_lengths():
+    plan = plan_of(SimulationConfig(steps=6, turns=2, tool_s=0.0), AsyncConfig(), longest=16_000, mean=60)
+    mean = np.concatenate(simulate(plan, models()).lengths).mean()
+    assert mean == pytest.approx(60, rel=0.25)
 
 
 def test_lengths_have_the_mean_that_is_asked_for():
@@ -405,7 +422,7 @@ def test_the_command_sweeps_and_advises(capsys):
 
 def test_too_few_places_in_flight_are_said(capsys):
     assert main([*CONFIG, "async.max_in_flight=2"]) == 0
-    assert "advice     raise async.max_in_flight: the trainer waits" in capsys.readouterr().out
+    assert "advice     raise async.max_in_flight and async.capacity: the trainer waits" in capsys.readouterr().out
 
 
 def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
@@ -453,11 +470,40 @@ def test_published_rows_are_simulated():
 
 
 @pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({"time/step_s": None}, "has 0 steps with all times"),
+        ({"time/step_s": float("nan")}, "has 0 steps with all times"),
+        ({"time/step_s": "long"}, "has 0 steps with all times"),
+        ({"time/trainer_wait_s": 1000.0}, "has 0 steps with all times"),
+        ({"samples_per_s": 0.0}, "has 0 steps with all times"),
+        ({"time/rollout_s": 1e-6}, "no speed of engines gives rollouts of 1e-06 s"),
+    ],
+)
+def test_times_that_cannot_be_are_not_taken(tmp_path, capsys, spoilt, said):
+    folder, command = tmp_path / "run", [*CONFIG[:2], "plan.simulation.steps=12", "--simulate"]
+    assert main([*command, "--output", str(folder)]) == 0
+    rows = [json.loads(line) | spoilt for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*command, "--from", str(folder)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
+    assert main([*CONFIG, "timeouts.rollouts_s=5", "--output", str(tmp_path / "run")]) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([*CONFIG[:-1], "--sweep", "async.capacity=0,1"], "--sweep: needs --simulate"),
         ([*CONFIG, "--sweep", "async.capacity"], "must be KEY=VALUE,VALUE,…"),
         ([*CONFIG, "--sweep", "async.capacity=0,-1"], "async.capacity=-1"),
+        ([*CONFIG, "--sweep", "async.capacity=0", "async.capacity=2"], "must be given once"),
+        ([*CONFIG, "--search"], "--search: is not for --simulate"),
+        ([*CONFIG, "--output", "/proc/nothing"], "--output /proc/nothing: "),
+        ([*CONFIG, "plan.simulation.lengths=lognormal", "plan.simulation.sigma=40"], "plan.simulation.sigma=40"),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
         ([*CONFIG, "generator.engines=1", "generator.tp=1", "cluster.gpu=L40S"], "too large"),
