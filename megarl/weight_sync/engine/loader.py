@@ -296,10 +296,10 @@ def _post_load(model: torch.nn.Module) -> None:
 
 def _rebind(model: torch.nn.Module) -> None:
     """Renews what SGLang keeps of parameters beside them: of zero-centred norms 1 + their weight, of gated delta nets a view of the
-    convolution's weight, which transports may have moved."""
-    from sglang.srt.model_loader.loader import PreshardedModelLoader
-
-    PreshardedModelLoader._rebind_parameter_aliases(model)
+    convolution's weight. Call it also when a transport may have moved parameters."""
+    loader = sys.modules.get("sglang.srt.model_loader.loader")  # None: no model of SGLang's has been loaded here
+    if loader is not None:
+        loader.PreshardedModelLoader._rebind_parameter_aliases(model)
 
 
 def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options: Any) -> torch.nn.Module:
