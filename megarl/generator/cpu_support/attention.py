@@ -75,7 +75,7 @@ def _beyond_self_attention(encoder_lens: torch.Tensor | None, options: dict[str,
 
 
 def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """[..., keys]: which keys a query at `position` [...] attends to; with a window, itself and so many before it."""
+    """[..., keys]: which keys a query at `position` [...] attends to. With a window: the `window` keys before it, and its own."""
     back = position[..., None] - torch.arange(keys)
     return (back >= 0) if window is None else (back >= 0) & (back <= window)
 
