@@ -105,19 +105,23 @@ def loaded(folder: Path, topology: TrainerTopology, rank: int, dtype: str, monke
     return held
 
 
+def read_by_every_rank(write, topology: TrainerTopology, dtype: str, tmp_path: Path, monkeypatch, spec: ModelSpec) -> None:
+    """Every rank reads of the checkpoint that `write` makes what it reads of the values that this stands for."""
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    packed.mkdir()
+    plain.mkdir()
+    save_file(write(packed), plain / "model.safetensors")
+    check_finite(spec, packed)
+    for rank in range(topology.world_size):
+        found, wanted = (loaded(folder, topology, rank, dtype, monkeypatch, spec) for folder in (packed, plain))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert any(values.count_nonzero() for values in found.values())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
 def test_blocks_of_fp8_are_read_by_every_rank_as_what_they_stand_for(axes: dict[str, int], dtype: str, tmp_path: Path, monkeypatch) -> None:
-    fp8, plain = tmp_path / "fp8", tmp_path / "plain"
-    fp8.mkdir()
-    plain.mkdir()
-    save_file(in_fp8(fp8), plain / "model.safetensors")
-    topology = TrainerTopology(**axes)
-    check_finite(WIDE, fp8)
-    for rank in range(topology.world_size):
-        found, wanted = (loaded(folder, topology, rank, dtype, monkeypatch) for folder in (fp8, plain))
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert any(values.count_nonzero() for values in found.values())
+    read_by_every_rank(in_fp8, TrainerTopology(**axes), dtype, tmp_path, monkeypatch, WIDE)
 
 
 PAIRED = ModelSpec(  # gpt-oss; no size is a whole number of blocks
@@ -147,16 +151,7 @@ def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp": 2, "ep": 2, "pp": 2}])
 def test_mxfp4_is_read_by_every_rank_as_what_it_stands_for(axes: dict[str, int], tmp_path: Path, monkeypatch) -> None:
-    fp4, plain = tmp_path / "fp4", tmp_path / "plain"
-    fp4.mkdir()
-    plain.mkdir()
-    save_file(in_fp4(fp4), plain / "model.safetensors")
-    topology = TrainerTopology(**axes)
-    check_finite(PAIRED, fp4)
-    for rank in range(topology.world_size):
-        found, wanted = (loaded(folder, topology, rank, "float32", monkeypatch, PAIRED) for folder in (fp4, plain))
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert any(values.count_nonzero() for values in found.values())
+    read_by_every_rank(in_fp4, TrainerTopology(**axes), "float32", tmp_path, monkeypatch, PAIRED)
 
 
 def test_mxfp4_without_its_scales_is_refused(tmp_path: Path, monkeypatch) -> None:
