@@ -223,7 +223,8 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
 def advice(plan: RunPlan, found: Summary) -> str:
     """One sentence on what to change first, with its reason."""
     if found.goodput < 0.9:
-        return f"write checkpoints more often or restart faster: failures cost {1 - found.goodput:.0%} of the time"
+        lost = f"failures cost {1 - found.goodput:.0%} of the time"
+        return f"restart faster, or write checkpoints more often, while writing one takes less than the steps between them: {lost}"
     if found.waits_for_batch > 0.1 and found.waits_for_weights > 0.1:
         both = f"the trainer {found.waits_for_batch:.0%} of the time for batches, the engines {found.waits_for_weights:.0%} for weights"
         return f"raise {_depth(plan.config)} or use another async.partial_rollout: both sides wait, {both}"
