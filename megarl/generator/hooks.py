@@ -132,13 +132,14 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
 }
 
 
-def server_arguments(quantization: str | None) -> dict[str, Any]:
-    """The arguments of SGLang's server for `generator.quantization`; none for null."""
+def server_arguments(quantization: str | None, text_only: bool = False) -> dict[str, Any]:
+    """The arguments of SGLang's server for `generator.quantization`; none for null. `text_only`: it builds no vision tower."""
+    overrides: dict[str, Any] = {"language_model_only": True} if text_only else {}
     if quantization is None:
-        return {}
+        return {"json_model_override_args": json.dumps(overrides)} if overrides else {}
     how = CONFIGS[quantization]
-    overrides = json.dumps({"quantization_config": how})
-    return {"quantization": how["quant_method"], "json_model_override_args": overrides, "load_format": "dummy"}
+    overrides["quantization_config"] = how
+    return {"quantization": how["quant_method"], "json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
 
 
 def quantise_weights() -> None:

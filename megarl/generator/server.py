@@ -92,6 +92,7 @@ class EngineSettings:
     seed: int = 0
     holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
     frozen: bool = False  # whether the weights stay as they are: nobody can write to them
+    text_only: bool = False  # whether the checkpoint has a vision tower, which the engine leaves out
     classifies: bool = False  # whether the model gives a score of its input, rather than text
     adapter: ServedAdapter | None = None
     log_level: str = "warning"
@@ -157,7 +158,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
         "sampling_defaults": "openai",  # instead of generation_config.json: the request alone defines the policy's distribution
-        **hooks.server_arguments(settings.quantization),
+        **hooks.server_arguments(settings.quantization, settings.text_only),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 

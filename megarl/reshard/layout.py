@@ -567,7 +567,8 @@ def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool
     if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
     logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
-    parameters = [joined.get(t.name) or whole(t.name, t.place, t.name, layers=t.layers, dtype=t.dtype) for t in logical]
+    held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
+    parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)
