@@ -210,7 +210,17 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config)"
 
 
+def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Exports carry the checkpoint's through, and engines are told to leave it out."""
+    if spec.vision_tower and config.model.random_init:
+        yield "model.random_init=true: must be false for a model with a vision tower: exports have that of the checkpoint"
+    if spec.vision_tower and "json_model_override_args" in config.generator.server_args:
+        told = "by which engines are told to serve the language model alone"
+        yield f"generator.server_args.json_model_override_args: must be left out for a model with a vision tower, {told}"
+
+
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    check_vision_tower,
     check_experts,
     check_expert_biases,
     check_shared_experts,

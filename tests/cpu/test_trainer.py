@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, save_model
+from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, TESTED, VOCAB, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_rig import LENGTHS, sequences
-from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference, which makes it importable without CUDA
 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
+from megarl.trainer.hf_files import tensor_files
 
 BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {
@@ -193,6 +194,19 @@ def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: st
     assert want.config.to_dict().keys() == got.config.to_dict().keys()
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", TESTED["qwen3_5_moe"].split())
+def test_a_vision_tower_is_in_the_export_as_it_was(models: dict[str, Path], runs: Path, layout: str) -> None:
+    """And Hugging Face finds all tensors of the whole model in it, and no others."""
+    source, exported = models["qwen3_5_moe"], runs / f"qwen3_5_moe.{layout}.hf"
+    want = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    got, found = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert not any(found.values()), found
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor), name
+    there, here = (tensor_files(folder) for folder in (source, exported))
+    assert there.keys() == here.keys() and any(name.startswith("model.visual.") for name in here)
 
 
 @pytest.mark.parametrize(("model", "topology"), BF16)
