@@ -120,7 +120,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["in_proj_ba"],  # of gated delta nets: a rank has fewer rows than a block
+        # Of gated delta nets: a rank has fewer rows than a block. SGLang asks for the first in Qwen3-Next, for the others in Qwen3.5.
+        "modules_to_not_convert": ["in_proj_ba", "in_proj_b", "in_proj_a"],
     },
     "fp8_channel": {"quant_method": "w8a8_fp8"},
     "fp8_tensor": {

@@ -95,9 +95,7 @@ def _convolved(spec: ModelSpec) -> tuple[Part, ...]:
 def _of_qkv(spec: ModelSpec, name: str) -> tuple[Part, ...]:
     """Queries, keys and values of a tensor that has these of all heads, one kind below the other."""
     keys, values = _widths(spec)
-    return tuple(
-        Part(name, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values))
-    )
+    return tuple(Part(name, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values)))
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int]:

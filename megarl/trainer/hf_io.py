@@ -451,11 +451,10 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)  # its name before transformers 5
     config.pop("quantization_config", None)  # of a checkpoint in fp8: what is written is not
-    config["dtype"] = dtype
-    if "text_config" in config:  # of a model with a vision tower
-        config["text_config"]["dtype"] = dtype
+    for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
+        part.pop("torch_dtype", None)  # its name before transformers 5
+        part["dtype"] = dtype
     if scores:
         config["architectures"] = [config["architectures"][0].replace(CAUSAL_LM, CLASSIFICATION)]
         config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -18,7 +18,7 @@ from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, 
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_rig import LENGTHS, sequences
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference, which makes it importable without CUDA
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference: it imports without CUDA then
 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints

@@ -43,7 +43,8 @@ def shared_module(spec: ModelSpec) -> str:
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Of a gated delta net."""
-    keys, values, heads = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim, spec.linear_value_heads
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    heads = spec.linear_value_heads
     rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
     if spec.family == "qwen3_5":
         rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
