@@ -266,7 +266,7 @@ def start_engine(
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention,
-        frozen=classifies or frozen, classifies=classifies, adapter=adapter, text_only=load_spec(model).vision_tower,
+        frozen=classifies or frozen, classifies=classifies, adapter=adapter, **_kind(model),
     )  # fmt: skip
     loaders = {} if classifies or frozen else {"custom_weight_loader": [LOADER, "pokes.arm"]}
     (*_, arguments), env = server_command(settings, keys, {**loaders, **extra})
@@ -281,6 +281,13 @@ def start_engine(
             processes = engine.processes()
             process.kill()
             psutil.wait_procs(processes, timeout=10)
+
+
+def _kind(model: Path) -> dict[str, Any]:
+    """Also of models that are no family."""
+    values = json.loads((model / "config.json").read_text())
+    kind = values["model_type"]
+    return {"family": "qwen3_5" if kind.startswith("qwen3_5") else kind, "text_only": "vision_config" in values}
 
 
 def write_as_trainer(

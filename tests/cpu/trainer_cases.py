@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import trainer_reference  # noqa: F401  makes transformers importable without CUDA
 from safetensors.torch import load_file, save_file
@@ -199,6 +200,11 @@ REPLAYED = [
 ]  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
+# Of these, tests that are marked `long`: the slowest, whose model and layout each have a quick one too.
+LONG = [
+    ("glm4_moe", "pp2_vpp2_ep2"), ("glm4_moe", "dp2_tp2_etp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"), ("qwen3_next", "tp2_cp2"),
+    ("qwen3_5", "tp2"), ("qwen3_5", "tp2_cp2"), ("qwen3_5", "pp2"), ("qwen3_5_moe", "single"), ("qwen3_5_moe", "pp2_vpp2_ep2"),
+]  # fmt: skip
 
 # name -> (model, layout that saves, layouts that load)
 CHECKPOINTS = {
@@ -211,6 +217,11 @@ CHECKPOINTS = {
     "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
 }
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
+
+
+def marked(cases: list[tuple[str, str]]) -> list[Any]:
+    """As parameters of a test: model, layout."""
+    return [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in cases]
 
 
 def is_zero_centred(name: str, key: str) -> bool:

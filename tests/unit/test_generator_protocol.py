@@ -211,6 +211,13 @@ def test_sglang_is_told_the_format_and_loads_nothing():
     assert not {"quantization", "load_format", "json_model_override_args"} & json.loads(argv[-1]).keys()
 
 
+def test_a_module_that_takes_seconds_to_import_is_for_its_own_family():
+    disabled = "SGLANG_DISABLED_MODEL_ARCHS"
+    for family, modules in (("llama", "qwen3_5"), ("qwen3_5", None), ("", None)):
+        _, environment = server_command(dataclasses.replace(SETTINGS, family=family), EngineKeys("a", "b"))
+        assert environment.get(disabled) == modules
+
+
 def test_work_after_loading_is_done_once_a_layer():
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     done = []
