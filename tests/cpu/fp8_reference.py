@@ -25,7 +25,12 @@ TILES: dict[str, tuple[int | None, int | None, float]] = {  # rows, columns (Non
     "fp8_channel": (1, None, _SMALLEST_AMAX),
     "fp8_tensor": (None, None, _SMALLEST_AMAX),
 }
-_FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")]  # share one scale per tensor
+_FUSED = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+]  # share one scale per tensor
 _ALONE = [(name,) for name in ("o_proj", "down_proj", "w2", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
 _ALONE += [("in_proj_qkvz",), ("out_proj",)]
 
