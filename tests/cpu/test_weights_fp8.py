@@ -150,7 +150,7 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
     # The engine is given a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization))
+    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower))
     with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
         generator.map_memory(key_file)
         yield Synced(checkpoint, generator)
