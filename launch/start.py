@@ -191,6 +191,8 @@ class NodePart:
             ep=config.generator.ep,
             dp_attention=config.generator.dp_attention,
             quantization=config.generator.quantization,
+            family=self.plan.spec.family,
+            text_only=self.plan.spec.vision_tower,
             kv_cache_tokens=config.generator.kv_cache_tokens,
             mem_fraction=config.generator.mem_fraction,
             device=device,
@@ -226,6 +228,8 @@ class NodePart:
             mem_fraction=own.mem_fraction,
             device=device,
             frozen=True,
+            family=role.spec.family,
+            text_only=role.spec.vision_tower,
             classifies=role.role == REWARD_MODEL,
             **self._place(part),
         )

@@ -45,6 +45,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {  # keys of config.json
         "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
     },
 }  # fmt: skip
+OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_next"] | {"layer_types": ["linear_attention", "full_attention"] * 2}
+OF_FAMILY["qwen3_5_text"] = {key: value for key, value in OF_FAMILY["qwen3_5_moe"].items() if "expert" not in key}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16, "patch_size": 4}
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
@@ -54,13 +57,16 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
     cpu_support.install()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
     shape = json.loads((folder / "config.json").read_text()) | OF_FAMILY.get(family, {}) | changes
-    config = AutoConfig.for_model(family, **{key: value for key, value in shape.items() if key not in ("model_type", "architectures")})
+    shape, kind = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}, AutoModelForCausalLM
+    if family == "qwen3_5_moe":  # as it is published, beside a vision tower
+        vision = VISION | {"out_hidden_size": shape["hidden_size"]}
+        shape, kind = {"text_config": shape, "vision_config": vision, "tie_word_embeddings": False}, AutoModelForImageTextToText
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
+    kind.from_config(AutoConfig.for_model(family, **shape)).to(torch.float32).save_pretrained(folder)
     if family == "qwen3_moe":  # transformers 5 calls it otherwise than checkpoints do
         saved = json.loads((folder / "config.json").read_text())
         saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])

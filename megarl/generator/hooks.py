@@ -120,7 +120,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["in_proj_ba"],  # of gated delta nets: a rank has fewer rows than a block
+        # Of gated delta nets: a rank has fewer rows than a block. SGLang asks for the first in Qwen3-Next, for the others in Qwen3.5.
+        "modules_to_not_convert": ["in_proj_ba", "in_proj_b", "in_proj_a"],
     },
     "fp8_channel": {"quant_method": "w8a8_fp8"},
     "fp8_tensor": {
@@ -132,13 +133,14 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
 }
 
 
-def server_arguments(quantization: str | None) -> dict[str, Any]:
-    """The arguments of SGLang's server for `generator.quantization`; none for null."""
+def server_arguments(quantization: str | None, text_only: bool = False) -> dict[str, Any]:
+    """The arguments of SGLang's server for `generator.quantization`; none for null. `text_only`: it builds no vision tower."""
+    overrides: dict[str, Any] = {"language_model_only": True} if text_only else {}
     if quantization is None:
-        return {}
+        return {"json_model_override_args": json.dumps(overrides)} if overrides else {}
     how = CONFIGS[quantization]
-    overrides = json.dumps({"quantization_config": how})
-    return {"quantization": how["quant_method"], "json_model_override_args": overrides, "load_format": "dummy"}
+    overrides["quantization_config"] = how
+    return {"quantization": how["quant_method"], "json_model_override_args": json.dumps(overrides), "load_format": "dummy"}
 
 
 def quantise_weights() -> None:

@@ -30,6 +30,7 @@ from megarl.generator.hooks import GRACE_S, Children
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
+SLOW_FAMILY = "qwen3_5"  # whose module takes seconds to import, because it also imports models that see
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
 _GPU_ARGUMENTS = {
@@ -92,6 +93,8 @@ class EngineSettings:
     seed: int = 0
     holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
     frozen: bool = False  # whether the weights stay as they are: nobody can write to them
+    family: str = ""  # of megarl.models; empty: not known
+    text_only: bool = False  # whether the checkpoint has a vision tower, which the engine leaves out
     classifies: bool = False  # whether the model gives a score of its input, rather than text
     adapter: ServedAdapter | None = None
     log_level: str = "warning"
@@ -122,6 +125,8 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     environment[hooks.SOCKET_KEY] = hooks.socket_key(keys.admin)
     environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used here, and publishes on a port without a key
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
+    if settings.family not in ("", SLOW_FAMILY):
+        environment["SGLANG_DISABLED_MODEL_ARCHS"] = SLOW_FAMILY
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: the client drops idle connections first, never the engine
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
     return [sys.executable, "-P", "-m", __spec__.name, json.dumps(arguments)], environment
@@ -157,7 +162,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
         "sampling_defaults": "openai",  # instead of generation_config.json: the request alone defines the policy's distribution
-        **hooks.server_arguments(settings.quantization),
+        **hooks.server_arguments(settings.quantization, settings.text_only),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 

@@ -24,7 +24,7 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         return
     if config.lora.sync == "adapter" and (why := why_merged(config, spec)):
         yield f"lora.sync=adapter: must be merge or auto: {'; '.join(why)}"
-    if fused := [tensor.name.replace(LAYER_FIELD, "*") for tensor in fused_tensors(spec)]:
+    if fused := [each.name.replace(LAYER_FIELD, "*") for each in fused_tensors(spec) if len(each.parts) > 1 or each.of_expert]:
         yield f"lora.rank={lora.rank}: must be null: PEFT has one adapter each for {' and '.join(fused)} of a {spec.family} checkpoint"
     if spec.linear_layers:
         yield f"lora.rank={lora.rank}: must be null: no adapter is stated for the gated delta nets of a {spec.family} model"

@@ -1,12 +1,17 @@
-"""Families whose layers all have grouped-query attention and a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5 and Qwen3."""
+"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3 and the smaller of Qwen3.5.
+
+`attention` is a family's block of attention: the module `megarl.models.attention` or `hybrid_attention`.
+"""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import attention, mlp, norms_after, vocabulary
+from megarl.models import attention as grouped_attention
+from megarl.models import hybrid_attention, mlp, norms_after, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
@@ -36,7 +41,6 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     fields = {
         "num_layers": reader.integer("num_hidden_layers"),
         "hidden_size": hidden,
-        "intermediate_size": reader.integer("intermediate_size"),
         "num_attention_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": reader.integer("head_dim", hidden // heads),
@@ -47,26 +51,32 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
+    if "intermediate_size" not in own:
+        fields["intermediate_size"] = reader.integer("intermediate_size")
     return ModelSpec(family=family, **(fields | own))
 
 
-def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+def logical_tensors(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[LogicalTensor, ...]:
     norms = norms_after.logical(spec) if spec.norms_after else [mlp.norm(spec)]
     return vocabulary.logical(spec, attention.logical(spec) + norms + mlp.logical(spec, spec.intermediate_size))
 
 
-def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+def megatron_parameters(
+    spec: ModelSpec, topology: TrainerTopology, layer_spec: str, attention: ModuleType = grouped_attention
+) -> tuple[Parameter, ...]:
     norms = norms_after.megatron(spec, layer_spec) if spec.norms_after else [mlp.megatron_norm(layer_spec)]
     layers = attention.megatron(spec, topology, layer_spec) + norms + mlp.megatron(topology, spec.intermediate_size)
     return vocabulary.megatron(spec, topology, layers)
 
 
-def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+def sglang_parameters(
+    spec: ModelSpec, topology: GeneratorTopology, device: str, attention: ModuleType = grouped_attention
+) -> tuple[Parameter, ...]:
     layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
-    norms = [attention.sglang_norm()] if spec.norms_before else []
+    norms = hybrid_attention.sglang_norms(spec) if spec.norms_before else []
     norms += norms_after.sglang(spec) if spec.norms_after else [mlp.sglang_norm()]
     return vocabulary.sglang(spec, topology, device, layers + norms)
 
 
-def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+def quantised_parameters(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[str, ...]:
     return attention.QUANTISED + mlp.QUANTISED

@@ -52,6 +52,13 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) 
     return tensors
 
 
+def stacked() -> tuple[Parameter, ...]:
+    """The tensors of files that have the experts of a layer in one: gate and up, one below the other, and down."""
+    gate, up, down = _names("mlp")
+    joined = (("gate_up_proj", (gate, up)), ("down_proj", (down,)))
+    return tuple(Parameter(f"{_L}mlp.experts.{name}", LAYER, tuple(map(Part, parts))) for name, parts in joined)
+
+
 def megatron(
     spec: ModelSpec, topology: TrainerTopology, layer_spec: str, module: str = "mlp", layers: Layers | None = None
 ) -> list[Parameter]:

@@ -1,7 +1,9 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention, with the norm before them (Qwen3-Next).
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention, with the norm before them (Qwen3-Next, Qwen3.5).
 
-Checkpoints keep the projections for each key head together: its query, its key, and the values and output gates of its value heads; in a
-second tensor these heads' writing strengths (beta) and decays (alpha). Engines have the same order. Megatron keeps each kind by itself.
+Checkpoints of Qwen3-Next keep the projections for each key head together: its query, its key, and the values and output gates of its value
+heads; in a second tensor these heads' writing strengths (beta) and decays (alpha). Those of Qwen3.5 (`linear_by_kind`) have queries, keys
+and values of all heads in one tensor, and each other kind in its own. Engines have two tensors in either case, in the checkpoint's order.
+Megatron keeps all kinds in one tensor, each by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from megarl.models.spec import ModelSpec
 _L = "model.layers.{layer}.linear_attn."
 QKVZ, BA, OUT = _L + "in_proj_qkvz.weight", _L + "in_proj_ba.weight", _L + "out_proj.weight"
 CONVOLUTION, DECAY, DECAY_BIAS, NORM = _L + "conv1d.weight", _L + "A_log", _L + "dt_bias", _L + "norm.weight"
+QKV, Z, B, A = (f"{_L}in_proj_{kind}.weight" for kind in ("qkv", "z", "b", "a"))
 QUANTISED = (QKVZ, OUT)
 INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.in_proj.layer_norm_weight"}
 
@@ -23,8 +26,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
     keys, values = _widths(spec)
     shapes = {
         INPUT_NORM: (hidden,),
-        QKVZ: (2 * keys + 2 * values, hidden),
-        BA: (2 * heads, hidden),
+        **_projected(spec),
         CONVOLUTION: (2 * keys + values, 1, spec.linear_conv_width),
         DECAY: (heads,),
         DECAY_BIAS: (heads,),
@@ -32,6 +34,15 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
         OUT: (hidden, values),
     }
     return [LogicalTensor(name, shape, LAYER) for name, shape in shapes.items()]
+
+
+def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """The shapes of the tensors that hidden states are multiplied by."""
+    (keys, values), heads = _widths(spec), spec.linear_value_heads
+    rows = {QKVZ: 2 * keys + 2 * values, BA: 2 * heads}
+    if spec.linear_by_kind:
+        rows = {QKV: 2 * keys + values, Z: values, B: heads, A: heads}
+    return {name: (count, spec.hidden_size) for name, count in rows.items()}
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
@@ -49,10 +60,14 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
     """SGLang keeps the decays in float32."""
-    _tp, cut = topology.attention_tp, {"groups": topology.attention_tp, "of_attention": True}
+    cut = {"groups": topology.attention_tp, "of_attention": True}
+    qkvz, ba = (Part(QKVZ),), (Part(BA),)
+    if spec.linear_by_kind:
+        *qkvz, b, a = _projections(spec)
+        qkvz, ba = tuple(qkvz), (b, a)
     return [
-        Parameter(QKVZ, LAYER, (Part(QKVZ),), dim=0, units=_units(spec), **cut),
-        Parameter(BA, LAYER, (Part(BA),), dim=0, **cut),
+        Parameter(QKVZ, LAYER, qkvz, dim=0, units=_units(spec), **cut),
+        Parameter(BA, LAYER, ba, dim=0, **cut),
         Parameter(CONVOLUTION, LAYER, _convolved(spec), dim=0, **cut),
         Parameter(DECAY, LAYER, (Part(DECAY),), dim=0, dtype="float32", **cut),
         Parameter(DECAY_BIAS, LAYER, (Part(DECAY_BIAS),), dim=0, **cut),
@@ -62,7 +77,9 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
 
 
 def _projections(spec: ModelSpec) -> tuple[Part, ...]:
-    """Queries, keys, values, output gates, betas and alphas of all heads, from tensors that have them key head by key head."""
+    """Queries, keys, values, output gates, betas and alphas of all heads."""
+    if spec.linear_by_kind:
+        return *_of_qkv(spec, QKV), *(Part(name) for name in (Z, B, A))
     each = spec.linear_value_heads // spec.linear_key_heads
     key, value = spec.linear_key_dim, each * spec.linear_value_dim
     starts, period = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value
@@ -72,10 +89,13 @@ def _projections(spec: ModelSpec) -> tuple[Part, ...]:
 
 def _convolved(spec: ModelSpec) -> tuple[Part, ...]:
     """The channels of queries, keys and values."""
+    return _of_qkv(spec, CONVOLUTION)
+
+
+def _of_qkv(spec: ModelSpec, name: str) -> tuple[Part, ...]:
+    """Queries, keys and values of a tensor that has these of all heads, one kind below the other."""
     keys, values = _widths(spec)
-    return tuple(
-        Part(CONVOLUTION, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values))
-    )
+    return tuple(Part(name, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values)))
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int]:

@@ -35,6 +35,9 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
 
 
 def sglang_norms(spec: ModelSpec) -> list[Parameter]:
+    """The norm before either, also of a model whose layers all have attention."""
+    if not spec.linear_layers:
+        return [attention.sglang_norm()]
     return [replace(attention.sglang_norm(), layers=layers) for layers, _ in _runs(spec)]
 
 

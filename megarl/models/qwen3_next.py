@@ -6,6 +6,8 @@ disable_shared_experts_fusion, since it may otherwise keep the shared expert as 
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.models import hybrid_attention, sparse
@@ -20,38 +22,50 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also if some layers are dense, or of another kind than SGLang takes from full_attention_interval."""
+    reader.expect("output_gate_type", None, None)
+    return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
+
+
+def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
+    """Reads what all families have in common whose layers have gated delta nets, or gated attention; `own` fields are added."""
     reader.expect("attention_bias", False, False)
-    reader.expect("decoder_sparse_step", 1, 1)
-    if reader.values.get("mlp_only_layers"):
-        reader.expect("mlp_only_layers", [], [])
-    for key, allowed in (("attn_output_gate", True), ("output_gate_type", None)):
-        reader.expect(key, allowed, allowed)
+    reader.expect("attn_output_gate", True, True)
     key_heads, value_heads = reader.integer("linear_num_key_heads"), reader.integer("linear_num_value_heads")
     if value_heads % key_heads:
         text = f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
         raise ConfigError(f"{reader.source}: {text}")
     return read_common(
         reader,
-        "qwen3_next",
+        family,
         head_dim=reader.integer("head_dim", 256),
-        intermediate_size=0,
         qk_norm=True,
         zero_centred_norms=True,
         gated_attention=True,
         partial_rotary_factor=reader.partial_rotary_factor(0.25),
-        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
-        experts_per_token=reader.integer("num_experts_per_tok"),
-        expert_intermediate_size=reader.integer("moe_intermediate_size"),
-        shared_intermediate_size=reader.integer("shared_expert_intermediate_size"),
-        shared_expert_gate=True,
-        norm_topk_prob=reader.flag("norm_topk_prob", True),
         linear_layers=_linear_layers(reader),
         linear_key_heads=key_heads,
         linear_value_heads=value_heads,
         linear_key_dim=reader.integer("linear_key_head_dim"),
         linear_value_dim=reader.integer("linear_value_head_dim"),
         linear_conv_width=reader.integer("linear_conv_kernel_dim"),
+        **own,
     )
+
+
+def read_mixture(reader: ConfigReader) -> dict[str, Any]:
+    """A mixture of experts in every layer, as fields of the spec."""
+    reader.expect("decoder_sparse_step", 1, 1)
+    if reader.values.get("mlp_only_layers"):
+        reader.expect("mlp_only_layers", [], [])
+    return {
+        "intermediate_size": 0,
+        "num_experts": reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
+        "experts_per_token": reader.integer("num_experts_per_tok"),
+        "expert_intermediate_size": reader.integer("moe_intermediate_size"),
+        "shared_intermediate_size": reader.integer("shared_expert_intermediate_size"),
+        "shared_expert_gate": True,
+        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+    }
 
 
 def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:

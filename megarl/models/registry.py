@@ -165,8 +165,16 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
         allowed = f"{', '.join(sorted(known))}, the same with {CLASSIFICATION}, or one of your own (model.family, docs/extending.md)"
         near = _nearest(source, values)
         raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported{near}; supported: {allowed}")
+    values = of_language(values)
     spec = ConfigReader(source, values).spec(known[architecture])
     return replace(spec, padding_token=_padding_token(values.get("pad_token_id"), spec.vocab_size))
+
+
+def of_language(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model, which a config.json has apart from those of a vision tower."""
+    if not isinstance(text := values.get("text_config"), Mapping):
+        return values
+    return {**text, "architectures": values["architectures"], "tie_word_embeddings": values.get("tie_word_embeddings", False)}
 
 
 class _Noting(dict[str, Any]):

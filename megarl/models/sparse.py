@@ -49,8 +49,7 @@ def sglang_parameters(
 ) -> tuple[Parameter, ...]:
     """`router_dtype`: the dtype of the router's weight if it is not the model's."""
     dense, sparse, shared = _layers(spec)
-    norms = hybrid_attention.sglang_norms(spec) if spec.linear_layers else [grouped_attention.sglang_norm()]
-    layers = [*attention.sglang(spec, topology, device), *norms, mlp.sglang_norm(sparse)]
+    layers = [*attention.sglang(spec, topology, device), *hybrid_attention.sglang_norms(spec), mlp.sglang_norm(sparse)]
     layers += experts.sglang(spec, topology, device, module, sparse, router_dtype)
     if dense:
         layers += [mlp.sglang_norm(dense), *mlp.sglang(topology, device, spec.intermediate_size, layers=dense)]

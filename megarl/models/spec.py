@@ -68,6 +68,9 @@ class ModelSpec:
     linear_key_dim: int = 0  # of a head
     linear_value_dim: int = 0
     linear_conv_width: int = 0  # tokens that the convolution before it sees, the newest included
+    linear_by_kind: bool = False  # checkpoints have the projections kind by kind; otherwise key head by key head
+
+    vision_tower: bool = False  # checkpoints have one beside the language model, which alone is trained and served
 
     # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim + qk_rope_head_dim
     q_lora_rank: int = 0
@@ -76,6 +79,8 @@ class ModelSpec:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
+    # Whether files have the experts of a layer in one tensor; no shape depends on it.
+    stacked_experts: bool = field(default=False, compare=False)
     # The token whose embedding is not trained where it is looked up (nn.Embedding's padding_idx); no shape depends on it.
     padding_token: int | None = field(default=None, compare=False)
 

@@ -24,7 +24,7 @@ from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.plan.checkpoints import check_best, check_names, check_resume
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
-from megarl.plan.weights import check_begun_warm_start, check_warm_start
+from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
 from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_layer, trainer_parameters
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
@@ -210,7 +210,17 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config)"
 
 
+def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    """Exports carry the checkpoint's through, and engines are told to leave it out."""
+    if spec.vision_tower and config.model.random_init and not Weights(config.model.path).are_there:
+        yield "model.random_init=true: must be false for a model with a vision tower: exports have that of the checkpoint in model.path"
+    if spec.vision_tower and "json_model_override_args" in config.generator.server_args:
+        told = "by which engines are told to serve the language model alone"
+        yield f"generator.server_args.json_model_override_args: must be left out for a model with a vision tower, {told}"
+
+
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    check_vision_tower,
     check_experts,
     check_expert_biases,
     check_shared_experts,

@@ -455,7 +455,7 @@ def _unevenly_cut(
     fused = len(parameter.parts) > 1 or parameter.of_expert
     block, what = blocks[parameter.dim], ("rows", "columns")[parameter.dim]
     for part in parameter.parts:
-        held = logical[part.logical_name].shape[parameter.dim] * part.replicas // shards
+        held = _extent(part, logical[part.logical_name].shape[parameter.dim]) * part.replicas // shards
         if (fused or shards > 1) and held % block:
             yield f"{held} {what} of {part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
 
@@ -511,7 +511,7 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
     dim, groups = parameter.dim, parameter.groups
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
-    extents = [part.run.extent(tensor.shape[dim]) if part.run else tensor.shape[dim] for part, tensor in zip(parameter.parts, tensors)]
+    extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
     # per part: extent of one group's slice
     slices = [(part.padded or extent) * part.replicas // groups for part, extent in zip(parameter.parts, extents)]
     period = sum(slices)
@@ -528,11 +528,20 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
             count = min(size, end - offset, whole_extent - start) - skipped
             at = offset + skipped - begin
             for first, length in _places(part, start + skipped, count):
+                last = pieces[-1] if pieces and pieces[-1].logical_name == tensor.name else None
+                if last and last.local.end[dim] == at and last.logical.end[dim] == first:  # runs that follow one another are one piece
+                    pieces.pop()
+                    at, first, length = last.local.start[dim], last.logical.start[dim], last.logical.shape[dim] + length
                 pieces.append(Piece(_cut(tensor.shape, dim, at, length), tensor.name, _cut(tensor.shape, dim, first, length)))
                 at += length
             offset += size
     shape = tensors[0].shape
     return LocalTensor(parameter.name, shape[:dim] + (extent,) + shape[dim + 1 :], dtype, tuple(pieces))
+
+
+def _extent(part: Part, whole: int) -> int:
+    """How much of a logical tensor's extent along the cut dim the part is."""
+    return part.run.extent(whole) if part.run else whole
 
 
 def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
@@ -567,7 +576,8 @@ def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool
     if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
     logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
-    parameters = [joined.get(t.name) or whole(t.name, t.place, t.name, layers=t.layers, dtype=t.dtype) for t in logical]
+    held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
+    parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers, dtype=np.int64)

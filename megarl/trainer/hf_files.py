@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
-from megarl.models.registry import is_own
+from megarl.models.registry import fused_tensors, is_own
 from megarl.models.spec import ModelSpec
-from megarl.reshard.layout import hf_layout
+from megarl.reshard.layout import LocalTensor, hf_layout
 
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
@@ -45,6 +45,15 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return dict.fromkeys(header(file), file.name)
 
 
+def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
+    """The tensors of the model as the files have them. Qwen3.5 is published with the experts of a layer in one tensor, or each in its own,
+    and config.json does not say so."""
+    other = replace(spec, stacked_experts=not spec.stacked_experts)
+    ways = [spec] if fused_tensors(other) == fused_tensors(spec) else [spec, other]
+    found = [hf_layout(way, "float32", fused=True).tensors(0) for way in ways]
+    return min(found, key=lambda tensors: sum(tensor.name not in files for tensor in tensors))
+
+
 def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
     """Checks all tensors of the model, except `without`, and returns `tensor_files`. Raises ConfigError naming every tensor that is
     missing, quantised, or of another shape than config.json says, and every damaged file."""
@@ -71,7 +80,7 @@ def check_finite(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
     problems, files = [], check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
-    names = sorted(tensor.name for tensor in hf_layout(spec, "float32", fused=True).tensors(0))
+    names = sorted(tensor.name for tensor in filed(spec, files))
     names = [name if name in files else name + FP4_SCALES for name in names]
     for name in [*names, *(name + SCALE for name in names if headers[files[name]][name]["dtype"] == FP8)]:
         path, entry = folder / files[name], headers[files[name]][name]
@@ -109,7 +118,7 @@ def fingerprint(folder: Path) -> str:
 def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
     expected: dict[str, tuple[int, ...]] = {}
     in_fp4: set[str] = set()
-    for tensor in hf_layout(spec, "float32", fused=True).tensors(0):
+    for tensor in filed(spec, files):
         if tensor.transposed and tensor.name + FP4_CODES in files:
             blocks = (*tensor.shape[:-1], -(-tensor.shape[-1] // FP4_BLOCK))
             own = {tensor.name + FP4_CODES: (*blocks, FP4_BLOCK // 2), tensor.name + FP4_SCALES: blocks}

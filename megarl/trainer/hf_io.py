@@ -32,7 +32,8 @@ from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
 from megarl.plan.weights import WARM_START
 from megarl.reshard.layout import ITEM_BYTES, Layout, LocalTensor, Piece, Stored, contiguous_strides, hf_layout, stored
-from megarl.trainer.hf_files import BLOCK, FP4_BLOCK, FP4_CODES, FP4_SCALES, FP4_VALUES, INDEX, SCALE, check_checkpoint, not_finite
+from megarl.trainer.hf_files import BLOCK, FP4_BLOCK, FP4_CODES, FP4_SCALES, FP4_VALUES, INDEX, SCALE, check_checkpoint, filed, not_finite
+from megarl.trainer.vision_tower import carry_through
 
 # Folders that appear complete or not at all, written by all ranks together on a shared file system.
 
@@ -184,7 +185,7 @@ def load_hf(
 
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
-    places = stored(hf_layout(spec, "float32", fused=True).tensors(0))
+    places = stored(filed(spec, files))
     held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
     held |= {name + suffix for name in held for suffix in (SCALE, FP4_CODES, FP4_SCALES)}
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
@@ -293,14 +294,16 @@ def export_hf(
     configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
     If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
-    plan = file_plan(hf_layout(spec, dtype, fused=True).tensors(0), max_file_bytes)
+    plan = file_plan(hf_layout(spec, dtype, fused=True).tensors(0), max_file_bytes, indexed=spec.vision_tower)
 
     def complete(folder: Path) -> None:
-        if len(plan.headers) > 1:
+        source = _local_folder(hf_config_dir, (*CONFIG_PATTERNS, *(["*.safetensors"] if spec.vision_tower else [])))
+        carried = carry_through(spec, source, folder)
+        if plan.indexed:
             sizes = {"total_size": sum(p.nbytes for p in plan.places.values())}
-            index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()}}
+            index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()} | carried}
             (folder / INDEX).write_text(json.dumps(index, indent=2))
-        _copy_configuration(_local_folder(hf_config_dir, CONFIG_PATTERNS), folder, dtype, spec.head == SCALAR)
+        _copy_configuration(source, folder, dtype, spec.head == SCALAR)
         for name, text in files.items():
             (folder / name).write_text(text)
 
@@ -373,6 +376,7 @@ class FilePlan:
     places: dict[str, _Place]  # of every tensor
     headers: dict[str, bytes]  # of every file
     stored: dict[str, Stored]  # by logical names
+    indexed: bool = False  # whether the folder has an index of its files
 
     def place(self, piece: Piece, values: torch.Tensor) -> tuple[_Place, Box, torch.Tensor]:
         """The tensor that holds the piece, where in it, and its `values` as they stand there."""
@@ -388,8 +392,9 @@ def file_plan(
     max_file_bytes: float,
     stem: str = "model",
     shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.file_shape),
+    indexed: bool = False,
 ) -> FilePlan:
-    """`stem`: the beginning of the files' names; `shown`: a tensor's name and shape in the files."""
+    """`stem`: the beginning of the files' names; `shown`: a tensor's name and shape in the files; `indexed`: even if it is only one."""
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -399,9 +404,9 @@ def file_plan(
             size = 0
         groups[-1].append(tensor)
         size += nbytes
-    places, headers = {}, {}
+    places, headers, indexed = {}, {}, indexed or len(groups) > 1
     for number, group in enumerate(groups, start=1):
-        file = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = f"{stem}.safetensors" if not indexed else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in sorted(group, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):  # so that wide elements are aligned
@@ -415,7 +420,7 @@ def file_plan(
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
     places = {name: replace(place, offset=place.offset + len(headers[place.file])) for name, place in places.items()}
-    return FilePlan(places, headers, stored(tensors))
+    return FilePlan(places, headers, stored(tensors), indexed)
 
 
 def _bytes(tensor: LocalTensor) -> int:
@@ -446,9 +451,10 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)  # its name before transformers 5
     config.pop("quantization_config", None)  # of a checkpoint in fp8: what is written is not
-    config["dtype"] = dtype
+    for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
+        part.pop("torch_dtype", None)  # its name before transformers 5
+        part["dtype"] = dtype
     if scores:
         config["architectures"] = [config["architectures"][0].replace(CAUSAL_LM, CLASSIFICATION)]
         config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -17,7 +17,7 @@ from megarl.reshard.layout import trainer_layout
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 MOST_RANKS = 8
 DTYPES = ("float32", "bfloat16")
@@ -72,7 +72,7 @@ def _random_chain(folder: Path, name: str, random: Random, family: str, count: i
         "num_hidden_layers": random.randint(2, 6), "vocab_size": random.randint(40, 700), "tie_word_embeddings": random.random() < 0.5,
     }  # fmt: skip
     layered = family in ("deepseek_v3", "glm4_moe", "glm4_moe_air")  # the first layers are dense
-    key = "moe_intermediate_size" if layered or family in ("qwen3_moe", "qwen3_next") else "intermediate_size"
+    key = "moe_intermediate_size" if layered or family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe") else "intermediate_size"
     settings[key] = 4 * random.randint(3, 20)
     if layered:
         settings["first_k_dense_replace"] = max(1, random.randint(0, settings["num_hidden_layers"] - 1))
@@ -110,9 +110,10 @@ def _supported(spec: Any, topology: TrainerTopology, dtype: str) -> bool:
 
 def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A config.json."""
-    config = trainer_cases.MODELS[family].to_dict()
+    model = trainer_cases.MODELS[family]
+    config = getattr(model, "text_config", model).to_dict()
     config.pop("layer_types", None)
-    if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air", "qwen3_next"):
+    if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air", *trainer_cases.HYBRID):
         config.pop("head_dim", None)  # that of the heads there were
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
 

@@ -25,9 +25,28 @@ TILES: dict[str, tuple[int | None, int | None, float]] = {  # rows, columns (Non
     "fp8_channel": (1, None, _SMALLEST_AMAX),
     "fp8_tensor": (None, None, _SMALLEST_AMAX),
 }
-_FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")]  # share one scale per tensor
+_FUSED = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+]  # share one scale per tensor
 _ALONE = [(name,) for name in ("o_proj", "down_proj", "w2", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
 _ALONE += [("in_proj_qkvz",), ("out_proj",)]
+
+
+def language_model(checkpoint: Path) -> HF:
+    """The tensors of a checkpoint: each expert's, and without those of a vision tower, under the names of a model that has none."""
+    tensors: HF = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= {name.replace("model.language_model.", "model."): values for name, values in load_file(file).items()}
+    for name in [name for name in tensors if ".visual." in name or name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        module, _, kind = name.rpartition(".")
+        values = tensors.pop(name)
+        for expert, rows in enumerate(values) if module.endswith(".experts") else ():
+            parts = dict(zip(("gate_proj", "up_proj"), rows.chunk(2))) if kind == "gate_up_proj" else {kind: rows}
+            tensors |= {f"{module}.{expert}.{part}.weight": each.clone() for part, each in parts.items()}
+    return tensors
 
 
 class Quantised:
@@ -44,7 +63,7 @@ class Quantised:
 
     @classmethod
     def load(cls, checkpoint: Path, quantization: str) -> Quantised:
-        return cls(load_file(checkpoint / "model.safetensors"), quantization)
+        return cls(language_model(checkpoint), quantization)
 
     def _groups(self) -> list[tuple[str, ...]]:
         kinds = _FUSED + _ALONE if self.quantization == "fp8_tensor" else [(name,) for kind in _FUSED + _ALONE for name in kind]
@@ -97,7 +116,7 @@ class Quantised:
 
 
 def _save(checkpoint: Path, folder: Path, tensors: HF, config: dict[str, Any]) -> Path:
-    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **config}))
     return folder

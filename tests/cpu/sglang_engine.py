@@ -57,7 +57,10 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
     },
 }  # fmt: skip
-MODEL_TYPES = {"gemma3": "gemma3_text"}
+SECTIONED: dict[str, Any] = {  # for texts beside images
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+}  # fmt: skip
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     "gemma3": {
         "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20,
@@ -82,12 +85,18 @@ OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
         "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
     },
 }  # fmt: skip
+OWN["qwen3_5_moe"] = OWN["qwen3_next"] | {"rope_parameters": SECTIONED, "layer_types": ["linear_attention", "full_attention"] * 2}
+OWN["qwen3_5"] = {key: value for key, value in OWN["qwen3_5_moe"].items() if "expert" not in key}
+VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+    "patch_size": 4,
+}  # fmt: skip
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
     """A random model, of `family`, whose vocabulary is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     common = {
@@ -104,8 +113,11 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **{**common, **OWN.get(family, {}), **shape})
-    model = AutoModelForCausalLM.from_config(config)
+    values = {**common, **OWN.get(family, {}), **shape}
+    if family == "qwen3_5_moe":  # as it is published, beside a vision tower
+        values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
+    model = (AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM).from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.uniform_(-0.1, 0.1)
@@ -254,7 +266,7 @@ def start_engine(
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention,
-        frozen=classifies or frozen, classifies=classifies, adapter=adapter,
+        frozen=classifies or frozen, classifies=classifies, adapter=adapter, **_kind(model),
     )  # fmt: skip
     loaders = {} if classifies or frozen else {"custom_weight_loader": [LOADER, "pokes.arm"]}
     (*_, arguments), env = server_command(settings, keys, {**loaders, **extra})
@@ -269,6 +281,13 @@ def start_engine(
             processes = engine.processes()
             process.kill()
             psutil.wait_procs(processes, timeout=10)
+
+
+def _kind(model: Path) -> dict[str, Any]:
+    """Also of models that are no family."""
+    values = json.loads((model / "config.json").read_text())
+    kind = values["model_type"]
+    return {"family": "qwen3_5" if kind.startswith("qwen3_5") else kind, "text_only": "vision_config" in values}
 
 
 def write_as_trainer(

@@ -260,11 +260,12 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 @pytest.mark.parametrize("kept", ["in_flight", "retract"])
-def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept):
+def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept, family):
     """Trainer TP2 with replayed experts, one step behind. At each update running requests keep what the older weights made of them, keys,
-    values and states, or it is all made anew."""
-    model = make_model(tmp_path / "model", "qwen3_next")
+    values and states, or it is all made anew. Of the second family the checkpoint has a vision tower too."""
+    model = make_model(tmp_path / "model", family)
     more = ["trainer.sequence_parallel=true", "trainer.routing_replay=true", f"async.partial_rollout={kept}", "max_steps=20"]
     done = run(arguments(model, tmp_path / "run", *more, "algorithm.skip_zero_advantage=false"))
     assert done.returncode == 0, done.stderr
@@ -276,7 +277,7 @@ def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo2", "gemma3_text", "qwen3_5_text"])
 def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
     """10 steps of TP2 to TP1, 10 of PP2 to TP2 from its checkpoint: every update is audited, and log-probs agree from the first step on."""
     model, more = make_model(tmp_path / "model", family), ["algorithm.skip_zero_advantage=false", "eval.every=0", "checkpoint.every=5"]

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, save_model
+from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, marked, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_rig import LENGTHS, sequences
-from transformers import AutoModelForCausalLM  # after trainer_reference, which makes it importable without CUDA
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference: it imports without CUDA then
 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
+from megarl.trainer.hf_files import tensor_files
 
 BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {
@@ -53,9 +54,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with everything the ranks saved."""
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Folder with everything the ranks saved. Models are trained under the layouts that a selected test asks for."""
     out = tmp_path_factory.mktemp("runs")
+    chosen = [item.callspec.params for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    asked = {(params.get("model", params.get("name")), params.get("layout")) for params in chosen}
 
     def of_case(model: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
@@ -63,7 +66,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         return {"run": "gradients", "name": f"{model}.{layout}", "model": str(models[model]), "topology": topology, "trainer": settings}
 
     def gradients(world: int) -> list[dict[str, Any]]:
-        return [of_case(model, layout) for model, layout in CASES if LAYOUTS[layout][0] == world]
+        return [of_case(model, layout) for model, layout in CASES if LAYOUTS[layout][0] == world and (model, layout) in asked]
 
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
@@ -72,7 +75,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
         return dict(run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout)
 
     def loads(world: int) -> list[dict[str, Any]]:
-        return [checkpoint("load", name, layout) for name, layout in LOADS if LAYOUTS[layout][0] == world]
+        return [checkpoint("load", name, layout) for name, layout in LOADS if LAYOUTS[layout][0] == world and (name, layout) in asked]
 
     untied = str(models["untied"])
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
@@ -108,7 +111,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), marked(CASES))
 def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
     expected = reference(models[model])
     ranks = saved(runs, f"{model}.{layout}")
@@ -125,7 +128,7 @@ def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model
             assert masked == pytest.approx([x if m else 0.0 for x, m in zip(row, sequence.loss_mask)], abs=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), marked(CASES))
 @pytest.mark.parametrize("which", ["all", "dropped", "microbatches"])
 def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: Path, model: str, layout: str, which: str) -> None:
     """`dropped`: without the sequences of zero advantage, same denominator; `microbatches`: several, of different shapes."""
@@ -143,7 +146,7 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
             assert step["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), marked(CASES))
 def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None:
     """The trainer counts what its model was given. Context parallelism pads each sequence to 2 cp chunks, sequence parallelism each
     microbatch, here of at most 11, to as many parts; a rank without sequences computes the least that can be cut."""
@@ -160,7 +163,7 @@ def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None
         assert in_sequences <= rank["microbatches"]["padded"] <= in_sequences + 11 * topology.cp * parts
 
 
-@pytest.mark.parametrize(("model", "layout"), REPLAYED)
+@pytest.mark.parametrize(("model", "layout"), marked(REPLAYED))
 def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
@@ -178,7 +181,7 @@ def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     assert_same_gradients(found, expected["grads"])
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), marked(CASES))
 def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layout: str) -> None:
     for rank in saved(runs, f"{model}.{layout}"):
         assert rank["none"]["loss"] == 0.0 and rank["none"]["grad_norm"] == 0.0
@@ -186,13 +189,26 @@ def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layo
         assert all((grad.isnan() | (grad == 0)).all() for grad in rank["none"]["grads"].values())
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), marked(CASES))
 def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
     want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
     got = AutoModelForCausalLM.from_pretrained(runs / f"{model}.{layout}.hf", dtype=torch.float32)
     assert want.config.to_dict().keys() == got.config.to_dict().keys()
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(("model", "layout"), marked([case for case in CASES if case[0] == "qwen3_5_moe"]))
+def test_a_vision_tower_is_in_the_export_as_it_was(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
+    """And Hugging Face finds all tensors of the whole model in it, and no others."""
+    source, exported = models[model], runs / f"{model}.{layout}.hf"
+    want = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    got, found = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert not any(found.values()), found
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor), name
+    there, here = (tensor_files(folder) for folder in (source, exported))
+    assert there.keys() == here.keys() and any(name.startswith("model.visual.") for name in here)
 
 
 @pytest.mark.parametrize(("model", "topology"), BF16)

@@ -54,7 +54,8 @@ OF_FAMILY = {
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next")
+OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_next"]
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tp": 2},
@@ -110,6 +111,7 @@ SETTINGS = [
     Setting("mixtral", "fp8_block", 2),
     Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),  # its router is float32 in engines: not rounded to bf16 as others
     Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # and so are its decays
+    Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
     Setting("deepseek_v3", "fp8_block", 2, 2),
     Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
 ]
@@ -148,7 +150,7 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
     # The engine is given a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization))
+    how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower))
     with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
         generator.map_memory(key_file)
         yield Synced(checkpoint, generator)

@@ -35,9 +35,9 @@ try:
 except ConfigError:  # test_transports_mooncake.py is skipped with the reason
     TRANSPORTS = (SHARED_MEMORY, GLOO)
 
-OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
-DENSE = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-FAMILIES = {family: family in ("gemma3", "qwen2") for family in (*DENSE, *OF_EXPERTS)}  # → tied embeddings
+OF_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+DENSE = ("gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5")
+FAMILIES = {family: family in ("gemma3", "qwen2", "qwen3_5") for family in (*DENSE, *OF_EXPERTS)}  # → tied embeddings
 DTYPES = ("float32", "bfloat16")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},

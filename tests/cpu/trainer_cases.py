@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import trainer_reference  # noqa: F401  makes transformers importable without CUDA
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -21,6 +24,8 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -55,6 +60,16 @@ QWEN3_NEXT: dict[str, Any] = {
     "full_attention_interval": 2, "layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.25,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 10,
     "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+# (Sections of rotary embeddings are those of texts beside images: of 4 rotated dims 2 angles.)
+QWEN3_5: dict[str, Any] = QWEN3_NEXT | {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+    "patch_size": 4,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
 # Those with a padding token have it in the middle of sequences, as models have that are padded with the end of a turn.
@@ -105,6 +120,22 @@ MODELS: dict[str, PretrainedConfig] = {
     ),
     "qwen3_next": Qwen3NextConfig(
         **QWEN3_NEXT, moe_intermediate_size=24, shared_expert_intermediate_size=40, head_dim=16, pad_token_id=19, **UNTIED, **SMALLER
+    ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **{key: value for key, value in QWEN3_5.items() if "expert" not in key},
+        intermediate_size=48,
+        head_dim=16,
+        pad_token_id=19,
+        tie_word_embeddings=True,
+        vocab_size=140,
+        **SMALLER,
+    ),
+    # As it is published: with a vision tower beside it.
+    "qwen3_5_moe": Qwen3_5MoeConfig(
+        text_config=dict(
+            **QWEN3_5, moe_intermediate_size=24, shared_expert_intermediate_size=40, head_dim=16, pad_token_id=19, **UNTIED, **SMALLER
+        ),
+        vision_config=VISION,
     ),
     # As GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
     "glm4_moe_air": Glm4MoeConfig(head_dim=16, attention_bias=True, partial_rotary_factor=0.25, **SIGMOID_ROUTER, **UNTIED, **COMMON),
@@ -157,15 +188,23 @@ TESTED = {
     "glm4_moe_air": "single",
     "gpt_oss": "single cp2_ep2 tp2_etp1 tp2_ep2 pp2_vpp2_ep2",
     "qwen3_next": "single tp2_ep2 cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
+    "qwen3_5": "single tp2 tp2_cp2 pp2",
+    "qwen3_5_moe": "single tp2_ep2 pp2_vpp2_ep2",
 }
 # Of these: with routing replay on.
 REPLAYED = [
     *(("qwen3_moe", layout) for layout in ("single", "pp2_vpp2", "cp2_ep2", "tp2_ep2", "pp2_vpp2_ep2")),
     ("mixtral", "ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "pp2_vpp2_ep2"),
     ("glm4_moe", "cp2_ep2"), ("glm4_moe", "pp2_vpp2_ep2"), ("gpt_oss", "tp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"),
-    ("qwen3_next", "tp2_ep2"),
+    ("qwen3_next", "tp2_ep2"), ("qwen3_5_moe", "tp2_ep2"),
 ]  # fmt: skip
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
+# Of these, tests that are marked `long`: the slowest, whose model and layout each have a quick one too.
+LONG = [
+    ("glm4_moe", "pp2_vpp2_ep2"), ("glm4_moe", "dp2_tp2_etp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"), ("qwen3_next", "tp2_cp2"),
+    ("qwen3_5", "tp2"), ("qwen3_5", "tp2_cp2"), ("qwen3_5", "pp2"), ("qwen3_5_moe", "single"), ("qwen3_5_moe", "pp2_vpp2_ep2"),
+]  # fmt: skip
 
 # name -> (model, layout that saves, layouts that load)
 CHECKPOINTS = {
@@ -180,15 +219,21 @@ CHECKPOINTS = {
 LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
 
 
+def marked(cases: list[tuple[str, str]]) -> list[Any]:
+    """As parameters of a test: model, layout."""
+    return [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in cases]
+
+
 def is_zero_centred(name: str, key: str) -> bool:
-    return name == "gemma3" or (name == "qwen3_next" and not key.endswith("linear_attn.norm.weight"))
+    return name == "gemma3" or (name in HYBRID and not key.endswith("linear_attn.norm.weight") and ".visual." not in key)
 
 
 def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) -> None:
     """Random weights; also of norms and biases, which would else be ones and zeros. `changed`: of the model's configuration; `scores`: with
     a scalar head."""
     torch.manual_seed(len(name))
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if name == "qwen3_5_moe" else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if scores else kind
     changed |= {"num_labels": 1} if scores else {}
     model = kind.from_config(type(MODELS[name]).from_dict(MODELS[name].to_dict() | changed))
     for key, parameter in model.named_parameters():
@@ -199,3 +244,18 @@ def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) ->
             torch.nn.init.normal_(buffer, 0.0, 0.1)
     # One model in several files with an index, the others in a single file.
     model.save_pretrained(folder, max_shard_size="20KB" if name == "untied" else "1GB")
+    if name == "qwen3_5_moe":
+        stack_experts(folder)
+
+
+def stack_experts(folder: Path) -> None:
+    """Replaces the experts of a layer by one tensor for gate and up, and one for down, as Qwen3.5 is published."""
+    tensors = load_file(folder / "model.safetensors")
+    layers = sorted({name.partition(".mlp.experts.")[0] for name in tensors if ".mlp.experts." in name})
+    for experts in (f"{layer}.mlp.experts" for layer in layers):
+        count = sum(name.startswith(experts) for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}.{e}.{kind}_proj.weight") for e in range(count)]) for kind in ("gate", "up", "down")
+        )
+        tensors |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

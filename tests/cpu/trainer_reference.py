@@ -20,6 +20,8 @@ from megarl.reshard.layout import hf_layout, trainer_layout
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 
@@ -49,7 +51,8 @@ def tokens_of(sequence: TrainSequence) -> torch.Tensor:
 
 
 def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrainedModel:
-    modeling_qwen3_next.torch_chunk_gated_delta_rule = delta_rule_in_float64
+    for module in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+        module.torch_chunk_gated_delta_rule = delta_rule_in_float64
     return AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="eager", experts_implementation="eager").double()
 
 

@@ -9,7 +9,7 @@ import torch
 from copies_reference import apply_copy, prove_copies
 from hypothesis import strategies as st
 from quantise_reference import block_rule
-from reshard_reference import HF
+from reshard_reference import HF, HYBRID
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, GeneratorTopology, TrainerTopology
 from megarl.kernels.quantise_rules import CHANNEL, TENSOR
@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn")}
 FP8_FAMILIES = (
     "gemma3", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_next",
+    "qwen3_5",
 )  # fmt: skip
 FAMILIES = (*FP8_FAMILIES, "gpt_oss")
 RULES = {"block": block_rule(4, 4), "channel": CHANNEL, "tensor": TENSOR}
@@ -34,6 +35,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     """fp8: sizes in which no engine cuts a block of 4 or pads."""
     name = draw(st.sampled_from(FP8_FAMILIES if fp8 else FAMILIES))
     latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
+    sparse = sparse or (name == "qwen3_5" and draw(st.booleans()))
     tp = draw(st.sampled_from([1, 2, 4] if fp8 or latent else [1, 2, 3, 4]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]))
     etp, ep = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))) if sparse else (1, 1)
@@ -64,13 +66,13 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
         head_dim=4 * draw(st.integers(1, 2)),
         vocab_size=draw(st.integers(2, 200)),
         max_position_embeddings=16,
-        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3") else name == "gemma3",
+        tie_word_embeddings=draw(st.booleans()) if name in ("llama", "qwen2", "qwen3", "qwen3_5") else name == "gemma3",
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         qkv_bias=name in ("qwen2", "glm4_moe", "gpt_oss"),
         linear_bias=name == "gpt_oss",
         sinks=name == "gpt_oss",
-        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3", "qwen3_next") or (name == "glm4_moe" and draw(st.booleans())),
+        qk_norm=name in ("qwen3", "qwen3_moe", "olmo2", "gemma3", *HYBRID) or (name == "glm4_moe" and draw(st.booleans())),
         qk_norm_of_all_heads=name == "olmo2",
         norms_before=name != "olmo2",
         norms_after=name in ("olmo2", "gemma3"),
@@ -80,17 +82,22 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     if name in ("deepseek_v3", "glm4_moe"):
         spec = dataclasses.replace(spec, shared_intermediate_size=2 * unit * tp, router_bias=True)
         spec = dataclasses.replace(spec, first_dense_layers=draw(st.integers(0, 1)))
-    if name == "qwen3_next":
-        spec = dataclasses.replace(spec, shared_intermediate_size=unit * tp, shared_expert_gate=True, gated_attention=True)
+    if name in HYBRID and sparse:
+        spec = dataclasses.replace(spec, shared_intermediate_size=unit * tp, shared_expert_gate=True)
+    if name in HYBRID:
         interval, heads = draw(st.integers(2, 4)), tp * generator_tp
         spec = dataclasses.replace(
             spec,
             linear_layers=tuple(layer for layer in range(spec.num_layers) if (layer + 1) % interval),
             linear_key_heads=heads,
             linear_value_heads=heads * draw(st.integers(1, 2)),
-            linear_key_dim=draw(st.sampled_from([2, 4])),
+            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),  # each kind is whole blocks
             linear_value_dim=4,
             linear_conv_width=draw(st.integers(2, 4)),
+            gated_attention=True,
+            linear_by_kind=name == "qwen3_5",
+            vision_tower=name == "qwen3_5" and draw(st.booleans()),
+            stacked_experts=name == "qwen3_5" and sparse and draw(st.booleans()),
         )
     if latent:
         spec = dataclasses.replace(spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)

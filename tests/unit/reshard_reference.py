@@ -12,6 +12,7 @@ from megarl.models import ModelSpec
 from megarl.models.parameters import padded_vocab_size
 
 HF = dict[str, torch.Tensor]
+HYBRID = ("qwen3_next", "qwen3_5")
 
 
 def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, str]:
@@ -37,21 +38,36 @@ def layer_norms(spec: ModelSpec) -> list[str]:
 
 
 def shared_module(spec: ModelSpec) -> str:
-    return "mlp.shared_expert" if spec.family == "qwen3_next" else "mlp.shared_experts"
+    return "mlp.shared_expert" if spec.family in HYBRID else "mlp.shared_experts"
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Of a gated delta net."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    heads = spec.linear_value_heads
+    rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    if spec.family == "qwen3_5":
+        rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
     return {
-        "in_proj_qkvz.weight": (2 * keys + 2 * values, spec.hidden_size),
-        "in_proj_ba.weight": (2 * spec.linear_value_heads, spec.hidden_size),
+        **{f"in_proj_{kind}.weight": (count, spec.hidden_size) for kind, count in rows.items()},
         "conv1d.weight": (2 * keys + values, 1, spec.linear_conv_width),
         "A_log": (spec.linear_value_heads,),
         "dt_bias": (spec.linear_value_heads,),
         "norm.weight": (spec.linear_value_dim,),
         "out_proj.weight": (spec.hidden_size, values),
     }
+
+
+def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
+    """All heads' queries, keys, values, output gates, betas and alphas."""
+    keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
+    if spec.family == "qwen3_5":
+        qkv, *others = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
+        return [*qkv.split([keys, keys, values]), *others]
+    each = spec.linear_value_heads // spec.linear_key_heads
+    key, value = spec.linear_key_dim, each * spec.linear_value_dim
+    parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
+    return parts + by_kind(spec, hf[a + "in_proj_ba.weight"], (each, each))
 
 
 def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -133,6 +149,9 @@ def in_files(spec: ModelSpec, hf: HF) -> HF:
     """The tensors as the files of a checkpoint have them."""
     if spec.family == "gpt_oss":
         return stacked_experts(spec, hf)
+    if spec.family == "qwen3_5":
+        files = gates_above(spec, hf) if spec.stacked_experts else hf
+        return {name.replace("model.", "model.language_model.") if spec.vision_tower else name: values for name, values in files.items()}
     if spec.family != "phi3":
         return hf
     files, fused = dict(hf), {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
@@ -150,6 +169,16 @@ def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
         module = f"model.layers.{i}.mlp.experts."
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
             files[module + name] = torch.stack([files.pop(f"{module}{e}.{name}") for e in range(spec.num_experts)])
+    return files
+
+
+def gates_above(spec: ModelSpec, hf: HF) -> HF:
+    """With the experts of a layer in one tensor each for gate and up, and for down."""
+    files = dict(hf)
+    for i in range(spec.num_layers):
+        each = [[files.pop(name) for name in expert_names(spec, i, e)] for e in range(spec.num_experts)]
+        files[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+        files[f"model.layers.{i}.mlp.experts.down_proj"] = torch.stack([down for _, _, down in each])
     return files
 
 
@@ -200,11 +229,8 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         a, s = p + "self_attn.", m + "self_attention."
         linear = i in spec.linear_layers
         if linear:
-            a, each = p + "linear_attn.", spec.linear_value_heads // spec.linear_key_heads
-            key, value = spec.linear_key_dim, each * spec.linear_value_dim
-            parts = by_kind(spec, hf[a + "in_proj_qkvz.weight"], (key, key, value, value))
-            parts += by_kind(spec, hf[a + "in_proj_ba.weight"], (each, each))
-            local[s + "in_proj.weight"] = torch.cat([rows(part) for part in parts])
+            a = p + "linear_attn."
+            local[s + "in_proj.weight"] = torch.cat([rows(part) for part in projections(spec, hf, a)])
             local[s + "conv1d.weight"] = torch.cat([rows(part) for part in convolved(spec, hf, a)])
             for name in ("A_log", "dt_bias"):
                 local[s + name] = rows(hf[a + name])
@@ -306,8 +332,11 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
         a = p + "self_attn."
         if i in spec.linear_layers:
             a = p + "linear_attn."
-            for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias"):
-                local[a + name] = hf[a + name].chunk(attn_tp, 0)[attn_rank]
+            together = {name: hf[a + name] for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias") if a + name in hf}
+            local |= {a + name: values.chunk(attn_tp, 0)[attn_rank] for name, values in together.items()}
+            if spec.family == "qwen3_5":
+                own = [part.chunk(attn_tp, 0)[attn_rank] for part in projections(spec, hf, a)]
+                local |= {a + "in_proj_qkvz.weight": torch.cat(own[:4]), a + "in_proj_ba.weight": torch.cat(own[4:])}
             local[a + "A_log"] = hf[a + "A_log"].chunk(attn_tp, 0)[attn_rank].float()
             local[a + "conv1d.weight"] = torch.cat([part.chunk(attn_tp, 0)[attn_rank] for part in convolved(spec, hf, a)])
             local[a + "norm.weight"] = hf[a + "norm.weight"]
@@ -358,9 +387,9 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             w13.append(torch.cat([rows(x, size, moe_tp, rank % moe_tp) for x in (gate, up)]))
             w2.append(columns(down, size, moe_tp, rank % moe_tp))
         module = router_name(spec, i).removesuffix("gate.weight")
-        if spec.family == "qwen3_next":  # SGLang has no module for attention itself
-            local = {name.replace(".self_attn.", "."): values for name, values in local.items()}
         local[module + "experts.w13_weight"], local[module + "experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
+    if spec.family in HYBRID:  # SGLang has no module for attention itself
+        return {name.replace(".self_attn.", "."): values for name, values in local.items()}
     return local
 
 

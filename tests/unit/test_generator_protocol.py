@@ -202,8 +202,20 @@ def test_sglang_is_told_the_format_and_loads_nothing():
         arguments = json.loads(argv[-1])
         assert (arguments["quantization"], arguments["load_format"]) == (method, "dummy")
         assert json.loads(arguments["json_model_override_args"])["quantization_config"]["quant_method"] == method
+        argv, _ = server_command(dataclasses.replace(SETTINGS, quantization=quantization, text_only=True), EngineKeys("a", "b"))
+        told = json.loads(json.loads(argv[-1])["json_model_override_args"])
+        assert told.pop("language_model_only") and told == json.loads(arguments["json_model_override_args"])
+    argv, _ = server_command(dataclasses.replace(SETTINGS, text_only=True), EngineKeys("a", "b"))
+    assert json.loads(json.loads(argv[-1])["json_model_override_args"]) == {"language_model_only": True}
     argv, _ = server_command(SETTINGS, EngineKeys("a", "b"))
     assert not {"quantization", "load_format", "json_model_override_args"} & json.loads(argv[-1]).keys()
+
+
+def test_a_module_that_takes_seconds_to_import_is_for_its_own_family():
+    disabled = "SGLANG_DISABLED_MODEL_ARCHS"
+    for family, modules in (("llama", "qwen3_5"), ("qwen3_5", None), ("", None)):
+        _, environment = server_command(dataclasses.replace(SETTINGS, family=family), EngineKeys("a", "b"))
+        assert environment.get(disabled) == modules
 
 
 def test_work_after_loading_is_done_once_a_layer():

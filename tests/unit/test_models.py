@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.models import load_spec
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import family
-from megarl.reshard.layout import generator_layout, trainer_layout
+from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 
@@ -152,6 +153,7 @@ CARDS = {
     "gpt-oss-20b": 20.914757184,
     "gpt-oss-120b": 116.829156672,
     "qwen3-next-80b-a3b": 79.674391296,
+    "qwen3.5-397b-a17b": 396.346350336,  # without the vision tower; the name rounds the sum of both
 }
 
 
@@ -163,6 +165,7 @@ SIZES = {
     "phi-4": (2, 2),
     "glm-4.6": (4, 4),
     "qwen3-next-80b-a3b": (2, 4),
+    "qwen3.5-397b-a17b": (2, 8),
 }  # tensor-parallel sizes of trainer and engine, where 4 and 8 do not fit
 
 
@@ -231,6 +234,35 @@ def test_what_engines_would_serve_otherwise_is_refused(model, change, message):
     config = json.loads((Path(__file__).parents[2] / "configs" / "models" / model / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         load_spec({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob = False is not supported, only True is"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported, only 'swish' is"),
+        ({"layer_types": ["full_attention"] * 60}, "layer_types = .* is not supported"),
+        ({"attn_output_gate": False}, "attn_output_gate = False is not supported, only True is"),
+    ],
+)
+def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_refused(change, message):
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_spec({**config, "text_config": config["text_config"] | change})
+
+
+def test_a_language_model_beside_a_vision_tower_is_the_one_alone_but_for_names_in_files():
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json").read_text())
+    beside = load_spec(config)
+    alone = load_spec(config["text_config"] | {"architectures": ["Qwen3_5MoeForCausalLM"], "output_gate_type": "swish"})
+    assert alone == dataclasses.replace(beside, vision_tower=False)
+    names = [{tensor.name for tensor in hf_layout(spec.cut(4), "bfloat16", fused=True).tensors(0)} for spec in (alone, beside)]
+    assert {name.replace("model.language_model.", "model.") for name in names[1] if ".experts." not in name} < names[0]
+    assert {name for name in names[1] if ".experts." in name} == {
+        f"model.language_model.layers.{layer}.mlp.experts.{kind}_proj" for layer in range(4) for kind in ("gate_up", "down")
+    }
+    tied = load_spec(config | {"tie_word_embeddings": True})
+    assert tied.tie_word_embeddings and not beside.tie_word_embeddings
 
 
 def test_every_other_layer_of_gpt_oss_has_a_window_unless_config_json_says_which():

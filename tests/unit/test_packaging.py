@@ -124,6 +124,12 @@ def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for()
     assert lock("gpu.txt")["transformer-engine"].release[:2] == known.release
 
 
+def test_flash_linear_attention_is_of_the_version_that_megatron_core_asks_for() -> None:
+    """In its development extra. Without the package Megatron has no gated delta nets on GPUs."""
+    asked = next(r for r in map(Requirement, metadata.requires("megatron-core") or ()) if r.name == "flash-linear-attention")
+    assert asked.specifier.contains(lock("gpu.txt")[asked.name])
+
+
 def test_what_is_installed_is_what_is_locked() -> None:
     import torch
 

@@ -71,7 +71,13 @@ def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
 
 
 def fused_groups(spec: ModelSpec, hf: HF) -> list[tuple[str, ...]]:
-    fused = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3")]
+    fused = [
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("w1", "w3"),
+        ("in_proj_qkv", "in_proj_z"),
+    ]
     fused += [(name,) for name in ("o_proj", "down_proj", "q_b_proj", "kv_b_proj", "w2", "in_proj_qkvz", "out_proj")]
     groups = []
     for name in hf:

@@ -30,6 +30,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ("qwen3-next-80b-a3b", ["generator.tp=4", "generator.quantization=fp8_tensor"], "fp8_tensor: must be null or fp8_block"),
         ("qwen3-next-80b-a3b", ["generator.tp=4", "lora.rank=8"], "lora.rank=8: must be null: no adapter is stated for the gated delta"),
         ("qwen3-next-80b-a3b", ["trainer.cp=16"], "trainer.tp=2 * trainer.cp=16: must divide the model's 16 key heads"),
+        ("qwen3.5-397b-a17b", ["generator.tp=8", "lora.rank=8"], "lora.rank=8: must be null: no adapter is stated for the gated delta"),
+        ("qwen3.5-397b-a17b", ["generator.tp=8", "model.random_init=true"], "model.random_init=true: must be false for a model with a v"),
+        ("qwen3.5-397b-a17b", ["generator.tp=8", "generator.server_args.json_model_override_args='{}'"], "must be left out for a model"),
         ("deepseek-v3", ["generator.tp=8", "generator.quantization=fp8_channel"], "fp8_channel: must be null or fp8_block"),
     ],
 )

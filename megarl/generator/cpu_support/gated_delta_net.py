@@ -1,4 +1,5 @@
-"""Gated delta nets in SGLang without CUDA: torch versions of what SGLang calls of sgl_kernel, and of two Triton kernels beside it.
+"""Gated delta nets, and gated attention beside them, in SGLang without CUDA: torch versions of what SGLang calls of sgl_kernel, and of
+three Triton kernels.
 
 `sgl_kernel.mamba` and the operators of sgl_kernel are built for CPUs with AMX, and are on no index. This module stands in for both.
 SGLang keeps two states for a request in a slot of its pool: the newest inputs of the convolution, [slots, channels, width - 1], and of
@@ -19,8 +20,9 @@ from megarl.kernels.gated_delta_rule import gated_delta_rule, gated_delta_step, 
 def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    norm = "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward"
-    HookRegistry.register(norm, gated_norm, HookType.AROUND)
+    norms = "sglang.kernels.ops.attention.fla."
+    for norm in ("fused_norm_gate.FusedRMSNormGated", "layernorm_gated.RMSNorm"):  # of Qwen3-Next, and of Qwen3.5
+        HookRegistry.register(f"{norms}{norm}.forward", gated_norm, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", built, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.qwen2_moe.fused_gate_sigmoid_mul_add", add_gated, HookType.AROUND)
 
@@ -113,7 +115,47 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return out[None]
 
 
-OPERATORS = (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu)
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkvz: torch.Tensor, ba: torch.Tensor, key_heads: int, heads: int, dk: int, dv: int
+) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values [t, channels], output gates [t, heads, dv], betas and alphas [t, heads], of what lies kind by kind."""
+    qkv, z = qkvz.split([2 * key_heads * dk + heads * dv, heads * dv], dim=-1)
+    b, a = ba.split(heads, dim=-1)
+    return qkv.contiguous(), z.unflatten(-1, (heads, dv)).contiguous(), b.contiguous(), a.contiguous()
+
+
+def fused_qk_gemma_rmsnorm_with_gate_cpu(
+    q_gate: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, d: int, heads: int
+) -> tuple[torch.Tensor, ...]:
+    """Normed queries [t, heads, d] and keys, and the gates [t, heads, d] that lie behind each head's queries."""
+    q, gate = q_gate.unflatten(-1, (heads, 2, d)).unbind(-2)
+    return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, d), gate.contiguous()
+
+
+def fused_qk_gemma_rmsnorm_cpu(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, d: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero-centred norms of each head."""
+    q, k = (
+        F.rms_norm(x.float().unflatten(-1, (-1, d)), (d,), 1.0 + weight.float(), eps).to(x.dtype).contiguous()
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q, k
+
+
+def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """In place."""
+    x.mul_(gate.reshape(x.shape).sigmoid())
+
+
+OPERATORS = (
+    fused_gdn_gating_cpu,
+    fused_sigmoid_gating_delta_rule_update_cpu,
+    fused_qkvzba_split_reshape_cat_contiguous_cpu,
+    fused_qk_gemma_rmsnorm_with_gate_cpu,
+    fused_qk_gemma_rmsnorm_cpu,
+    fused_sigmoid_mul_cpu,
+)
 
 
 def _of_value_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,0 +1,70 @@
+"""Qwen3.5: as Qwen3-Next, but the projections of gated delta nets lie kind by kind, and smaller models are dense.
+
+Checkpoints are published with a vision tower, beside which the language model has names of its own. It alone is trained and served; exports
+carry the tower through. Those without one (`…ForCausalLM`) are another architecture of Hugging Face's and SGLang's. Layers for multi-token
+prediction are left out as in Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.models import dense, experts, hybrid_attention, sparse
+from megarl.models.parameters import LogicalTensor, Parameter, whole
+from megarl.models.qwen3_next import read_hybrid, read_mixture
+from megarl.models.registry import ConfigReader
+from megarl.models.spec import ModelSpec
+from megarl.models.vocabulary import HEAD
+
+TEXT = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+ARCHITECTURES = TEXT + SEEING
+GATES = ("silu", "swish")  # names of one function
+
+
+def read_spec(reader: ConfigReader) -> ModelSpec:
+    """Raises ConfigError also for chosen experts whose weights do not sum to 1: Hugging Face's always do."""
+    reader.expect("norm_topk_prob", True, True)
+    if reader.values.get("output_gate_type") not in (None, *GATES):
+        reader.expect("output_gate_type", None, GATES[-1])
+    (architecture, *_) = reader.values["architectures"]
+    seeing, mixture = architecture in SEEING, architecture.startswith("Qwen3_5Moe")
+    own: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing} if mixture else {}
+    return read_hybrid(reader, "qwen3_5", linear_by_kind=True, vision_tower=seeing, **own)
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    return _layers(spec).logical_tensors(spec, attention=hybrid_attention)
+
+
+def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
+    """The tensors that files name otherwise: all but the output layer beside a vision tower, and experts that lie in one tensor."""
+    stacked = experts.stacked() if spec.stacked_experts else ()
+    parts = {part.logical_name for parameter in stacked for part in parameter.parts}
+    others = [tensor for tensor in logical_tensors(spec) if spec.vision_tower and tensor.name not in parts]
+    found = (*stacked, *(whole(tensor.name, tensor.place, tensor.name) for tensor in others))
+    return tuple(replace(parameter, name=_named(spec, parameter.name)) for parameter in dict.fromkeys(found))
+
+
+def _named(spec: ModelSpec, name: str) -> str:
+    return name if name == HEAD or not spec.vision_tower else name.replace("model.", "model.language_model.", 1)
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    return _layers(spec).megatron_parameters(spec, topology, layer_spec, attention=hybrid_attention)
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    return _layers(spec).sglang_parameters(spec, topology, device, attention=hybrid_attention)
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    absent = hybrid_attention.absent(spec)
+    return tuple(name for name in _layers(spec).quantised_parameters(spec, attention=hybrid_attention) if name not in absent)
+
+
+def _layers(spec: ModelSpec) -> ModuleType:
+    return sparse if spec.num_experts else dense
