@@ -99,9 +99,9 @@ def to_train_sequences(
     """Sequences to train on, by their samples' places in the batch, in its order. The sequences of other data-parallel ranks are Elsewhere.
 
     Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
-    `skip_zero` leaves out samples of zero advantage, and possibly all. The gradient stays the same, as they add nothing to it and
-    denominators still count them (minibatches.py). `Algorithm.skip_zero` says whether that holds: a KL penalty has a gradient at zero
-    advantage. `masked`: the places of samples that are always left out.
+    `skip_zero` leaves out samples of zero advantage, possibly all of them. The gradient stays the same: they add nothing to it, and
+    denominators still count them (executors/batch_steps.py). `Algorithm.skip_zero` says whether that holds; a KL penalty has a gradient at
+    zero advantage. `masked`: the places of samples that are always left out.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
     of_episodes = zip(

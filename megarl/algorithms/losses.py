@@ -83,8 +83,8 @@ class Weights(NamedTuple):
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
 """(log_ratio [t], advantages [t], mask [t], boundaries [n + 1], rho_min, rho) -> Weights.
 
-The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends (segments.py). Outside the mask anything
-goes.
+The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends. Outside the
+mask, and where a token has become impossible, log_ratio is -inf; any finite weight will do there.
 """
 
 
@@ -265,7 +265,7 @@ class PolicyGradient:
         KL(pi || ref) at each position. With k3 it is c (1 - ref/pi) grad log pi, that of KL(ref || pi).
         The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
-        Teachers change the advantages, or add their own terms (distill.py).
+        Teachers change the advantages, or add their own terms (megarl/teachers/loss.py).
 
         The value is that of the published objective. It is -w A log pi if w is a constant there (AIPO, CISPO, REINFORCE). It is -min(r A,
         clip(r) A) if the objective is differentiated through r; the gradient is the same.

@@ -1,6 +1,7 @@
 """Algorithms as data: the bounds of their importance ratios, and how they form advantages and means.
 
-All of them are one loss (`policy_gradient`) with different weights (`weights`). Imports no torch, so a configuration is checked at once.
+All of them are one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no torch, so that a configuration is
+checked at once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megarl.config.schema import AlgorithmConfig, published
 class Recipe:
     """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
     `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set.
-    `beta`: weight of the KL divergence in a loss of several responses (groups.py). `gamma`, `gae_lambda`, `whiten`: of a critic's
-    advantages (gae.py). `ratios`: the values of
-    algorithm.ratio that make sense with it. `fixed`: settings that define it, so that they cannot be others."""
+    `beta`: weight of the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`, `whiten`: of a critic's
+    advantages (megarl/critic/losses.py). `ratios`: the values of algorithm.ratio that make sense with it. `fixed`: settings that define it,
+    and so cannot be changed."""
 
     rho_min: float | None
     rho: float | None

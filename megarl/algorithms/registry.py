@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
+
 from megarl.algorithms.advantages import ADVANTAGES, CHOICES, GROUP_LOSSES, GroupLoss
 from megarl.algorithms.base import Algorithm
 from megarl.algorithms.losses import (
@@ -19,7 +21,7 @@ from megarl.algorithms.losses import (
     tapered,
     uncorrected,
 )
-from megarl.algorithms.recipes import BEHAVIOR_CAP, recipe_of
+from megarl.algorithms.recipes import BEHAVIOR_CAP, OWN, recipe_of
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_callable
 from megarl.config.schema import SAMPLED, AlgorithmConfig
@@ -45,7 +47,7 @@ RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_cl
 
 
 def find_rule(name: str) -> Callable[..., Weights]:
-    """One of RULES, or package.module:function. Raises ConfigError if it cannot be imported or does not take a Rule's arguments."""
+    """One of RULES, or package.module:function, which is tried on three tokens. Raises ConfigError if that is no Rule."""
     if name in RULES:
         return RULES[name]
     rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
@@ -54,7 +56,24 @@ def find_rule(name: str) -> Callable[..., Weights]:
     except (TypeError, ValueError) as error:
         takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
         raise ConfigError(f"algorithm.name={name}: must take {takes}, and return megarl.algorithms.losses.Weights: {error}") from error
+    if problem := _tried(rule):
+        raise ConfigError(f"algorithm.name={name}: {problem}; see docs/extending.md")
     return rule
+
+
+def _tried(rule: Callable[..., Weights]) -> str:
+    """What is wrong with the result of `rule` for a sequence of one token and one of two, the last of them masked; empty if nothing is."""
+    log_ratio, advantages, mask = torch.tensor([0.0, 0.5, -torch.inf]), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([True, True, False])
+    try:
+        found = rule(log_ratio, advantages, mask, torch.tensor([0, 1, 3], dtype=torch.int32), OWN.rho_min, OWN.rho)
+    except Exception as error:  # raised by the user's function
+        return f"fails on three tokens: {type(error).__name__}: {error}"
+    if not isinstance(found, Weights):
+        return f"must return megarl.algorithms.losses.Weights, not {type(found).__name__}"
+    for name, values in (("weight", found.weight), ("clipped", found.clipped)):
+        if getattr(values, "shape", None) != log_ratio.shape:
+            return f"must return one value a token; its {name} of three tokens is {values!r:.80}"
+    return "" if found.weight.isfinite().all() else "its weight must be finite where log_ratio is -inf, as it is outside the mask"
 
 
 def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) -> Algorithm:

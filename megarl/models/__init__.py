@@ -11,8 +11,9 @@ A new family is one file, `megarl/models/<name>.py`, or one outside the package 
     fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: tensors of the HF checkpoint that hold several
 
 and needs no registration. Most families consist of blocks that state one part of a layer on all three sides: `vocabulary`, `attention`,
-`latent_attention`, `norms_after`, `mlp`, `experts`; `dense` and `sparse` join these into whole layers. What is new in a family is stated in
-the vocabulary of `parameters`; read that module first, then `qwen2` (shortest) and `deepseek_v3` (longest). To test a family, add its name
+`latent_attention`, `gated_delta_net`, `norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` takes one of two kinds of
+attention in each layer; `dense` and `sparse` join the blocks into whole layers. A new block is written with the classes of `parameters`:
+read that module first, then `qwen2` (shortest) and `gpt_oss` (longest). To test a family, add its name
 to FAMILIES in tests/unit/reshard_cases.py, and its tensors by plain slicing to tests/unit/reshard_reference.py.
 """
 

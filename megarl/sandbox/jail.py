@@ -302,7 +302,7 @@ class Jail:
     def _kill(self, pid: int) -> None:
         """Ends all of the program. In a sandbox of its own, that means the descendants of the first process. Otherwise it means its
         session, and its processes that have left that."""
-        for process in _descendants(pid) if self.kind == LIMITS else ():
+        for process in descendants(pid) if self.kind == LIMITS else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(ProcessLookupError):
@@ -397,7 +397,8 @@ def _no_more_users() -> tuple[str, ...]:
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes that `pid` has started, directly or not; none if it has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -375,7 +375,7 @@ class CausalAttention(MegatronModule):
     """Causal attention of packed sequences, each by itself, with PyTorch's fused kernel; replaces DotProductAttention.
 
     Sequences of equal length that stand side by side are one call, so that many short ones cost little. Under context parallelism every
-    rank gathers all keys and values, and masks by position (context.py).
+    rank gathers all keys and values, and masks by position.
     """
 
     def __init__(

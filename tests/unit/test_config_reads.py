@@ -12,7 +12,11 @@ from megarl.config.schema import RunConfig
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / folder for folder in ("megarl", "launch", "kernels")]
 SOURCES = [path for folder in FOLDERS for path in folder.rglob("*.py") if path.parent != ROOT / "megarl/config"]
-CHECKS = ("checks.py", "model_checks.py", "server_args.py", "resume.py", "quantisation.py", "check.py")
+CHECKS = ("checks.py", "vendor_settings.py", "checkpoints.py", "check.py")
+
+
+def test_the_files_of_checks_are_there() -> None:
+    assert set(CHECKS) <= {path.name for path in SOURCES}
 
 
 def test_every_setting_is_read() -> None:

@@ -100,9 +100,17 @@ def test_the_algorithm():
         ("my_rule:hard", "my_rule has no function or class hard"),
         ("my_reward:ends_well", r"must take \(log_ratio, advantages, mask, boundaries, rho_min, rho\)"),
         ("no_such:rule", "cannot be imported"),
+        ("wrong_rules:raw", "must return megarl.algorithms.losses.Weights, not Tensor"),
+        ("wrong_rules:summed", "must return one value a token; its weight of three tokens is tensor"),
+        ("wrong_rules:endless", "its weight must be finite where log_ratio is -inf"),
+        ("wrong_rules:raises", "fails on three tokens: ZeroDivisionError"),
     ],
 )
-def test_an_algorithm_that_is_none(name, problem):
+def test_an_algorithm_that_is_none(name, problem, folder):
+    takes = "(log_ratio, advantages, mask, boundaries, rho_min, rho)"
+    returned = {"raw": "log_ratio.exp()", "summed": "Weights(mask.sum(), mask)", "endless": "Weights(-log_ratio, mask)", "raises": "1 / 0"}
+    functions = "\n".join(f"def {function}{takes}:\n    return {result}" for function, result in returned.items())
+    (folder / "wrong_rules.py").write_text(f"from megarl.algorithms.losses import Weights\n{functions}\n")
     with pytest.raises(ConfigError, match=f"algorithm.name={name}: {problem}"):
         make_algorithm(AlgorithmConfig(name=name))
 

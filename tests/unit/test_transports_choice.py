@@ -155,6 +155,14 @@ def test_a_transport_with_one_end_is_a_config_error(tmp_path, monkeypatch):
         transport_class("half_transport:Half")
 
 
+def test_an_incomplete_transport_is_told_what_it_lacks(tmp_path, monkeypatch):
+    body = "class Place(Memory): ...\nclass Bare(Transport):\n    memory = Place\n    connect = prepare = close = lambda self, *_: None\n"
+    (tmp_path / "bare_transport.py").write_text(f"from megarl.weight_sync.transports.base import Memory, Transport\n{body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="; it lacks fence, write, open; see docs/extending.md"):
+        transport_class("bare_transport:Bare")
+
+
 def test_a_class_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "own_transport.py").write_text("from megarl.weight_sync.transports.gloo import GlooTransport as Mine\n")
     monkeypatch.chdir(tmp_path)

@@ -27,6 +27,7 @@ from megarl.base.rollout_types import UNANSWERED, Prompt
 from megarl.config.errors import ConfigError
 from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
+from megarl.sandbox.jail import descendants
 
 # A process of another interpreter that plays episodes: a JSON object a line goes in, and one comes out for each, in any order.
 
@@ -163,7 +164,7 @@ class Worker:
         if not why:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
-        started = _started_by(process.running.pid)
+        started = descendants(process.running.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.running.pid, signal.SIGKILL)
         for each in started:
@@ -181,14 +182,6 @@ class Worker:
         for answer in process.waiting.values():
             if not answer.done():
                 answer.set_exception(WorkerFailed(process.gone))
-
-
-def _started_by(pid: int) -> list[psutil.Process]:
-    """Its descendants; none are known if it has ended."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:

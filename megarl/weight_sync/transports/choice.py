@@ -81,8 +81,15 @@ def transport_class(name: str) -> type[Transport]:
     found = find_callable(TABLE.get(name, name), f"weights.transport={name}", built_in=(AUTO, *TABLE))
     if not _is_complete(found, Transport) or not _is_complete(getattr(found, "memory", None), Memory):
         needed = "a complete subclass of megarl.weight_sync.transports.base:Transport, whose `memory` is one of Memory"
-        raise ConfigError(f"weights.transport={name}: must be {needed}; see docs/extending.md")
+        raise ConfigError(f"weights.transport={name}: must be {needed}{_lacking(found)}; see docs/extending.md")
     return found
+
+
+def _lacking(found: object) -> str:
+    """Completes the message by the methods that a subclass, or its `memory`, has not declared; empty where it is no subclass."""
+    ends = (found, Transport), (getattr(found, "memory", None), Memory)
+    names = [name for end, base in ends if isinstance(end, type) and issubclass(end, base) for name in sorted(end.__abstractmethods__)]
+    return f"; it lacks {', '.join(names)}" if names else ""
 
 
 def _is_complete[T](found: object, base: type[T]) -> TypeGuard[type[T]]:
