@@ -43,6 +43,7 @@ from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import EngineGroup
 from megarl.plan.weights import WARM, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
@@ -56,7 +57,7 @@ from megarl.trainer.hf_files import fingerprint
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
     config = plan.config
     start = f"from the checkpoint of step {step}" if step else "from the start"
-    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    engines = " and ".join(_described(group) for group in plan.groups)
     where = f" on {nodes} nodes" if nodes > 1 else ""
     evaluating = f", {config.eval.engines} more to evaluate" if config.eval.engines else ""
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
@@ -65,6 +66,12 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
         f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
         f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
     )
+
+
+def _described(group: EngineGroup) -> str:
+    own = group.settings
+    of = f" of {group.name} ({own.quantization or 'unquantised'})" if group.name else ""
+    return f"{own.engines} engine{'s' * (own.engines > 1)} TP{own.tp}{of}"
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
@@ -423,16 +430,16 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one of the policy's engines on this machine, with random weights, and lets it generate. What it compiles is kept
-    (launch.compile_cache), so the engines of a run start at once."""
-    began = time.monotonic()
-    with scratch_folder() as run_dir:
-        config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))
-        alone = replace(resolve(config, WARM), served=())
-        launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
-    print(
-        f"an engine of generator.tp={plan.generator_topology.tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True
-    )
+    """Starts one of the policy's engines of each group on this machine, with random weights, and lets it generate. What it compiles is
+    kept (launch.compile_cache), so the engines of a run start at once."""
+    for group in plan.groups:
+        began = time.monotonic()
+        with scratch_folder() as run_dir:
+            config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(group.settings, engines=1))
+            alone = replace(resolve(config, WARM), served=())
+            launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)
 
 
 def evaluation_text(result: Mapping[str, Any], weights: str) -> str:

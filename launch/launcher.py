@@ -282,10 +282,9 @@ def evaluates_apart(plan: RunPlan, job: Job) -> bool:
 
 def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
     """The policy's engines, those that only evaluate, then those of each role."""
-    tp = plan.generator_topology.tp
-    policy = [EngineFleet(plan.generator_topology.engines, tp)]
+    policy = [EngineFleet(g.settings.engines, g.settings.tp, key=g.key, first=g.first) for g in plan.groups]
     if evaluates_apart(plan, job):
-        policy.append(EngineFleet(plan.config.eval.engines, tp, EVALUATION))
+        policy.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
     return [*policy, *(EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}") for r in plan.served)]
 
 

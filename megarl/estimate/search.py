@@ -23,7 +23,7 @@ from megarl.estimate.hardware import GIB, Cluster, constants_of
 from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_bytes_per_token, landing_bytes, shape_of, usable_static
 from megarl.estimate.times import GenerateModel, balanced_sync_s, control_s
 from megarl.models import ModelSpec
-from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_expert_sequences, check_sizes
+from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, ConfigCheck, ModelCheck, check_expert_sequences, check_sizes, problems_by_group
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.reshard.forwarding import ENGINES
 from megarl.reshard.layout import ITEM_BYTES
@@ -45,8 +45,11 @@ def turned(config: RunConfig, settings: Settings) -> RunConfig:
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
     """What `megarl plan` and `megarl train` would object to in the sizes; empty if the config can be planned."""
-    found = [problem for check in CONFIG_CHECKS for problem in check(config)]
-    return found + [problem for check in (*MODEL_CHECKS, check_expert_sequences) for problem in check(config, spec)]
+    return problems_by_group(config, [*CONFIG_CHECKS, *(_of_model(check, spec) for check in (*MODEL_CHECKS, check_expert_sequences))])
+
+
+def _of_model(check: ModelCheck, spec: ModelSpec) -> ConfigCheck:
+    return lambda config: check(config, spec)
 
 
 def written(settings: Settings) -> str:
@@ -116,7 +119,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
             sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
         )  # fmt: skip
         ep = min(m, config.generator.ep) if spec.num_experts else 1
-        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
+        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None, groups={})
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
@@ -355,7 +358,7 @@ class Remedy:
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
     """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
-    return [remedy for side in found.overfull if side not in found.served for remedy in _of_side(config, spec, side)]
+    return [remedy for side in found.overfull if side in ("trainer", "generator") for remedy in _of_side(config, spec, side)]
 
 
 def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:

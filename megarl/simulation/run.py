@@ -9,7 +9,7 @@ import io
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
-from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock
+from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock, fleet_groups
 from megarl.rollouts.stream import RolloutStream
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
 from megarl.simulation.lengths import Draw, Lengths
@@ -56,6 +56,7 @@ class Models:
     train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
     write_s: float  # of an update, while the trainer waits
     control_s: float  # of an update's messages and calls beyond that, while engines are paused
+    of_groups: Mapping[str, Speed] = field(default_factory=dict)  # of unlike engines, instead of `speed`
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
@@ -63,8 +64,10 @@ class Models:
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
-        engine = GenerateModel(plan.spec, config.generator, config.model.dtype, cluster, constants_of(cluster.gpu.name))
-        return cls(speed_of(engine), partial(_train_s, plan, unit, found.glue_s), whole_s - found.control_s, found.control_s)
+        shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
+        speeds = {group.name: speed_of(GenerateModel(plan.spec, group.settings, *shared)) for group in plan.groups}
+        train_s = partial(_train_s, plan, unit, found.glue_s)
+        return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, speeds if len(speeds) > 1 else {})
 
 
 def speed_of(model: GenerateModel) -> Speed:
@@ -168,11 +171,11 @@ class SimulatedGenerator(GeneratorExecutor):
         self.held_out = []
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
-        names = [f"simulated.{index}" for index in range(config.generator.engines)]
-        self.engines = [SimulatedEngine(name, self.models.speed, self.unit, self.work) for name in names]
+        speeds = [self.models.of_groups.get(self.plan.group_of(index).name, self.models.speed) for index in range(self.plan.engines)]
+        self.engines = [SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work) for i, speed in enumerate(speeds)]
         chunk = self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)) if mode == "resume" else None
         clients: list[Any] = list(self.engines)
-        self.fleet = Fleet(clients, mode, chunk, elastic=True)
+        self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=fleet_groups(self.plan))
         self.clock = ScoringClock(self.loop.time)
         self.rollouts_of = Rollouts(self._generate, self._generate, self.clock)
         judge = partial(judged, config=config)
@@ -400,10 +403,12 @@ class Attempt:
 
     async def _lose_engines(self) -> None:
         config = self.plan.config
-        mtbf_h, gpus = config.plan.simulation.gpu_mtbf_h, self.plan.generator_topology.world_size
+        sizes = [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
+        mtbf_h, gpus = config.plan.simulation.gpu_mtbf_h, sum(sizes)
         while mtbf_h is not None:
             await asyncio.sleep(self.rng.exponential(mtbf_h * HOUR_S / gpus))
-            engine = self.engines[self.rng.integers(len(self.engines))]
+            alike = len(set(sizes)) == 1
+            engine = self.engines[self.rng.integers(len(sizes)) if alike else self.rng.choice(len(sizes), p=np.array(sizes) / gpus)]
             if engine.up:
                 self.totals.engine_failures += 1
                 engine.fail(config.plan.simulation.engine_restart_s)

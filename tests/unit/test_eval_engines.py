@@ -61,10 +61,10 @@ def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_wh
     more = ["generator.tp=2", "generator.engines=3", "generator.quantization=fp8_block", "weights.delta=auto", "observe.probe_every=5"]
     plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more))
     own = evaluation_plan(plan)
-    assert (own.generator_topology.engines, own.generator_topology.tp) == (2, 2) and own.engine_dtype == plan.engine_dtype
+    assert (own.engines, own.groups[0].topology.tp) == (2, 2) and own.groups[0].dtype("float32") == plan.groups[0].dtype("float32")
     assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
     assert (own.config.weights.delta, own.config.observe.probe_every, own.config.async_.partial_rollout) == ("off", 0, "block")
-    assert plan.generator_topology.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
+    assert plan.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
 
 
 @pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
