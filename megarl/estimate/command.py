@@ -32,8 +32,8 @@ def run(
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
-    if (searching or theory) and plan.groups[0].name:
-        raise ConfigError("--search and --theory: generator.groups must be empty: they look for engines of one shape")
+    if theory and plan.groups[0].name:
+        raise ConfigError("--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
     found, optima, asked, budget = None, None, plan.config, sides.gpus(plan) + sides.evaluating(plan) if gpus is None else gpus - served
     if searching or theory:

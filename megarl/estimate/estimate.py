@@ -233,14 +233,14 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     groups, senders = engine_groups(config.generator), trainer_topology(config.trainer).world_size
     ranks = senders + generator_ranks(groups) + config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
-    messages_s = sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
+    messages_s = updates_control_s(groups, senders, constants)
     lands = may_land(config, ranks, cluster)
     return Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        groups=_of_groups(config, spec, groups, lands),
+        groups=of_groups(config, spec, groups, lands),
         saving=_saving_bytes(config, spec, cluster),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=full_s + messages_s,
@@ -254,7 +254,12 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     )
 
 
-def _of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], lands: bool) -> tuple[GroupEstimate, ...]:
+def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
+    """As `control_s`, of all groups of engines; trainer ranks count once."""
+    return sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
+
+
+def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], lands: bool) -> tuple[GroupEstimate, ...]:
     """How responses are shared out: with partial rollouts each group takes what it can do in the time; otherwise they begin together, and
     go to engines by max_concurrency."""
     cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)

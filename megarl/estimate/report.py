@@ -10,10 +10,10 @@ from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
 from megarl.estimate.memory import dropped_share
-from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, written
+from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, turned, written
 from megarl.estimate.theory import Optima
 from megarl.estimate.times import CHANGED, GenerateTime
-from megarl.plan.topologies import engine_groups
+from megarl.plan.topologies import engine_groups, generator_ranks
 
 
 def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
@@ -131,13 +131,16 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
 def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
     """What the search chose, what binds it, and the overrides that turn the config `asked`, given as `command`, into it."""
     settings = found.settings
-    m_t, m_g = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], settings["generator.tp"]
-    precision = settings["generator.quantization"] or "model.dtype"
-    used = m_t * settings["trainer.dp"] + m_g * (settings["generator.engines"] + asked.eval.engines)
-    yield (
-        f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, m_g {m_g}, b_t {settings['trainer.max_tokens_per_microbatch']} tokens, "
-        f"b_g {settings['generator.max_concurrency']}, theta {found.theta:.3f}, engines in {precision}"
-    )
+    m_t, chosen = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], turned(asked, settings).generator
+    groups, microbatch = engine_groups(chosen), settings["trainer.max_tokens_per_microbatch"]
+    used = m_t * settings["trainer.dp"] + generator_ranks(groups) + chosen.tp * asked.eval.engines
+    if len(groups) == 1:
+        own, precision = groups[0].settings, groups[0].settings.quantization or "model.dtype"
+        engines = f"m_g {own.tp}, b_t {microbatch} tokens, b_g {own.max_concurrency}, theta {found.theta:.3f}, engines in {precision}"
+    else:
+        counts = ", ".join(f"{group.settings.engines} engines of {group.name}" for group in groups)
+        engines = f"b_t {microbatch} tokens, theta {found.theta:.3f}; {counts}, in the given proportions"
+    yield f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, {engines}"
     yield f"           by GPU-seconds both sides would take equally long at theta {found.balanced_theta:.3f} (lemma B.3)"
     for name, chosen, larger in (
         ("trainer", found.trainer, found.trainer_too_large), ("generator", found.generator, found.generator_too_large)
