@@ -226,8 +226,8 @@ def _what(alike: list[NodePlan]) -> str:
     words = []
     if alike[0].trainer_ranks:
         words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
-    for fleet in dict.fromkeys(part.fleet for part in alike[0].engines):
-        own = [part for node in alike for part in node.engines if part.fleet == fleet]
+    for fleet, ranks in dict.fromkeys((part.fleet, part.ranks) for part in alike[0].engines):
+        own = [part for node in alike for part in node.engines if (part.fleet, part.ranks) == (fleet, ranks)]
         what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(fleet, f"engines of {fleet}")
         words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
     if any(0 in node.serves for node in alike):
@@ -236,7 +236,9 @@ def _what(alike: list[NodePlan]) -> str:
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
-    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan, job)}
+    fleets = fleets_of(plan, job)
+    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * (fleet.first + fleet.engines) for fleet in fleets}
+    shown = {(fleet.name, fleet.first) for fleet in fleets}
     unknown = Rendezvous(
         hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
         engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
@@ -256,7 +258,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
-        if firsts := {part.name for part in node.answering if part.engine == 0}:
+        if firsts := {part.name for part in node.answering if (part.fleet, part.engine) in shown}:
             yield from ((node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts)
 
 

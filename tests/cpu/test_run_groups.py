@@ -18,9 +18,10 @@ GROUPS = [
 ]
 STREAMING = ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=4", "observe.probe_every=5"]
 # Bytes of one engine's weights. Per layer: qkv, o, gate, up and down, then norms; the embedding, the head, the last norm.
-LINEAR, NORMS, ENDS = 128 * (256 + 2 * 128 + 256 + 3 * 384), 2 * 128, 2 * 64 * 128 + 128
-SCALES = 4 * (4 + 2 + 6 + 3)
-PLAIN = 4 * (4 * (LINEAR + NORMS) + ENDS)
+LINEAR, NORMS, ENDS = 128 * (512 + 2 * 256 + 512 + 3 * 512), 2 * 128, 2 * 64 * 128
+PLAIN = 4 * (4 * (LINEAR + NORMS) + ENDS + 128)
+SCALES = 4 * (4 + 2 + 2 + 4 + 4 + 4 + 4)
+FP8 = 4 * (LINEAR + SCALES) + 2 * ENDS + 2 * 2 * (4 * NORMS + 128)  # both ranks have all norms
 
 
 def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
@@ -29,7 +30,8 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "model", head_dim=64)  # fp8 blocks need it
+    """Each of two ranks has whole blocks of 128."""
+    return make_model(tmp_path_factory.mktemp("model") / "model", head_dim=128, intermediate_size=512)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,7 @@ def test_a_run_on_unlike_engines(steps, more, model, tmp_path):
     if "weights.delta=auto" in more:
         assert min(row["sync/bytes"] for row in table) < 0.5 * max(row["sync/bytes"] for row in table)
     else:
-        fp8 = 4 * (LINEAR + SCALES + 2 * 2 * NORMS) + 2 * ENDS  # each of two ranks has all norms
-        assert {row["sync/bytes"] for row in table} == {2 * PLAIN + fp8 + 2 * 128}
+        assert {row["sync/bytes"] for row in table} == {2 * PLAIN + FP8}
 
 
 def test_groups_change_between_starts(model, tmp_path):
