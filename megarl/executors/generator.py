@@ -273,6 +273,8 @@ class GeneratorExecutor:
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
             now = self.fleet.tokens.copy()
             told["engine_tokens"] = [now[index] - self._tokens[index] for index in range(len(self.fleet.engines))]
+            if len(self.fleet.groups) > 1:
+                told["engine_groups"] = self.fleet.group_of.copy()
             self._tokens = now
         self.curr_step += 1
 
