@@ -12,6 +12,7 @@ from typing import Any
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig
 from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
@@ -188,24 +189,17 @@ class NodePart:
 
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
         config, group = self.plan.config, self._generator(part)
-        own = group.settings
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
             dtype=group.dtype(config.model.dtype),
             context_length=self.plan.spec.max_position_embeddings,
-            max_running_requests=own.max_concurrency,
-            tp=own.tp,
-            ep=own.ep,
-            dp_attention=own.dp_attention,
-            quantization=own.quantization,
-            kv_cache_tokens=own.kv_cache_tokens,
-            mem_fraction=own.mem_fraction,
             device=device,
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
             adapter=self._adapter(device),
+            **_shape(group.settings),
             **self._place(part),
         )
 
@@ -250,3 +244,16 @@ class NodePart:
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
+
+
+def _shape(own: GeneratorConfig) -> dict[str, Any]:
+    """The part of an engine's settings that its group may have of its own."""
+    return {
+        "max_running_requests": own.max_concurrency,
+        "tp": own.tp,
+        "ep": own.ep,
+        "dp_attention": own.dp_attention,
+        "quantization": own.quantization,
+        "kv_cache_tokens": own.kv_cache_tokens,
+        "mem_fraction": own.mem_fraction,
+    }

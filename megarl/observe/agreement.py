@@ -43,8 +43,8 @@ def probe_limit(plan: RunPlan, group: str | None = None) -> float:
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
-    engines = [each.settings for each in plan.groups if group in (None, each.name)]
-    limit = max(BY_DTYPE["fp8" if settings.quantization else config.model.dtype] for settings in engines)
+    engines = [shape for name, shape in config.generator.shapes.items() if group in (None, name)]
+    limit = max(BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines)
     return limit * (OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1)
 
 
