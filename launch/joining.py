@@ -364,8 +364,9 @@ def _list(run_dir: str, as_json: bool) -> None:
 
     found = find_run(run_dir).ask(FleetCall("list")).engines
     if as_json:
-        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text} for e in found]
+        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text, "group": e.group} for e in found]
         print(json.dumps({"serving": sum(engine.serving for engine in found), "engines": rows}))
         return
     for engine in found:
-        print(f"engine {engine.number:<4} {engine.url:<30} {engine.text}")
+        of_group = f"of {engine.group}: " if engine.group else ""
+        print(f"engine {engine.number:<4} {engine.url:<30} {of_group}{engine.text}")

@@ -138,7 +138,8 @@ class FleetCalls:
 
     def _states(self, engines: Iterable[int]) -> list[EngineState]:
         fleet = self.fleet
-        return [EngineState(i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone) for i in engines]
+        states = [(i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone) for i in engines]
+        return [EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states]
 
     async def watch(self) -> None:
         """Tells launchers which engines have left, and gives up lost ones that nobody will start again. Runs until cancelled."""

@@ -183,6 +183,7 @@ class EngineState(msgspec.Struct, frozen=True):
     text: str  # what it is doing
     serving: bool = False
     gone: bool = False  # it has left for good
+    group: str = ""  # of generator.groups
 
 
 class FleetAnswer(_Message, frozen=True):

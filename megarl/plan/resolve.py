@@ -121,7 +121,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
-        of_warm_start = _in_keys_of("sft", config, list(check_sizes(with_own_sizes(config, "sft"), spec)))
+        of_sizes = problems_by_group(with_own_sizes(config, "sft"), [partial(_with_model, check_sizes, spec)])
+        of_warm_start = _in_keys_of("sft", config, of_sizes)
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
