@@ -43,6 +43,7 @@ from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import EngineGroup
 from megarl.plan.weights import WARM, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
@@ -56,7 +57,7 @@ from megarl.trainer.hf_files import fingerprint
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
     config = plan.config
     start = f"from the checkpoint of step {step}" if step else "from the start"
-    engines = f"{config.generator.engines} engine{'s' * (config.generator.engines > 1)} TP{config.generator.tp}"
+    engines = " and ".join(_described(group) for group in plan.groups)
     where = f" on {nodes} nodes" if nodes > 1 else ""
     evaluating = f", {config.eval.engines} more to evaluate" if config.eval.engines else ""
     capacity = "unbounded" if config.async_.capacity is None else config.async_.capacity
@@ -65,6 +66,12 @@ def headline(plan: RunPlan, step: int, nodes: int) -> str:
         f"Asynchronous RL ({config.algorithm.name}, capacity {capacity}): {config.max_steps} steps {start}\n"
         f"  {batch}, trainer {sizes(plan)} -> {engines}{evaluating}{where}\n  in {config.run_dir}"
     )
+
+
+def _described(group: EngineGroup) -> str:
+    own = group.settings
+    of = f" of {group.name} ({own.quantization or 'unquantised'})" if group.name else ""
+    return f"{own.engines} engine{'s' * (own.engines > 1)} TP{own.tp}{of}"
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
@@ -219,8 +226,8 @@ def _what(alike: list[NodePlan]) -> str:
     words = []
     if alike[0].trainer_ranks:
         words.append(f"trainer ranks {alike[0].trainer_ranks[0]}-{alike[-1].trainer_ranks[-1]}")
-    for fleet in dict.fromkeys(part.fleet for part in alike[0].engines):
-        own = [part for node in alike for part in node.engines if part.fleet == fleet]
+    for fleet, ranks in dict.fromkeys((part.fleet, part.ranks) for part in alike[0].engines):
+        own = [part for node in alike for part in node.engines if (part.fleet, part.ranks) == (fleet, ranks)]
         what = {POLICY: "engines", EVALUATION: "evaluation engines"}.get(fleet, f"engines of {fleet}")
         words.append(f"{what} {own[0].engine}-{own[-1].engine}, {own[0].ranks} ranks of each on a node")
     if any(0 in node.serves for node in alike):
@@ -229,7 +236,9 @@ def _what(alike: list[NodePlan]) -> str:
 
 
 def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[int, ProcessSpec]]:
-    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * fleet.engines for fleet in fleets_of(plan, job)}
+    fleets = fleets_of(plan, job)
+    engines = {fleet.name: [EngineAddress("ADDRESS", 0, 0)] * (fleet.first + fleet.engines) for fleet in fleets}
+    shown = {(fleet.name, fleet.first) for fleet in fleets}
     unknown = Rendezvous(
         hub_host="ADDRESS", hub_port=0, key_file="KEY", trainer_host="ADDRESS", trainer_port=0,
         engines=engines, engine_key="", engine_admin_key="", start_step=0, checkpoint="",
@@ -249,7 +258,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
-        if firsts := {part.name for part in node.answering if part.engine == 0}:
+        if firsts := {part.name for part in node.answering if (part.fleet, part.engine) in shown}:
             yield from ((node.node, spec) for spec in part_of(node).engines(device) if spec.name in firsts)
 
 
@@ -423,16 +432,16 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one of the policy's engines on this machine, with random weights, and lets it generate. What it compiles is kept
-    (launch.compile_cache), so the engines of a run start at once."""
-    began = time.monotonic()
-    with scratch_folder() as run_dir:
-        config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(plan.config.generator, engines=1))
-        alone = replace(resolve(config, WARM), served=())
-        launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
-    print(
-        f"an engine of generator.tp={plan.generator_topology.tp} has compiled and answered in {time.monotonic() - began:.0f} s", flush=True
-    )
+    """Starts one of the policy's engines of each group on this machine, with random weights, and lets it generate. What it compiles is
+    kept (launch.compile_cache), so the engines of a run start at once."""
+    for group in plan.groups:
+        began = time.monotonic()
+        with scratch_folder() as run_dir:
+            config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(group.settings, engines=1))
+            alone = replace(resolve(config, WARM), served=())
+            launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)
 
 
 def evaluation_text(result: Mapping[str, Any], weights: str) -> str:

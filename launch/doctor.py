@@ -412,11 +412,13 @@ def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
     if config is None:
         return None
     plan = resolve(load_config(config, settings))
-    gpu, tp, here = plan.config.cluster.gpu, plan.generator_topology.tp, len(gpus())
+    gpu, here = plan.config.cluster.gpu, len(gpus())
     if gpu != "cpu" and not here:
         raise ConfigError(f"cluster.gpu={gpu}: there is no GPU here to compile for; must be cpu for engines on CPUs")
-    if gpu != "cpu" and tp > here:
-        raise ConfigError(f"generator.tp={tp}: must be at most {here}, the GPUs of this machine, to compile for cluster.gpu={gpu} here")
+    for group in plan.groups:
+        if gpu != "cpu" and (tp := group.settings.tp) > here:
+            must = f"must be at most {here}, the GPUs of this machine, to compile for cluster.gpu={gpu} here"
+            raise ConfigError(f"{group.key}.tp={tp}: {must}")
     return plan
 
 

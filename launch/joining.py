@@ -49,6 +49,9 @@ OWN_SETTINGS = (  # of engines that join: nothing of them changes where weights 
 )
 
 
+GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")  # of these, what a group may have of its own
+
+
 @dataclass(frozen=True)
 class RunningRun:
     run_dir: str
@@ -75,14 +78,20 @@ class RunningRun:
             raise ConfigError(f"{self.run_dir}: {said}")
         return True
 
-    def plan(self, overrides: Sequence[str]) -> RunPlan:
-        """The plan of the run, with other settings of engines that join. Raises ConfigError for settings that must be the run's."""
+    def plan(self, overrides: Sequence[str], group: str = "") -> RunPlan:
+        """The plan of the run with the engines of `group` alone, and with other settings of those that join. Raises ConfigError for
+        settings that must be the run's, and for a group that it does not have."""
         for override in overrides:
             if (key := override.partition("=")[0]) not in OWN_SETTINGS:
                 raise ConfigError(f"{override}: {key} is the run's own; engines that join may differ in {', '.join(OWN_SETTINGS)}")
-        config = load_config(self.folder / "config.yaml", [*overrides, f"run_dir={self.run_dir}"])
+        shapes = load_config(self.folder / "config.yaml").generator.shapes
+        if group not in shapes:
+            given = f"--group {group}: " if group else ""
+            raise ConfigError(f"{given}must be --group NAME of {', '.join(shapes)}" if any(shapes) else f"{given}the run has no groups")
+        of_group = [_of_group(override, group) for override in overrides]
+        config = load_config(self.folder / "config.yaml", [*of_group, f"run_dir={self.run_dir}"])
         resolve(config)  # raises if what differs does not fit; the checks of megarl train are those of the run's own launcher
-        return checked_before(config, "train")
+        return checked_before(config, "train").group_alone(group)
 
     def ask(self, call: FleetCall) -> FleetAnswer:
         """Raises ConfigError if it is refused or the run has ended, TimeoutError."""
@@ -99,6 +108,12 @@ class RunningRun:
 
     def connect(self) -> Peer:
         return Peer(f"engines.{secrets.token_hex(4)}", self.rendezvous.key, self.rendezvous.hub_address)
+
+
+def _of_group(override: str, group: str) -> str:
+    """The override, with the group's key where it has one."""
+    key, _, value = override.partition("=")
+    return f"generator.groups.{group}.{key.rpartition('.')[2]}={value}" if group and key in GROUP_SETTINGS else override
 
 
 def accepted(answer: FleetAnswer) -> FleetAnswer:
@@ -138,8 +153,8 @@ def _lock(run_dir: str) -> Path:
 BEAT_S = 2.0
 
 
-def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = ()) -> None:
-    """Runs `count` engines (None: as many as this job's nodes hold) until they are no longer needed.
+def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), group: str = "") -> None:
+    """Runs `count` engines (None: as many as this job's nodes hold), of one of the run's groups, until they are no longer needed.
 
     Raises ConfigError if they cannot join, RuntimeError if they fail, or cannot leave in order.
     """
@@ -147,8 +162,8 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = ()) 
     node, run = this_node(), find_run(run_dir)
     if node.count == 1:
         node = dataclasses.replace(node, launch=f"{node.launch}.{os.getpid()}")
-    plan = run.plan(overrides)
-    tp, hosts = plan.generator_topology.tp, 1 if run.on_one_host else 1 + node.count
+    plan = run.plan(overrides, group)
+    tp, hosts = plan.config.generator.tp, 1 if run.on_one_host else 1 + node.count
     slots = slots_per_node((count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node)
     placed = place(0, [EngineFleet(count or max(1, node.count * slots // tp), tp)], node.count, slots)
     asked: list[int] = []  # signals
@@ -167,7 +182,7 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = ()) 
         report = report_of(plan, node, placed[node.rank], hosts=hosts)
         meeting.announce(report)
         reports = meeting.reports()
-        with _membership(run, plan, placed, reports, meeting) if node.is_head else contextlib.nullcontext() as member:
+        with _membership(run, plan, group, placed, reports, meeting) if node.is_head else contextlib.nullcontext() as member:
             where = meeting.await_rendezvous()
             here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface_with(report.address), scratch, hosts == 1)
             keeper = engine_keeper(processes, plan, run.folder, training=True)
@@ -199,7 +214,7 @@ def _meeting(folder: Path, node: Node, plan: RunPlan) -> Iterator[Meeting]:
 
 @contextlib.contextmanager
 def _membership(
-    run: RunningRun, plan: RunPlan, placed: list[NodePlan], reports: list[NodeReport], meeting: Meeting
+    run: RunningRun, plan: RunPlan, group: str, placed: list[NodePlan], reports: list[NodeReport], meeting: Meeting
 ) -> Iterator[Membership]:
     """On the head: announces the engines to the run, then tells the other nodes where each runs. Raises ConfigError."""
     first = read_report(run.folder, 0)
@@ -208,7 +223,7 @@ def _membership(
         raise ConfigError(problems)
     peer, found = run.connect(), addresses(placed, reports)
     try:
-        peer.send(FleetCall("join", urls=[engine.url for engine in found[POLICY]]))
+        peer.send(FleetCall("join", urls=[engine.url for engine in found[POLICY]], group=group))
         awaited = f"the generator of {run.run_dir} to take in engines"
         answer = peer.receive_unless(lambda: run.is_over, FleetAnswer, plan.config.generator.startup_timeout_s, awaited)
         if answer is None:
@@ -306,6 +321,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "add":
             rest = "how many; default: as many as this job's nodes hold. After it: settings that may differ from the run's"
             command.add_argument("rest", metavar="N dotted.key=value", nargs="*", help=rest)
+            command.add_argument("--group", metavar="NAME", default="", help="which of generator.groups they are of, if the run has any")
         elif name == "remove":
             command.add_argument("engines", metavar="NUMBER", nargs="*", type=int, help="engines, by number")
             command.add_argument("--count", metavar="N", type=int, default=0, help="the N newest, instead")
@@ -317,7 +333,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, RuntimeError, TimeoutError."""
     run_dir = arguments.run_dir.removeprefix(_RUN_DIR)
     if arguments.what == "add":
-        add_engines(run_dir, *_wanted(arguments.rest))
+        add_engines(run_dir, *_wanted(arguments.rest), arguments.group)
     elif arguments.what == "remove":
         _remove(run_dir, arguments.engines, arguments.count)
     else:
@@ -348,8 +364,9 @@ def _list(run_dir: str, as_json: bool) -> None:
 
     found = find_run(run_dir).ask(FleetCall("list")).engines
     if as_json:
-        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text} for e in found]
+        rows = [{"number": e.number, "url": e.url, "serving": e.serving, "gone": e.gone, "doing": e.text, "group": e.group} for e in found]
         print(json.dumps({"serving": sum(engine.serving for engine in found), "engines": rows}))
         return
     for engine in found:
-        print(f"engine {engine.number:<4} {engine.url:<30} {engine.text}")
+        of_group = f"of {engine.group}: " if engine.group else ""
+        print(f"engine {engine.number:<4} {engine.url:<30} {of_group}{engine.text}")

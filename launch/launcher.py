@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import EVALUATION, Departures, EngineAddress, Rendezvous, free_ports
 from megarl.observe.status import TraceWriter
-from megarl.plan.checks import repacked_blocks
+from megarl.plan.checks import problems_by_group, repacked_blocks
 from megarl.plan.resolve import RunPlan
 
 # Checks that each node makes of itself before anything is started, and of what must be equal on all of them.
@@ -62,7 +63,7 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
     if gpu and trains:
         found += _unfit_to_train(plan)
     if gpu and serves and (blackwell := [kind for kind, capability in doctor.capabilities() if capability == 10]):
-        found += repacked_blocks(plan.config, f"{blackwell[0]} here")
+        found += problems_by_group(plan.config, [partial(repacked_blocks, where=f"{blackwell[0]} here")])
     return [*(_missing_files(plan) if shared else ()), *found]
 
 
@@ -282,10 +283,9 @@ def evaluates_apart(plan: RunPlan, job: Job) -> bool:
 
 def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
     """The policy's engines, those that only evaluate, then those of each role."""
-    tp = plan.generator_topology.tp
-    policy = [EngineFleet(plan.generator_topology.engines, tp)]
+    policy = [EngineFleet(g.settings.engines, g.settings.tp, key=g.key, first=g.first) for g in plan.groups]
     if evaluates_apart(plan, job):
-        policy.append(EngineFleet(plan.config.eval.engines, tp, EVALUATION))
+        policy.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
     return [*policy, *(EngineFleet(r.settings.engines, r.settings.tp, r.name, f"roles.{r.name}") for r in plan.served)]
 
 

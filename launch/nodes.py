@@ -106,12 +106,13 @@ def _address_on(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class EngineFleet:
-    """Engines of one model."""
+    """Engines of one model and of one size."""
 
     engines: int
     tp: int
     name: str = POLICY
     key: str = "generator"  # of the section with their settings, for messages
+    first: int = 0  # the number of the first of them, after those of other sizes
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
             raise ConfigError(f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes of {slots} slots")
     first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
     slot = trainer_ranks
-    for fleet, engine in [(each, engine) for each in fleets for engine in range(each.engines)]:
+    for fleet, engine in [(each, each.first + i) for each in fleets for i in range(each.engines)]:
         free = slots - slot % slots  # in the node that `slot` is in
         if free < min(fleet.tp, slots):
             slot += free

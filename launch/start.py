@@ -12,6 +12,7 @@ from typing import Any
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig
 from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
@@ -23,8 +24,9 @@ from megarl.lora.files import empty_adapter
 from megarl.lora.layout import Lora
 from megarl.lora.plan import sends_adapters
 from megarl.messaging.host import with_port
-from megarl.messaging.rendezvous import Rendezvous
+from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import EngineGroup
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 
@@ -145,7 +147,7 @@ class NodePart:
         for part in self.placed.engines:
             role, name = roles.get(part.fleet), self.numbered(part).name
             settings = self._settings(part, device) if role is None else self._frozen_settings(part, device, role)
-            server_args = self.plan.config.generator.server_args if role is None else role.settings.server_args
+            server_args = self._generator(part).settings.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
             specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._environment()}))
@@ -179,27 +181,27 @@ class NodePart:
         argv = [sys.executable, "-P", "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
         return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
 
+    def _generator(self, part: EnginePart) -> EngineGroup:
+        """The settings of one of the policy's engines. Those that only evaluate are of no group."""
+        if part.fleet == POLICY:
+            return self.plan.group_of(part.engine)
+        return EngineGroup("", replace(self.plan.config.generator, groups={}), 0)
+
     def _settings(self, part: EnginePart, device: str | None) -> EngineSettings:
-        config = self.plan.config
+        config, group = self.plan.config, self._generator(part)
         return EngineSettings(
             model_path=self.plan.weights_path,
             holds_weights=not self.plan.weights.are_gone,
-            dtype=self.plan.engine_dtype,
+            dtype=group.dtype(config.model.dtype),
             context_length=self.plan.spec.max_position_embeddings,
-            max_running_requests=config.generator.max_concurrency,
-            tp=config.generator.tp,
-            ep=config.generator.ep,
-            dp_attention=config.generator.dp_attention,
-            quantization=config.generator.quantization,
             family=self.plan.spec.family,
             text_only=self.plan.spec.vision_tower,
-            kv_cache_tokens=config.generator.kv_cache_tokens,
-            mem_fraction=config.generator.mem_fraction,
             device=device,
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
             adapter=self._adapter(device),
+            **_shape(group.settings),
             **self._place(part),
         )
 
@@ -246,3 +248,16 @@ class NodePart:
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
+
+
+def _shape(own: GeneratorConfig) -> dict[str, Any]:
+    """The part of an engine's settings that its group may have of its own."""
+    return {
+        "max_running_requests": own.max_concurrency,
+        "tp": own.tp,
+        "ep": own.ep,
+        "dp_attention": own.dp_attention,
+        "quantization": own.quantization,
+        "kv_cache_tokens": own.kv_cache_tokens,
+        "mem_fraction": own.mem_fraction,
+    }

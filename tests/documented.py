@@ -81,6 +81,8 @@ OPENENV = {
 LONG = {
     'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
     "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
+    "megarl train configs/quickstart.yaml run_dir=runs/groups sft.output=runs/quickstart/sft/hf generator.groups.one.tp=1 "
+    "generator.groups.two.tp=2": SHORT,
     "megarl sft configs/calculator.yaml": SHORT,
     "megarl sft configs/examples/reward_model.yaml": SHORT,
     "megarl sft configs/examples/lora.yaml": SHORT,
@@ -154,6 +156,7 @@ NOT_RUN = {
     "sbatch --nodes=2 : --nodes=2 --ntasks-per-node=1 slurm/quickstart.sbatch run_dir=runs/het": SLURM,
     "sbatch slurm/engines.sbatch run_dir=/shared/runs/8b": SLURM,
     "megarl engines add runs/8b 2": FLEET,
+    "megarl engines add RUN_DIR N --group NAME": "run by tests/cpu/test_run_groups.py beside a run",
     "megarl engines list runs/8b": FLEET,
     "megarl engines remove runs/8b 3": FLEET,
     "megarl engines remove": FLEET,

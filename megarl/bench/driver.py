@@ -158,7 +158,7 @@ async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> flo
 async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> float:
     """CPU seconds of all calls to the engines' HTTP servers that open and close an update."""
     begun = time.process_time()
-    update = WeightUpdate(Workers(clients, 1, hub, TIMEOUT_S), version + 1, in_place=True)
+    update = WeightUpdate(Workers(clients, [1] * len(clients), hub, TIMEOUT_S), version + 1, in_place=True)
     await update.open(version)
     await update.close()
     return time.process_time() - begun

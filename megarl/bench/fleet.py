@@ -49,7 +49,7 @@ from megarl.messaging.messages import (
 )
 from megarl.models import ModelSpec
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.topologies import generator_ranks, trainer_topology
 from megarl.plan.weights import Weights
 from megarl.reshard.forwarding import ENGINES, SentTensors, foreseen
 from megarl.reshard.layout import Layout, trainer_layout
@@ -101,8 +101,7 @@ def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPl
         timeouts=TimeoutConfig(weights_s=PATIENCE_S, rendezvous_s=PATIENCE_S),
         run_dir=run_dir,
     )
-    topologies = trainer_topology(config.trainer), generator_topology(config.generator)
-    return RunPlan(config, spec, *topologies, config.max_steps, 0, Weights("405b"))
+    return RunPlan(config, spec, trainer_topology(config.trainer), config.max_steps, 0, Weights("405b"))
 
 
 def _share(layers: int, stages: int) -> bool:
@@ -219,7 +218,7 @@ class _Driver:
     def __init__(self, plan: RunPlan, hub: CountingHub, pipes: Sequence[Connection]):
         self.plan, self.hub, self.pipes, self.loop = plan, hub, pipes, Loop()
         self.receiver = WeightsReceiver(plan, source_of(plan), hub, str(Path(plan.config.run_dir, "key")))
-        engines = range(plan.config.generator.engines)
+        engines = range(plan.engines)
         self.engines = [LightEngine(number, pipes[number % len(pipes)], f"light://{number}") for number in engines]
         self.executor = _Executor(Fleet(self.engines, "in_flight", elastic=True))  # type: ignore[arg-type]
 
@@ -240,7 +239,7 @@ class _Driver:
         await self.miss_trainer()
         return {
             "trainer_ranks": self.plan.trainer_topology.world_size,
-            "generator_ranks": self.plan.generator_topology.world_size,
+            "generator_ranks": generator_ranks(self.plan.groups),
             "update_cpu_s": update_s,
             "paused_cpu_s": paused_s,
             "opening_cpu_s": opening_s - update_s,
@@ -326,7 +325,7 @@ class Members:
         self.context.set(zmq.MAX_SOCKETS, 65_535)
         self.source = source_of(plan)
         self.trainers = range(number, plan.trainer_topology.world_size, CLIENTS)
-        self.engines_of_map = plan.config.generator.engines  # how many the map is for
+        self.engines_of_map: tuple[int, ...] = (plan.engines,)  # how many the map is for
         self.rank_of: dict[zmq.Socket, int] = {}  # of trainers
         self.workers: dict[int, dict[int, zmq.Socket]] = {}  # engine → the connections of its workers, by generator rank
         self.stopped = -1  # a trainer rank that offers an update and then does nothing any more
@@ -334,22 +333,22 @@ class Members:
         pipe.send(None)
 
     @cache  # noqa: B019  one object a process
-    def map(self, engines: int) -> tuple[ReshardMap, SentTensors]:
+    def map(self, engines: tuple[int, ...]) -> tuple[ReshardMap, SentTensors]:
         whole = weights_map(self.plan, self.source, engines)
         map, forwarding = foreseen(whole, ENGINES, TP)
         return whole, SentTensors(map, forwarding.relays if forwarding else ())
 
-    def sent(self, engines: int) -> SentTensors:
+    def sent(self, engines: tuple[int, ...]) -> SentTensors:
         return self.map(engines)[1]
 
     @cache  # noqa: B019
-    def shares(self, engines: int, rank: int) -> bytes:
+    def shares(self, engines: tuple[int, ...], rank: int) -> bytes:
         """A share for each name, equal for all replicas."""
         names = self.sent(engines).names_of(self.sent(engines).sent_by(rank))
         return pack_shares(names.astype(np.uint64))
 
     @cache  # noqa: B019
-    def hashes(self, engines: int) -> np.ndarray:
+    def hashes(self, engines: tuple[int, ...]) -> np.ndarray:
         """Of all places: the share of a name's number from each of its senders."""
         tensors = self.sent(engines)
         counts = np.bincount(tensors.place_of, minlength=tensors.places[-1]).astype(np.uint64)
@@ -389,7 +388,7 @@ class Members:
     def answer(self, socket: zmq.Socket, message: Message) -> None:
         """What a trainer rank does."""
         rank = self.rank_of.get(socket, -1)
-        if isinstance(message, WeightsGrant) and message.engines and rank != self.stopped:
+        if isinstance(message, WeightsGrant) and not message.is_empty and rank != self.stopped:
             self.engines_of_map = message.engines
             socket.send(encode(WeightsWritten(message.version, 1 << 30, 1.0, self.shares(message.engines, rank))))
         elif isinstance(message, WeightsApplied):

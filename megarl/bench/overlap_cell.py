@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.batches import step_times
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.bench.emulated import PREFILL_SPEEDUP, PROMPT_TOKENS, EmulatedEngine, Lengths
 from megarl.config.schema import AsyncConfig, EvalConfig, ObserveConfig, RolloutConfig, RunConfig, TimeoutConfig
@@ -93,8 +93,7 @@ class Cell:
             max_steps=self.steps,
             run_dir=self.run_dir,
         )
-        generator = GeneratorTopology(self.engines, 1, 1, 1)
-        return RunPlan(config, load_spec(SPEC), TrainerTopology(), generator, self.steps, self.prompts_per_step * self.n, Weights(""))
+        return RunPlan(config, load_spec(SPEC), TrainerTopology(), self.steps, self.prompts_per_step * self.n, Weights(""))
 
 
 @dataclass

@@ -133,7 +133,7 @@ class Bench:
         self.stack.callback(hub.close)
         self.client = EngineClient(f"http://127.0.0.1:{port}", keys.api, keys.admin)
         await self.client.wait_ready(TIMEOUT_S, log, lambda: None if process.poll() is None else f"exited with {process.returncode}")
-        self.workers = workers.Workers([self.client], tp, hub, TIMEOUT_S)
+        self.workers = workers.Workers([self.client], [tp], hub, TIMEOUT_S)
         self.session, self.changes = WeightUpdate(self.workers, version=0), DeltaUpdate(self.workers, version=0)
         await self.session.open()
         await workers.connect(self.workers, str(self.folder / "key"))

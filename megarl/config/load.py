@@ -250,6 +250,7 @@ _FREE = tuple(  # mappings whose names are another's
     f"{section}."
     for section in (
         "generator.server_args",
+        "generator.groups.NAME.server_args",
         "rollout.args",
         "trainer.megatron",
         "trainer.ddp",

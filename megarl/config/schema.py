@@ -6,7 +6,7 @@ docs/config.md is generated from here: `python -m megarl.config.reference > docs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -719,6 +719,33 @@ class TrainerConfig:
         return self.minibatches * self.epochs
 
 
+FP8_FORMATS = ("fp8_block", "fp8_channel", "fp8_tensor")
+UNQUANTISED = "none"  # generator.groups.NAME.quantization
+
+
+@dataclass
+class GroupConfig:
+    """Engines that differ from the others of the run; null: as the generator's."""
+
+    engines: int | None = setting(None, "how many of them; null: generator.engines, and so for all keys of a group", at_least(1))
+    tp: int | None = setting(None, "tensor parallel size of an engine", at_least(1))
+    ep: int | None = setting(None, "expert parallel size of an engine", at_least(1))
+    dp_attention: int | None = setting(None, "replicas of attention inside an engine", at_least(1))
+    quantization: str | None = setting(
+        None,
+        f"format of the engines' linear layers, as generator.quantization; {UNQUANTISED}: model.dtype",
+        one_of(UNQUANTISED, *FP8_FORMATS),
+    )
+    max_concurrency: int | None = setting(
+        None, "requests in flight per engine. Rollouts go to the groups in proportion to it, so it is also a group's share", at_least(1)
+    )
+    kv_cache_tokens: int | None = setting(None, "size of an engine's KV cache", at_least(1))
+    mem_fraction: float | None = setting(None, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
+    server_args: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "further arguments of these engines, in addition to generator.server_args"}
+    )
+
+
 @dataclass
 class GeneratorConfig:
     engines: int = setting(1, "SGLang servers", at_least(1))
@@ -729,7 +756,7 @@ class GeneratorConfig:
         None,
         "keep the engines' linear layers in e4m3, with a scale per 128x128 block, output channel or tensor, and all else in "
         "bfloat16; null: model.dtype",
-        one_of("fp8_block", "fp8_channel", "fp8_tensor"),
+        one_of(*FP8_FORMATS),
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
     kv_cache_tokens: int | None = setting(
@@ -751,6 +778,25 @@ class GeneratorConfig:
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )
+    groups: dict[str, GroupConfig | None] = field(
+        default_factory=dict,
+        metadata={
+            "meaning": "engines of several shapes, by the names of their groups; empty: all engines are alike. Each group has the keys "
+            "above, unless it sets its own (docs/cluster.md); NAME=null removes one"
+        },
+    )
+
+    @property
+    def shapes(self) -> dict[str, GeneratorConfig]:
+        """The settings of each group of engines, by its name. Without groups all engines are one, whose name is empty."""
+        own = {name: group for name, group in self.groups.items() if group is not None}
+        return {name: self._of(group) for name, group in own.items()} or {"": replace(self, groups={})}
+
+    def _of(self, group: GroupConfig) -> GeneratorConfig:
+        given = {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not None}
+        if given.get("quantization") == UNQUANTISED:
+            given["quantization"] = None
+        return replace(self, **given | {"server_args": self.server_args | group.server_args, "groups": {}})
 
 
 @dataclass

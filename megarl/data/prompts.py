@@ -50,9 +50,11 @@ def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, resp
 
     KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses such a length.
     """
-    tokens, of_what, cached = spec.max_position_embeddings, "context", config.generator.kv_cache_tokens
-    if cached is not None and cached < tokens:
-        tokens, of_what = cached, "generator.kv_cache_tokens"
+    tokens, of_what = spec.max_position_embeddings, "context"
+    for name, engines in config.generator.shapes.items():
+        if engines.kv_cache_tokens is not None and engines.kv_cache_tokens < tokens:
+            key = f"generator.groups.{name}" if name else "generator"
+            tokens, of_what = engines.kv_cache_tokens, f"{key}.kv_cache_tokens"
     less = f"{response_tokens} for the response and {KEPT_BACK} that SGLang keeps back"
     room, reckoned = tokens - response_tokens - KEPT_BACK, f"{tokens} tokens of {of_what} less {less}"
     return partial(count_tokens, tokenizer=tokenizer, room=room, reckoned=reckoned)

@@ -11,7 +11,7 @@ from megarl.estimate import report, sides
 from megarl.estimate.estimate import check_longest, estimate, to_json
 from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
-from megarl.plan.checks import OF_GPUS
+from megarl.plan.checks import OF_GPUS, problems_by_group
 from megarl.plan.resolve import RunPlan, resolve
 
 
@@ -32,6 +32,8 @@ def run(
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
+    if theory and plan.groups[0].name:
+        raise ConfigError("--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
     found, optima, asked, budget = None, None, plan.config, sides.gpus(plan) + sides.evaluating(plan) if gpus is None else gpus - served
     if searching or theory:
@@ -41,7 +43,7 @@ def run(
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, sides.gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts, refused = sides.describe(plan), [problem for check in OF_GPUS for problem in check(plan.config)]
+    facts, refused = sides.describe(plan), problems_by_group(plan.config, OF_GPUS)
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
@@ -69,10 +71,14 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
     for name in ("trainer", "generator"):
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
+        groups = role.get("groups", {})
         print(f"{name:<10} {sides.sizes(role)}: {ranks}; weights {sides.gib_range(role)} a rank")
+        for group, own in groups.items():
+            precision = own["quantization"] or facts["dtype"]
+            print(f"           {group}: {own['ranks']} ranks, {precision}; weights {sides.gib_range(own)} a rank")
     if evaluating := sides.evaluating(plan):
         ranks = f"{evaluating} rank{'s' * (evaluating > 1)}"
-        print(f"evaluation engines {plan.config.eval.engines}, tp {plan.generator_topology.tp}: {ranks}; as the generator's")
+        print(f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's")
     for role in plan.served:
         engines, tp = role.settings.engines, role.settings.tp
         ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from megarl.lora.layout import Lora
 from megarl.lora.plan import sends_adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
-from megarl.plan.topologies import generator_topology, run_ahead, trainer_topology
+from megarl.plan.topologies import EngineGroup, at_once, engine_groups, generator_ranks, run_ahead, trainer_topology
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
 from megarl.reshard.layout import pool_layout
@@ -52,7 +52,7 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
     on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
-    shadow = shadow_bytes(spec, trainer, config.generator, config.model.dtype) if on_device else 0.0
+    shadow = _shadow_bytes(config, spec, trainer) if on_device else 0.0
     merges = not sends_adapters(config, spec, gpu.device)
     return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), merges=merges, shadow=shadow)
 
@@ -132,6 +132,31 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
 
 
 @dataclass(frozen=True)
+class GroupEstimate:
+    """The engines of one group (generator.groups), or all of them."""
+
+    name: str
+    key: str  # of its section
+    engines: int
+    gpus: int
+    memory: GeneratorMemory
+    static_limit: float  # bytes that a rank's weights and KV cache may take
+    share: float  # of the step's responses
+    time: GenerateTime  # for its share
+    tokens_per_s: float  # that its engines sample together
+
+    def over_gib(self, gpu: Gpu) -> float:
+        """By which a rank is too large; negative: to spare."""
+        return max(self.memory.total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For megarl plan --json."""
+        own = {"engines": self.engines, "gpus": self.gpus, "gib_per_gpu": self.memory.total / GIB}
+        return own | {"share": self.share, "generate_s": self.time.total, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Times in seconds; memory in bytes on the fullest rank."""
 
@@ -139,11 +164,9 @@ class Estimate:
     generated: Workload  # the same and what is dropped
     cluster: Cluster
     trainer: TrainerMemory
-    generator: GeneratorMemory
+    groups: tuple[GroupEstimate, ...]  # of engines; one if all are alike
     saving: float  # bytes of a trainer node's memory that hold its ranks' parts of a checkpoint while it is written beside training
-    static_limit: float  # bytes that an engine rank's weights and KV cache may take
     train: TrainTime
-    generate: GenerateTime
     sync_s: float
     delta_sync_s: float  # if it carries only what has changed, a share sync_time.CHANGED of the elements
     control_s: float  # of either: messages and calls, whatever is carried
@@ -152,6 +175,16 @@ class Estimate:
     glue_s: float  # what belongs to neither side's work
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
+
+    @property
+    def generator(self) -> GeneratorMemory:
+        """Of the engines that are nearest to being too large."""
+        return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu)).memory
+
+    @property
+    def generate(self) -> GenerateTime:
+        """Of the group that takes longest."""
+        return max(self.groups, key=lambda group: group.time.total).time
 
     @property
     def scored_s(self) -> float:
@@ -170,7 +203,7 @@ class Estimate:
         limit = self.cluster.gpu.memory_gib
         over = {
             "trainer": self.trainer.total / GIB - limit,
-            "generator": max(self.generator.total / GIB - limit, (self.generator.static - self.static_limit) / GIB),
+            **{group.key: group.over_gib(self.cluster.gpu) for group in self.groups},
             **{name: served.over_gib for name, served in self.served.items()},
         }
         return {side: gib for side, gib in over.items() if gib > 0}
@@ -195,33 +228,57 @@ class Estimate:
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
-    cluster, workload, dtype = Cluster.of(config), Workload.of(config), config.model.dtype
+    cluster, workload = Cluster.of(config), Workload.of(config)
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
-    senders = trainer_topology(config.trainer).world_size
-    ranks = senders + generator_topology(config.generator).world_size
-    ranks += config.eval.engines * config.generator.tp
+    groups, senders = engine_groups(config.generator), trainer_topology(config.trainer).world_size
+    ranks = senders + generator_ranks(groups) + config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
-    messages_s = control_s(senders, config.generator.engines, config.generator.tp, constants)
-    landing = landing_bytes(spec, config.trainer, config.generator, dtype) if may_land(config, ranks, cluster) else 0
+    messages_s = updates_control_s(groups, senders, constants)
+    lands = may_land(config, ranks, cluster)
     return Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        generator=generator_memory(spec, config.generator, dtype, workload, cluster.gpu, landing, _pool_bytes(config, spec, cluster)),
+        groups=of_groups(config, spec, groups, lands),
         saving=_saving_bytes(config, spec, cluster),
-        static_limit=usable_static(config.generator, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
-        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
         sync_s=full_s + messages_s,
         delta_sync_s=delta_s + messages_s,
         control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
-        inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config, ranks, cluster) else 0.0,
+        inboxes=_inbox_bytes_of_node(config, spec, cluster) if lands else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
         served=served(config),
     )
+
+
+def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
+    """As `control_s`, of all groups of engines; trainer ranks count once."""
+    return sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
+
+
+def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], lands: bool) -> tuple[GroupEstimate, ...]:
+    """How responses are shared out: with partial rollouts each group takes what it can do in the time; otherwise they begin together, and
+    go to engines by max_concurrency."""
+    cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
+    gpu, pool = cluster.gpu, _pool_bytes(config, spec, cluster)
+    models = [GenerateModel(spec, group.settings, dtype, cluster, constants_of(gpu.name)) for group in groups]
+    speeds = [float(at_once([group])) for group in groups]
+    if how["carried_over"]:
+        speeds = [1 / model.seconds(work, **how).total for model in models]
+    found = []
+    for group, model, speed in zip(groups, models, speeds):
+        own, share = group.settings, speed / sum(speeds)
+        landing = landing_bytes(spec, config.trainer, own, dtype) if lands else 0
+        part = work if len(groups) == 1 else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
+        time = model.seconds(part, **how)
+        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, landing, pool)
+        rate = own.engines * time.concurrency / time.token_s
+        sizes = own.engines, group.topology.world_size, memory, usable_static(own, gpu)
+        found.append(GroupEstimate(group.name, group.key, *sizes, share, time, rate))
+    return tuple(found)
 
 
 def _pool_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> int:
@@ -229,7 +286,7 @@ def _pool_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> int:
     lora, device = Lora.of(config.lora), cluster.gpu.device
     if lora is None or not sends_adapters(config, spec, device):
         return 0
-    one = replace(generator_topology(config.generator), engines=1)
+    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters go only to engines that are alike
     return 2 * max(rank_bytes(pool_layout(spec, one, config.model.dtype, device, lora)))
 
 
@@ -238,16 +295,18 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
 
     An engine that cannot even hold the weights is left to `Estimate.overfull`.
     """
-    g, gpu, prompt = config.generator, Cluster.of(config).gpu, config.plan.prompt_tokens or 1
+    gpu, prompt = Cluster.of(config).gpu, config.plan.prompt_tokens or 1
     room = {
         "the model's context of": spec.max_position_embeddings,
         "trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch,
     }
-    cache = int(cache_tokens(spec, g, config.model.dtype, gpu)) // g.dp_attention
-    if g.kv_cache_tokens is None and cache > 0:
-        room[f"what an engine of generator.tp={g.tp} on {gpu.name} has for its KV cache (generator.mem_fraction={g.mem_fraction}):"] = cache
-    elif g.kv_cache_tokens is not None:
-        room["generator.kv_cache_tokens" + " / generator.dp_attention" * (g.dp_attention > 1) + " ="] = cache
+    for group in engine_groups(config.generator):
+        g, key = group.settings, group.key
+        cache = int(cache_tokens(spec, g, config.model.dtype, gpu)) // g.dp_attention
+        if g.kv_cache_tokens is None and cache > 0:
+            room[f"what an engine of {key}.tp={g.tp} on {gpu.name} has for its KV cache ({key}.mem_fraction={g.mem_fraction}):"] = cache
+        elif g.kv_cache_tokens is not None:
+            room[f"{key}.kv_cache_tokens" + f" / {key}.dp_attention" * (g.dp_attention > 1) + " ="] = cache
     longest = config.rollout.max_tokens + prompt
     said = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
     problems = [
@@ -277,14 +336,20 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
     if config.weights.delta == "off" or config.weights.delta_shadow != "host":
         return 0.0
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    return ranks * shadow_bytes(spec, config.trainer, config.generator, config.model.dtype)
+    return ranks * _shadow_bytes(config, spec, config.trainer)
+
+
+def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
+    """What each group of engines is sent is kept."""
+    return sum(shadow_bytes(spec, trainer, group.settings, config.model.dtype) for group in engine_groups(config.generator))
 
 
 def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
     if config.weights.delta == "off":
         return 0.0
-    ranks = min(cluster.gpus_per_node, generator_topology(config.generator).world_size)
-    return ranks * INBOX_SHARE * generator_weights(spec, config.generator, config.model.dtype).total
+    groups, dtype = engine_groups(config.generator), config.model.dtype
+    sizes = [(group.topology.world_size, generator_weights(spec, group.settings, dtype).total) for group in groups]
+    return max(min(cluster.gpus_per_node, ranks) * INBOX_SHARE * weights for ranks, weights in sizes)
 
 
 def overlaps(config: RunConfig) -> bool:

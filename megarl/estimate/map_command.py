@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from megarl.config.errors import ConfigError
 from megarl.estimate.hardware import Cluster
-from megarl.estimate.sides import gpus, layouts, sizes
+from megarl.estimate.sides import describe, gpus, layouts, sizes
 from megarl.estimate.times import adapters_s, link_bytes_per_s
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.forwarding import foreseen
@@ -44,7 +44,7 @@ def run(
     if picture:
         from megarl.reshard.picture import draw  # not at the top: it imports matplotlib
 
-        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(asdict(plan.generator_topology))}"
+        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(describe(plan)['generator'])}"
         draw(reshard_map, picture, title, forwarding)
     if rank:
         copies, part_s = copies_of(reshard_map, rank), own_part_s(reshard_map, rank)

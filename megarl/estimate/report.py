@@ -10,9 +10,10 @@ from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
 from megarl.estimate.memory import dropped_share
-from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, written
+from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, turned, written
 from megarl.estimate.theory import Optima
-from megarl.estimate.times import CHANGED
+from megarl.estimate.times import CHANGED, GenerateTime
+from megarl.plan.topologies import engine_groups, generator_ranks
 
 
 def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
@@ -32,7 +33,7 @@ def not_counted(config: RunConfig) -> list[str]:
         "trainer.megatron": trainer.megatron,
         "trainer.ddp": trainer.ddp,
         "trainer.optimizer.megatron": trainer.optimizer.megatron,
-        "generator.server_args": config.generator.server_args,
+        **{f"{group.key}.server_args": group.settings.server_args for group in engine_groups(config.generator)},
         **{f"roles.{name}.server_args": role.server_args for name, role in config.roles.items() if role is not None},
     }
     unknown = ["rollout.dynamic_sampling (set plan.dropped_share)"] if dropped_share(config) is None else []
@@ -51,8 +52,11 @@ def _memory(found: Estimate) -> Iterator[str]:
     yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
     for name, role in found.served.items():
         yield f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
-    static = f"{found.generator.static / GIB:.1f} of {found.static_limit / GIB:.1f}"
-    yield f"           engines' weights and KV cache take {static} GiB of generator.mem_fraction"
+    for group in found.groups:
+        static = f"{group.memory.static / GIB:.1f} of {group.static_limit / GIB:.1f}"
+        if len(found.groups) > 1:
+            yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
+        yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
     if found.saving:
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
     if found.shadow:
@@ -74,6 +78,9 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     ):
         shown = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if value >= 0.005 * seconds)
         yield f"           {name:<14}{seconds:9.2f}   {shown}"
+    for group in found.groups if len(found.groups) > 1 else ():
+        rate = f"{group.tokens_per_s:.0f} tokens/s by {group.engines} engines, {group.share:.0%} of the responses"
+        yield f"           {f'  {group.name}':<14} {group.time.total:8.2f}   {rate}"
     for name, role in found.served.items():
         yield f"           {f'scores of {name}':<14} {role.score_s:8.2f}   beside generation, as responses finish"
     bytes_s, delta_s = (seconds - found.control_s for seconds in (found.sync_s, found.delta_sync_s))
@@ -92,7 +99,12 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
 
 
 def _decode(found: Estimate) -> str:
-    g = found.generate
+    if len(found.groups) > 1:
+        return "; ".join(f"{group.name}: {_decode_rate(group.time)}" for group in found.groups)
+    return _decode_rate(found.generate)
+
+
+def _decode_rate(g: GenerateTime) -> str:
     return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
 
 
@@ -108,7 +120,9 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
             yield f"           the {side} would fit with any of these, planned anew:"
         for remedy in own:
             yield f"             {written(remedy.settings)}: {remedy.gib:.1f} GiB"
-        if side in found.served:
+        if side.startswith("generator.groups."):
+            yield f"           {side} would take less with a larger tp, or a smaller max_concurrency or kv_cache_tokens, or in fp8_block"
+        elif side in found.served:
             yield f"           {side} would take less with a larger roles.{side}.tp, or a smaller max_concurrency or kv_cache_tokens"
         elif not own:
             yield f"           no three settings of the {side} together make it fit: take more GPUs, or a smaller model"
@@ -117,13 +131,16 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
 def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
     """What the search chose, what binds it, and the overrides that turn the config `asked`, given as `command`, into it."""
     settings = found.settings
-    m_t, m_g = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], settings["generator.tp"]
-    precision = settings["generator.quantization"] or "model.dtype"
-    used = m_t * settings["trainer.dp"] + m_g * (settings["generator.engines"] + asked.eval.engines)
-    yield (
-        f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, m_g {m_g}, b_t {settings['trainer.max_tokens_per_microbatch']} tokens, "
-        f"b_g {settings['generator.max_concurrency']}, theta {found.theta:.3f}, engines in {precision}"
-    )
+    m_t, chosen = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], turned(asked, settings).generator
+    groups, microbatch = engine_groups(chosen), settings["trainer.max_tokens_per_microbatch"]
+    used = m_t * settings["trainer.dp"] + generator_ranks(groups) + chosen.tp * asked.eval.engines
+    if len(groups) == 1:
+        own, precision = groups[0].settings, groups[0].settings.quantization or "model.dtype"
+        engines = f"m_g {own.tp}, b_t {microbatch} tokens, b_g {own.max_concurrency}, theta {found.theta:.3f}, engines in {precision}"
+    else:
+        counts = ", ".join(f"{group.settings.engines} engines of {group.name}" for group in groups)
+        engines = f"b_t {microbatch} tokens, theta {found.theta:.3f}; {counts}, in the given proportions"
+    yield f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, {engines}"
     yield f"           by GPU-seconds both sides would take equally long at theta {found.balanced_theta:.3f} (lemma B.3)"
     for name, chosen, larger in (
         ("trainer", found.trainer, found.trainer_too_large), ("generator", found.generator, found.generator_too_large)
@@ -180,6 +197,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "concurrency_per_engine": found.generate.concurrency,
         "decode_step_s": found.generate.token_s,
         "sync_baseline_model_parallel": baseline.m if baseline else None,
+        **({"groups": {group.name: group.facts for group in found.groups}} if len(found.groups) > 1 else {}),
         "roles": {name: {"gpus": r.gpus, "gib_per_gpu": r.memory.total / GIB, "score_s": r.score_s} for name, r in found.served.items()},
         "remedies": [{"side": r.side, "settings": dict(r.settings), "gib_per_gpu": r.gib} for r in remedies],
     }

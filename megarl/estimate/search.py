@@ -18,13 +18,23 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.keys import field_path, yaml_text
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
-from megarl.estimate.estimate import Estimate, estimate, may_land, overlaps, training_memory, training_time, unfinished
+from megarl.estimate.estimate import (
+    Estimate,
+    estimate,
+    may_land,
+    of_groups,
+    overlaps,
+    training_memory,
+    training_time,
+    unfinished,
+    updates_control_s,
+)
 from megarl.estimate.hardware import GIB, Cluster, constants_of
 from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_bytes_per_token, landing_bytes, shape_of, usable_static
-from megarl.estimate.times import GenerateModel, balanced_sync_s, control_s
+from megarl.estimate.times import GenerateModel, balanced_sync_s
 from megarl.models import ModelSpec
-from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_expert_sequences, check_sizes
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, ConfigCheck, ModelCheck, check_expert_sequences, check_sizes, problems_by_group
+from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
 from megarl.reshard.forwarding import ENGINES
 from megarl.reshard.layout import ITEM_BYTES
 
@@ -35,18 +45,25 @@ Settings = Mapping[str, Any]  # by dotted key
 
 
 def turned(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings, whose keys are section.name."""
-    sections: dict[str, dict[str, Any]] = {}
+    """`config` with these settings, whose keys are section.name, or generator.groups.NAME.name."""
     for key, value in settings.items():
-        section, name = field_path(key).split(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()})
+        section, *names, name = field_path(key).split(".")
+        own = getattr(config, section)
+        if names:
+            groups = own.groups | {names[1]: replace(own.groups[names[1]], **{name: value})}
+            config = replace(config, **{section: replace(own, groups=groups)})
+        else:
+            config = replace(config, **{section: replace(own, **{name: value})})
+    return config
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
     """What `megarl plan` and `megarl train` would object to in the sizes; empty if the config can be planned."""
-    found = [problem for check in CONFIG_CHECKS for problem in check(config)]
-    return found + [problem for check in (*MODEL_CHECKS, check_expert_sequences) for problem in check(config, spec)]
+    return problems_by_group(config, [*CONFIG_CHECKS, *(_of_model(check, spec) for check in (*MODEL_CHECKS, check_expert_sequences))])
+
+
+def _of_model(check: ModelCheck, spec: ModelSpec) -> ConfigCheck:
+    return lambda config: check(config, spec)
 
 
 def written(settings: Settings) -> str:
@@ -116,7 +133,7 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
             sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
         )  # fmt: skip
         ep = min(m, config.generator.ep) if spec.num_experts else 1
-        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None)
+        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None, groups={})
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
@@ -170,7 +187,8 @@ class Search:
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
-        self.generator_shapes = list(_generator_shapes(self.config, self.spec))
+        alike = not any(self.config.generator.groups.values())
+        self.generator_shapes = list(_generator_shapes(self.config, self.spec)) if alike else []
 
     def run(self) -> Found:
         """Raises ConfigError if nothing fits the budget."""
@@ -204,13 +222,14 @@ class Search:
         if trainer is None or generator is None:
             return math.inf
         chosen = turned(self.config, {**trainer.settings, **generator.settings})
-        senders, receivers = trainer_topology(chosen.trainer).world_size, generator_topology(chosen.generator).world_size
-        engine_bytes = generator_weights(self.spec, chosen.generator, self.dtype).total
+        groups, senders = engine_groups(chosen.generator), trainer_topology(chosen.trainer).world_size
+        receivers = generator_ranks(groups)
+        sent = [group.topology.world_size * generator_weights(self.spec, group.settings, self.dtype).total for group in groups]
         both = (trainer.seconds, generator.seconds)
         step_s = max(both) if overlaps(self.config) else sum(both)
         relaying = chosen.generator.engines if chosen.weights.relay == ENGINES else 0
-        control = control_s(senders, chosen.generator.engines, chosen.generator.tp, self.constants)
-        return step_s + balanced_sync_s(engine_bytes, receivers, senders, self.cluster, relaying) + control
+        control = updates_control_s(groups, senders, self.constants)
+        return step_s + balanced_sync_s(sum(sent) / receivers, receivers, senders, self.cluster, relaying) + control
 
     def _seconds(self, trainer_gpus: int) -> tuple[float, float]:
         sides = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
@@ -242,7 +261,24 @@ class Search:
                 time = training_time(self.config, self.spec, trainer, self.cluster, self.constants, self.workload).total
                 yield Side(_trainer_settings(trainer), time, over)
 
+    def _fleets(self, gpus: int, fitting: bool) -> Iterator[Side]:
+        """Unlike engines keep their shapes and proportions; there are as many of them as the GPUs hold."""
+        groups = engine_groups(self.config.generator)
+        unit = math.gcd(*(group.settings.engines for group in groups))
+        times = (gpus - self.config.eval.engines * self.config.generator.tp) // (generator_ranks(groups) // unit)
+        if times < 1:
+            return
+        settings = {f"{group.key}.engines": group.settings.engines // unit * times for group in groups}
+        chosen = turned(self.config, settings)
+        found = of_groups(chosen, self.spec, engine_groups(chosen.generator), may_land(self.config, self.gpus, self.cluster))
+        over = max(group.over_gib(self.cluster.gpu) for group in found)
+        if (over <= 0) == fitting:
+            yield Side(settings, max(group.time.total for group in found), over)
+
     def _generators(self, gpus: int, fitting: bool) -> Iterator[Side]:
+        if any(self.config.generator.groups.values()):
+            yield from self._fleets(gpus, fitting)
+            return
         for shape in self.generator_shapes:
             engines = gpus // shape.tp - self.config.eval.engines  # those that only evaluate are as large
             if engines < 1:
@@ -355,7 +391,7 @@ class Remedy:
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
     """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
-    return [remedy for side in found.overfull if side not in found.served for remedy in _of_side(config, spec, side)]
+    return [remedy for side in found.overfull if side in ("trainer", "generator") for remedy in _of_side(config, spec, side)]
 
 
 def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:

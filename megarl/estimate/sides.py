@@ -8,24 +8,23 @@ from typing import Any
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import rank_bytes
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.layout import Layout, generator_layout, parameter_count, trainer_layout
+from megarl.plan.topologies import engines_layout, generator_ranks
+from megarl.reshard.layout import Layout, parameter_count, trainer_layout
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
     """The layouts of trainer and generator, as they are on machines of cluster.gpu."""
     dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
-    return trainer_layout(plan.spec, plan.trainer_topology, dtype), generator_layout(
-        plan.spec, plan.generator_topology, plan.engine_dtype, device, plan.config.generator.quantization
-    )
+    return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(plan.spec, plan.groups, dtype, device)
 
 
 def gpus(plan: RunPlan) -> int:
-    return plan.trainer_topology.world_size + plan.generator_topology.world_size
+    return plan.trainer_topology.world_size + generator_ranks(plan.groups)
 
 
 def evaluating(plan: RunPlan) -> int:
     """The GPUs of the engines that only evaluate."""
-    return plan.config.eval.engines * plan.generator_topology.tp
+    return plan.config.eval.engines * plan.config.generator.tp
 
 
 def describe(plan: RunPlan) -> dict[str, Any]:
@@ -36,15 +35,29 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "dtype": plan.config.model.dtype,
         "parameters": parameter_count(plan.spec),
         "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
-        "generator": {"ranks": generator.world_size, **asdict(plan.generator_topology), **_weight_bytes(generator)},
+        "generator": {"ranks": generator.world_size, **_engines(plan), **_weight_bytes(generator)},
         **({"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}} if plan.config.eval.engines else {}),
         "steps": plan.steps,
         "sequences_per_step": plan.sequences_per_step,
     }
 
 
+def _engines(plan: RunPlan) -> dict[str, Any]:
+    """The sizes of the engines, or those of each group, with its weights."""
+    if not plan.groups[0].name:
+        return asdict(plan.groups[0].topology)
+    dtype, device, found = plan.config.model.dtype, Cluster.of(plan.config).gpu.device, {}
+    for group in plan.groups:
+        layout = engines_layout(plan.spec, [group], dtype, device)
+        own = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
+        found[group.name] = {"ranks": layout.world_size, **asdict(group.topology), **own}
+    return {"engines": plan.engines, "groups": found}
+
+
 def sizes(role: dict[str, Any]) -> str:
     """The parallel sizes of a role, such as `tp 8, pp 16, dp 4`."""
+    if "groups" in role:
+        return "; ".join(f"{name}: {sizes(group)}" for name, group in role["groups"].items())
     shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
     shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp", "dp_attention") if role.get(key, 1) > 1}
     return ", ".join(f"{key} {size}" for key, size in shown.items())

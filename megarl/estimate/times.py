@@ -25,9 +25,9 @@ from megarl.lora.plan import sends_adapters
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.topologies import engine_groups, engines_layout, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
-from megarl.reshard.layout import ITEM_BYTES, generator_layout, pool_layout, trainer_layout
+from megarl.reshard.layout import ITEM_BYTES, pool_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
 
@@ -450,8 +450,8 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     Ranks of one node write over NVLink, others over their NICs.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
-    device, quantization = cluster.gpu.device, config.generator.quantization
-    destination = generator_layout(spec, generator_topology(config.generator), _engine_dtype(config), device, quantization)
+    device = cluster.gpu.device
+    destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, device)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
     rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
     alone_s = adapters_s(spec, config, device, rate) if sends_adapters(config, spec, device) else None
@@ -460,11 +460,11 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
 
 def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
     """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
-    lora, topology = Lora.of(config.lora), generator_topology(config.generator)
-    if lora is None or unserved(spec, topology, device, lora):
+    lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
+    if lora is None or others or unserved(spec, group.topology, device, lora):
         return None
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype, lora=lora)
-    map = ReshardMap.build(source, pool_layout(spec, topology, _engine_dtype(config), device, lora))
+    map = ReshardMap.build(source, pool_layout(spec, group.topology, group.dtype(config.model.dtype), device, lora))
     prove_exactly_once(map)
     return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
 
@@ -473,10 +473,6 @@ def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -
     """Seconds that the generator's only process spends on an update's messages and calls, while engines are paused."""
     of_ranks = trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
     return of_ranks + engines * constants.engine_calls_s
-
-
-def _engine_dtype(config: RunConfig) -> str:
-    return config.model.dtype if config.generator.quantization is None else "bfloat16"
 
 
 def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:

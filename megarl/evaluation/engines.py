@@ -102,7 +102,7 @@ class EvaluationReceiver(WeightsReceiver):
             obstacle = await self._bring(evaluator, version, waits=version == last)
             later = obstacle is not None and version == last and not evaluator.gone
             if obstacle is not None:
-                await self._tell(WeightsGrant(version, engines=0, later=later))
+                await self._tell(WeightsGrant(version, engines=(), later=later))
             if obstacle is not None and not later:
                 evaluator.miss(version, *obstacle)
             settled = settled if later else version
@@ -186,7 +186,7 @@ class Evaluations:
         began, engines = time.perf_counter(), sorted(self.fleet.serving)
         self.status.set(f"evaluating version {version}")
         others: set[Version] = set()
-        sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, len(engines))
+        sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, self.fleet.counts(engines))
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
             await asyncio.wait({work})  # until it has stopped asking engines

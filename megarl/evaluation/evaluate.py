@@ -20,6 +20,7 @@ from megarl.evaluation.scores import interval
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import at_once
 from megarl.rewards import ifeval
 from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, parts_in_evaluation, too_many_failed_episodes, too_many_failures
 from megarl.rewards.verify import ANSWERS, majority_at, vote
@@ -103,10 +104,13 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     return {**scores(groups, graded, grader), **failed, "seconds": time.monotonic() - started}
 
 
-async def evaluate_sets(plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: int) -> dict[str, Any]:
-    """Evaluates one set after the other: returns the scores of data.eval and, under "suites", those of each set of eval.suites."""
-    at_once = engines * plan.config.generator.max_concurrency
-    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, at_once, plan.config) for held_out in sets}
+async def evaluate_sets(
+    plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: Sequence[int]
+) -> dict[str, Any]:
+    """Evaluates one set after the other, by so many `engines` of each group: returns the scores of data.eval and, under "suites", those of
+    each set of eval.suites."""
+    places = at_once(plan.groups, engines)
+    found = {held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}
     return {**found.get("", {}), **({"suites": suites} if suites else {})}
 
@@ -124,4 +128,4 @@ async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, A
         rollouts = await open_rollouts(plan, fleet, scorers, tokenizer, resources, training=False)
         sets = held_out_sets(plan.config, tokenizer, plan.spec)
         status.set("evaluating")
-        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.size)
+        return await evaluate_sets(plan, rollouts.held_out, sets, tokenizer, fleet.sizes)

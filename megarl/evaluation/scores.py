@@ -34,12 +34,12 @@ def evaluation_plan(plan: RunPlan) -> RunPlan:
     own = replace(
         config,
         lora=replace(config.lora, sync="merge") if merges else config.lora,
-        generator=replace(config.generator, engines=config.eval.engines),
+        generator=replace(config.generator, engines=config.eval.engines, groups={}),
         async_=replace(config.async_, partial_rollout="block", chunk_tokens=None),
         weights=replace(config.weights, delta="off"),
         observe=replace(config.observe, probe_every=0),
     )
-    return replace(plan, config=own, generator_topology=replace(plan.generator_topology, engines=config.eval.engines))
+    return replace(plan, config=own)
 
 
 # Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in the metrics.

@@ -29,7 +29,7 @@ from megarl.messaging.waiting import Background, Pulse
 from megarl.observe.samples import FailuresWriter
 from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import run_ahead
+from megarl.plan.topologies import at_once, run_ahead
 from megarl.roles.opening import open_scorers, open_served, open_teachers
 from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import engine_client, open_fleet, open_rollouts, train_sampling
@@ -115,7 +115,11 @@ class FleetCalls:
         if fixed := self.fixed():
             raise Refused(f"{fixed}: engines can neither join nor leave")
         if call.do == "join":
-            numbers = [self.fleet.add(engine_client(self.plan, self.rendezvous, url)) for url in call.urls]
+            group = next((number for number, group in enumerate(self.fleet.groups) if group.name == call.group), None)
+            if group is None:
+                names = ", ".join(group.name for group in self.fleet.groups)
+                raise Refused(f"{call.group or 'no group'}: must be one of the run's generator.groups, {names}")
+            numbers = [self.fleet.add(engine_client(self.plan, self.rendezvous, url), group) for url in call.urls]
             self._heard |= dict.fromkeys(numbers, time.monotonic())
             return numbers
         return await self._let_go(call)
@@ -134,7 +138,8 @@ class FleetCalls:
 
     def _states(self, engines: Iterable[int]) -> list[EngineState]:
         fleet = self.fleet
-        return [EngineState(i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone) for i in engines]
+        states = [(i, fleet.engines[i].url, fleet.describe(i), i in fleet.serving, i in fleet.gone) for i in engines]
+        return [EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states]
 
     async def watch(self) -> None:
         """Tells launchers which engines have left, and gives up lost ones that nobody will start again. Runs until cancelled."""
@@ -223,10 +228,10 @@ class GeneratorExecutor:
         )
 
     def _places(self) -> int:
-        """How many prompts may be in flight: the settings are for `generator.engines`, and engines may have joined or left."""
-        config = self.plan.config
+        """How many prompts may be in flight: the settings are for the engines of the plan, and engines may have joined or left."""
+        config, groups = self.plan.config, self.plan.groups
         places = config.async_.max_in_flight or config.rollout.prompts_per_step
-        return max(1, ceil(places * self.fleet.size / config.generator.engines))
+        return max(1, ceil(places * at_once(groups, self.fleet.sizes) / at_once(groups)))
 
     async def _follow_fleet(self) -> None:
         while True:
@@ -269,6 +274,8 @@ class GeneratorExecutor:
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
             now = self.fleet.tokens.copy()
             told["engine_tokens"] = [now[index] - self._tokens[index] for index in range(len(self.fleet.engines))]
+            if len(self.fleet.groups) > 1:
+                told["engine_groups"] = self.fleet.group_of.copy()
             self._tokens = now
         self.curr_step += 1
 
@@ -292,7 +299,8 @@ class GeneratorExecutor:
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """Samples a few responses with their log-probs, for the trainer to score under the same weights; none if no engine is left.
+        """Samples a few responses of each group of engines with their log-probs, for the trainer to score under the same weights; none if
+        no engine is left.
 
         Without rollout.replay_mask they are drawn from the whole distribution: truncation would raise the log-probs by the mass that it
         cuts off.
@@ -301,11 +309,14 @@ class GeneratorExecutor:
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
         if not self.plan.config.rollout.replay_mask:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
-        prompts = [self.prompts[ordinal] for ordinal in range(PROBE_PROMPTS)]
-        answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1) for prompt in prompts))
-        if not await self.fleet.while_serving(answers):
+        groups = [number for number, serving in enumerate(self.fleet.counts(self.fleet.serving)) if serving]
+        asked = [(group, self.prompts[ordinal]) for group in groups for ordinal in range(PROBE_PROMPTS)]
+        prompts = [prompt for _, prompt in asked]
+        answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1, group) for group, prompt in asked))
+        if not groups or not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]
+        names = [self.fleet.groups[group].name for group, _ in asked]
         return ProbeReady(
             version=self.version,
             token_ids=[prompt.token_ids + completion.token_ids.tolist() for prompt, completion in zip(prompts, completions)],
@@ -313,6 +324,7 @@ class GeneratorExecutor:
             logprobs=[completion.logprobs.tolist() for completion in completions],
             routing=[completion.routing for completion in completions],
             kept=[completion.kept for completion in completions],
+            groups=names if any(names) else [],
         )
 
     async def evaluate(self) -> None:
@@ -321,7 +333,7 @@ class GeneratorExecutor:
         if config.eval.engines or not (self.held_out and is_due(config, version)):
             return
         with self.trace.span(f"evaluate version {version}", track="weights"):
-            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer, self.fleet.size)
+            result = await evaluate_sets(self.plan, self.rollouts_of.held_out, self.held_out, self.tokenizer, self.fleet.sizes)
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -262,19 +263,29 @@ class TrainerExecutor:
         With routing replay the difference without replay is measured too. Raises RunError if trainer and generator differ too much."""
         if not probe.token_ids:
             return
-        differences, limit = self._probe_differences(probe, probe.routing), probe_limit(self.plan)
-        mean = fmean(differences)
-        if problem := too_far(mean, limit):
-            raise RunError(f"weights version {probe.version}: {problem}")
-        self._probe_metrics = {DIFFERENCE: mean, LARGEST: max(differences)}
-        if self.rank == 0 and (told := describe_differences([{**self._probe_metrics, LIMIT: limit}])):
-            print(f"weights version {probe.version}: {told}", flush=True)
+        of_sequence = self._probe_differences(probe, probe.routing)
+        for group in dict.fromkeys(probe.groups) or [""]:
+            own = [each for each, of in zip(of_sequence, probe.groups or repeat("")) if of == group]
+            self._compare_with(group, list(chain.from_iterable(own)), probe.version)
+        differences = list(chain.from_iterable(of_sequence))
+        self._probe_metrics |= {DIFFERENCE: fmean(differences), LARGEST: max(differences)}
         if self.plan.config.trainer.routing_replay:
             own = [b""] * len(probe.token_ids)
-            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = fmean(self._probe_differences(probe, own))
+            mean = fmean(chain.from_iterable(self._probe_differences(probe, own)))
+            self._probe_metrics["logprob/abs_diff_mean_own_routing"] = mean
 
-    def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[float]:
-        """The absolute log-prob difference of every token that the generator sampled."""
+    def _compare_with(self, group: str, differences: list[float], version: Version) -> None:
+        """Says whether the engines of a group differ from the trainer as their precision lets one expect. Raises RunError."""
+        mean, limit, of = fmean(differences), probe_limit(self.plan, group), f" of group {group}" if group else ""
+        if problem := too_far(mean, limit):
+            raise RunError(f"weights version {version}{of}: {problem}")
+        if self.rank == 0 and (told := describe_differences([{DIFFERENCE: mean, LIMIT: limit}])):
+            print(f"weights version {version}{of}: {told}", flush=True)
+        if group:
+            self._probe_metrics[f"{DIFFERENCE}/{group}"] = mean
+
+    def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[list[float]]:
+        """The absolute log-prob differences of the tokens that the generator sampled, by sequence."""
         sequences = [
             TrainSequence(
                 token_ids=np.array(ids, np.int32),
@@ -288,9 +299,8 @@ class TrainerExecutor:
         ]
         ours = self.trainer.token_logprobs(sequences, temperature=self.plan.config.rollout.temperature)
         return [
-            abs(mine - theirs)
+            [abs(mine - theirs) for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)]
             for row, prompt, generated in zip(ours, probe.prompt_lengths, probe.logprobs)
-            for mine, theirs in zip(row[prompt:].tolist(), generated, strict=True)
         ]
 
     def save_checkpoint(self) -> None:
@@ -319,4 +329,6 @@ def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:
         return {}
     changed = {} if applied.changed_fraction is None else {"sync/changed_fraction": applied.changed_fraction}
     found = {"sync/bytes": applied.bytes_written, "sync/audit_ok": applied.audited, "engines/serving": applied.engines}
-    return {**found, **changed}
+    by_group = {f"engines/serving/{name}": engines for name, engines in applied.serving.items()}
+    by_group |= {f"engines/tokens/{name}": tokens for name, tokens in applied.sampled.items()}
+    return {**found, **by_group, **changed}

@@ -1,4 +1,5 @@
-"""Presents the engines of a run as one: a request goes to the engine with the fewest samples in flight, and survives weight updates."""
+"""Presents the engines of a run as one: a request goes to the engine with the fewest samples in flight, for its capacity, and survives
+weight updates."""
 
 from __future__ import annotations
 
@@ -69,6 +70,15 @@ class Draft:
         return Completion(self.token_ids, self.logprobs, self.versions, self.finish_reason, self.routing, self.kept)
 
 
+@dataclass(frozen=True)
+class FleetGroup:
+    """Engines of one shape."""
+
+    name: str
+    engines: int  # that the fleet begins with
+    capacity: int = 1  # requests that an engine may run: the more, the more of them go to it
+
+
 class Fleet:
     """`engines` are clients of servers that all hold the same weights, `version`.
 
@@ -81,6 +91,8 @@ class Fleet:
 
     Engines may also join an elastic fleet (`add`) and leave it (`leave`). An engine's number is its place in `engines`, which only grows:
     no number is used twice.
+
+    `groups` are those of the engines, in order; without them all engines are alike, and of one group.
     """
 
     def __init__(
@@ -92,8 +104,11 @@ class Fleet:
         decode: Decode | None = None,
         frozen: bool = False,
         name: str = "engine",
+        groups: Sequence[FleetGroup] = (),
     ):
         self.engines = list(engines)
+        self.groups = list(groups) or [FleetGroup("", len(engines))]
+        self.group_of = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]  # by engine
         self.serving = set(range(len(self.engines)))
         self.returned: set[int] = set()  # they run, but do not have the weights yet
         self.lost: dict[int, str] = {}  # the values say why
@@ -113,8 +128,14 @@ class Fleet:
         self._held = False
         self.pulse = Pulse()  # beats when any of the above changes
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """Returns n completions of one prompt, from one engine unless it is lost, so that they share the prompt's KV cache.
+    def _among(self, group: int | None) -> set[int]:
+        """The engines that serve: all, or those of one group as long as there are any."""
+        own = {index for index in self.serving if self.group_of[index] == group}
+        return own or self.serving
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None) -> list[Completion]:
+        """Returns n completions of one prompt, from one engine unless it is lost, so that they share the prompt's KV cache. `group`: the
+        engine is of that group, as long as one of it serves.
 
         Log-probs are those of the weights that sampled each token. Raises: EngineError, TimeoutError, ValueError if the engines have no
         tokenizer to look for stop strings.
@@ -124,7 +145,7 @@ class Fleet:
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft() for _ in range(n)]
         while any(not draft.finish_reason for draft in drafts):
-            async with self._least_loaded(n) as index:
+            async with self._least_loaded(n, group) as index:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
                     await self._continue(index, prompt_ids, sampling, unfinished, stops)
         return [draft.completion() for draft in drafts]
@@ -138,11 +159,11 @@ class Fleet:
                 return answer
 
     @contextlib.asynccontextmanager
-    async def _least_loaded(self, samples: int) -> AsyncIterator[int]:
-        """Waits for an engine, and counts the samples as its load. If its connection breaks in the body, it is lost, and the caller goes on
-        with another."""
-        await self.pulse.until(lambda: bool(self.serving))
-        index = min(self.serving, key=self._load.__getitem__)
+    async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[int]:
+        """Waits for an engine, of any group or one, and counts the samples as its load. If its connection breaks in the body, it is lost,
+        and the caller goes on with another."""
+        await self.pulse.until(lambda: bool(self._among(group)))
+        index = min(self._among(group), key=lambda i: (self._load[i] + samples) / self.groups[self.group_of[i]].capacity)
         self._load[index] += samples
         try:
             yield index
@@ -170,18 +191,45 @@ class Fleet:
 
     @property
     def members(self) -> list[int]:
-        """The engines that take part in an update."""
-        return sorted(self.serving | self.returned)
+        """The engines that take part in an update, in order."""
+        return self.in_order(self.serving | self.returned)
+
+    def in_order(self, engines: Iterable[int]) -> list[int]:
+        """By group, then by number: the order of their ranks in a reshard map."""
+        return sorted(engines, key=lambda index: (self.group_of[index], index))
+
+    def by_name(self, numbers: Iterable[float]) -> dict[str, int]:
+        """Numbers of the groups, by their names; empty if the groups have none."""
+        return {group.name: int(number) for group, number in zip(self.groups, numbers) if group.name}
+
+    @property
+    def sampled(self) -> list[int]:
+        """Tokens by group."""
+        found: Counter[int] = Counter()
+        for index, tokens in self.tokens.items():
+            found[self.group_of[index]] += tokens
+        return [found[number] for number in range(len(self.groups))]
+
+    def counts(self, engines: Iterable[int]) -> tuple[int, ...]:
+        """How many of these engines each group has."""
+        found = Counter(self.group_of[index] for index in engines)
+        return tuple(found[number] for number in range(len(self.groups)))
 
     @property
     def size(self) -> int:
         """How many engines the run counts on: all that have served and have not left, including lost ones."""
         return len(self.engines) - len(self.gone.keys() | self.leaving | self.joining)
 
-    def add(self, engine: EngineClient) -> int:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The same by group."""
+        return self.counts(set(range(len(self.engines))) - self.gone.keys() - self.leaving - self.joining)
+
+    def add(self, engine: EngineClient, group: int = 0) -> int:
         """Takes in an engine whose process is starting; returns its number. It serves when it runs and has been given the weights."""
         index = len(self.engines)
         self.engines.append(engine)
+        self.group_of.append(group)
         self.joining.add(index)
         self.lost[index] = "it is starting"
         print(f"{self.name} {index} at {engine.url} is to join", flush=True)

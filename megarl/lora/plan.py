@@ -53,6 +53,8 @@ def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) ->
     assert lora is not None
     if config.weights.delta != "off":
         return ["weights.delta=auto looks for changes in all weights"]
+    if any(config.generator.groups.values()):
+        return ["sending adapters to unlike engines (generator.groups) has not been tried"]
     return unserved(spec, generator_topology(config.generator), device or ("cuda" if cuda_available() else "cpu"), lora)
 
 

@@ -38,17 +38,21 @@ class WeightsGrant(_Message, frozen=True):
     """Generator: the engines are paused, write `version` now.
 
     With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, they stay the same. `engines`: how many engines take part; 0: there is nothing to write, or with `later`: the version is to be
-    offered again. `delta`: write only the changes since the base that was offered.
+    Without, they stay the same. `engines`: how many engines of each group take part; none: there is nothing to write, or with `later`: the
+    version is to be offered again. `delta`: write only the changes since the base that was offered.
     """
 
     version: int
     endpoints: bytes = b""  # as transports.base.decode_endpoints reads them
-    engines: int = -1
+    engines: tuple[int, ...] = (-1,)
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
     plan_hash: str = ""  # of the map without what engines pass on
     delta: bool = False
     later: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.engines)
 
 
 class WeightsWritten(_Message, frozen=True):
@@ -77,6 +81,8 @@ class WeightsApplied(_Message, frozen=True):
     bytes_written: int  # by all trainer ranks together
     engines: int = 0  # that serve now
     changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
+    serving: dict[str, int] = {}  # engines that serve now, by group; empty without generator.groups
+    sampled: dict[str, int] = {}  # tokens since the generator has started, likewise
 
 
 class WeightsWanted(_Message, frozen=True):
@@ -156,17 +162,19 @@ class ProbeReady(_Message, frozen=True):
     logprobs: list[list[float]]
     routing: list[bytes]  # per sequence (models/routing.py); empty if not recorded
     kept: list[KeptSets | None]  # per sequence; None if its tokens were drawn from the whole vocabulary
+    groups: list[str] = []  # per sequence: the group whose engine sampled it; empty without generator.groups
 
 
 class FleetCall(_Message, frozen=True):
-    """`megarl engines`, to the generator. What `do` takes: list; join: `urls` of engines that are starting; here: `engines`, whose launcher
-    is alive; leave: `engines`, or the `count` newest, after which the launcher `ends` them in any case."""
+    """`megarl engines`, to the generator. What `do` takes: list; join: `urls` of engines of `group` that are starting; here: `engines`,
+    whose launcher is alive; leave: `engines`, or the `count` newest, after which the launcher `ends` them in any case."""
 
     do: Literal["list", "join", "here", "leave"]
     urls: list[str] = []
     engines: list[int] = []
     count: int = 0
     ends: bool = False
+    group: str = ""
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -175,6 +183,7 @@ class EngineState(msgspec.Struct, frozen=True):
     text: str  # what it is doing
     serving: bool = False
     gone: bool = False  # it has left for good
+    group: str = ""  # of generator.groups
 
 
 class FleetAnswer(_Message, frozen=True):

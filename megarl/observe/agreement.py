@@ -38,12 +38,13 @@ OWN_ROUTING = 2  # factor on the limit where trainer and generator each choose e
 FAR = 10  # the run ends at this multiple of the limit
 
 
-def probe_limit(plan: RunPlan) -> float:
-    """observe.probe_limit, or the usual limit for the precision of trainer and engines."""
+def probe_limit(plan: RunPlan, group: str | None = None) -> float:
+    """observe.probe_limit, or the usual limit for the precision of trainer and engines: those of one group, or the least precise."""
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
-    limit = BY_DTYPE["fp8" if config.generator.quantization else config.model.dtype]
+    engines = [shape for name, shape in config.generator.shapes.items() if group in (None, name)]
+    limit = max(BY_DTYPE["fp8" if shape.quantization else config.model.dtype] for shape in engines)
     return limit * (OWN_ROUTING if plan.spec.num_experts and not config.trainer.routing_replay else 1)
 
 

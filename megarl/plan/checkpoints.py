@@ -330,7 +330,7 @@ FIXED_KEYS = (
     "seed",
 )
 # With data.bad_rows=drop, which rows are left out depends on these too, and so does the order of the others.
-_ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens")
+_ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens", "generator.groups.NAME.kv_cache_tokens")
 
 
 def check_resume(config: RunConfig) -> Iterable[str]:

@@ -9,13 +9,25 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megarl.algorithms import recipes
 from megarl.base.files import folder_problems, new_folder_problems
 from megarl.config.errors import problems_of
 from megarl.config.keys import yaml_text
-from megarl.config.schema import BY_CALLS, GRADERS, OF_HUBS, OWN_PLACE, RewardConfig, RolloutConfig, RunConfig, SuiteConfig
+from megarl.config.schema import (
+    BY_CALLS,
+    GRADERS,
+    OF_HUBS,
+    OWN_PLACE,
+    UNQUANTISED,
+    GroupConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SuiteConfig,
+)
 from megarl.data.order import mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out
 from megarl.lora.plan import check_lora
@@ -25,11 +37,53 @@ from megarl.plan.checkpoints import check_best, check_names, check_resume
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
+from megarl.reshard.forwarding import ENGINES
 from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_layer, trainer_parameters
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
 from megarl.teachers.plan import check_distillation
+
+# Unlike engines (`generator.groups`): each group is checked as if the run had no other engines.
+
+
+GROUP_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+
+
+def problems_by_group(config: RunConfig, checks: Iterable[Callable[[RunConfig], Iterable[str]]]) -> list[str]:
+    """The problems that `checks` find, each once, in the keys that are to be changed. WHOLE_CHECKS get the config as it is."""
+    shapes = {name: (config.generator.groups.get(name), shape) for name, shape in config.generator.shapes.items()}
+    if config.eval.engines and "" not in shapes:
+        shapes[""] = None, replace(config.generator, groups={})  # of the engines that only evaluate
+    alone = [(name, own, replace(config, generator=shape)) for name, (own, shape) in shapes.items()]
+    found: list[str] = []
+    for check in checks:
+        for name, own, each in [("", None, config)] if check in WHOLE_CHECKS else alone:
+            found += [_in_keys_of(name, own, problem) for problem in check(each)]
+    return list(dict.fromkeys(found))
+
+
+def _in_keys_of(name: str, own: GroupConfig | None, problem: str) -> str:
+    """`problem`, with the keys of the group that sets them."""
+    given = [each.name for each in fields(own) if getattr(own, each.name)] if own else []
+    return re.sub(rf"\bgenerator\.({'|'.join(given)})\b", rf"generator.groups.{name}.\1", problem) if given else problem
+
+
+def check_groups(config: RunConfig) -> Iterable[str]:
+    """What no group shows alone. Both fp8 values and amax are kept by tensor, so there is one rule for them."""
+    groups = {name: shape for name, shape in config.generator.shapes.items() if name}
+    for name in groups:
+        if not GROUP_NAME.fullmatch(name):
+            yield f"generator.groups.{name}: its name must be letters, digits, - and _"
+    if groups and config.weights.relay == ENGINES:
+        yield f"weights.relay={ENGINES}: must be auto or off with generator.groups"
+    formats = {shape.quantization: name for name, shape in groups.items() if shape.quantization}
+    if len(formats) > 1:
+        listed = " and ".join(f"generator.groups.{name}.quantization={format}" for format, name in formats.items())
+        yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
+    if groups and config.lora.rank and config.lora.sync == "adapter":
+        yield "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters to unlike engines has not been tried"
+
 
 # Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
 
@@ -422,7 +476,9 @@ def check_exported(config: RunConfig) -> Iterable[str]:
     return check_names(config.run_dir)
 
 
+WHOLE_CHECKS: tuple[ConfigCheck, ...] = (check_groups, check_resume)  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
+    check_groups,
     check_ranks,
     check_virtual_stages,
     check_server_args,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import RunConfig
 from megarl.critic.plan import check_critic, find_critic
@@ -16,8 +18,18 @@ from megarl.lora.settings import LoraConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CLASSIFICATION, did_you_mean, missing_folder
 from megarl.models.spec import SCALAR
-from megarl.plan.checks import COMMAND_CHECKS, CONFIG_CHECKS, MODEL_CHECKS, PLANNING_COMMANDS, RUN_MODEL_CHECKS, check_batch, check_sizes
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.checks import (
+    COMMAND_CHECKS,
+    CONFIG_CHECKS,
+    MODEL_CHECKS,
+    PLANNING_COMMANDS,
+    RUN_MODEL_CHECKS,
+    ModelCheck,
+    check_batch,
+    check_sizes,
+    problems_by_group,
+)
+from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
@@ -33,7 +45,6 @@ class RunPlan:
     config: RunConfig
     spec: ModelSpec
     trainer_topology: TrainerTopology
-    generator_topology: GeneratorTopology
     steps: int  # of the whole run: batches, and versions of the weights
     sequences_per_step: int  # prompts_per_step * n
     weights: Weights  # that the command begins with
@@ -59,10 +70,23 @@ class RunPlan:
         """The adapters, if updates carry them alone. None: updates carry all weights, with adapters merged into them if there are any."""
         return self.lora if sends_adapters(self.config, self.spec) else None
 
+    @cached_property
+    def groups(self) -> tuple[EngineGroup, ...]:
+        """The engines, by their shapes."""
+        return engine_groups(self.config.generator)
+
     @property
-    def engine_dtype(self) -> str:
-        """The dtype of activations and of unquantised weights. With fp8 weights SGLang computes only in 16 bits."""
-        return self.config.model.dtype if self.config.generator.quantization is None else "bfloat16"
+    def engines(self) -> int:
+        return sum(group.settings.engines for group in self.groups)
+
+    def group_of(self, engine: int) -> EngineGroup:
+        """The group of an engine that the run begins with."""
+        return next(group for group in reversed(self.groups) if group.first <= engine)
+
+    def group_alone(self, name: str) -> RunPlan:
+        """The plan with one group's engines alone, as if there were no groups."""
+        (group,) = (group for group in self.groups if group.name == name)
+        return replace(self, config=replace(self.config, generator=group.settings))
 
 
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
@@ -79,13 +103,13 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
     # Rollouts have nothing to do with the warm start's own sizes.
     of_rollouts = list(check_batch(given))
-    problems = [problem for check in checks if check is not check_batch for problem in check(config)]
+    problems = problems_by_group(config, [check for check in checks if check is not check_batch])
     try:
         spec = find_spec(config)
     except ConfigError as error:
         raise ConfigError(of_rollouts + _in_keys_of(command, config, problems) + error.problems) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
-    problems.extend(problem for check in model_checks for problem in check(config, spec))
+    problems += problems_by_group(config, [partial(_with_model, check, spec) for check in model_checks])
     problems = [
         *of_rollouts,
         *_in_keys_of(command, config, problems),
@@ -97,11 +121,16 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
-        of_warm_start = _in_keys_of("sft", config, list(check_sizes(with_own_sizes(config, "sft"), spec)))
+        of_sizes = problems_by_group(with_own_sizes(config, "sft"), [partial(_with_model, check_sizes, spec)])
+        of_warm_start = _in_keys_of("sft", config, of_sizes)
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
     return _planned(config, spec, command)
+
+
+def _with_model(check: ModelCheck, spec: ModelSpec, config: RunConfig) -> Iterable[str]:
+    return check(config, spec)
 
 
 def checked_before(config: RunConfig, command: str | None) -> RunPlan:
@@ -114,7 +143,6 @@ def _planned(config: RunConfig, spec: ModelSpec, command: str | None) -> RunPlan
         config=config,
         spec=spec,
         trainer_topology=trainer_topology(config.trainer),
-        generator_topology=generator_topology(config.generator),
         steps=config.max_steps,
         sequences_per_step=config.rollout.prompts_per_step * config.rollout.n,
         weights=find_weights(config, command),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, TrainerConfig
+from megarl.models import ModelSpec
+from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
 
 def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
@@ -11,7 +16,58 @@ def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
 
 
 def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
+    """Of a generator without groups, or of one group."""
     return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines of one shape. A run without generator.groups has one group, whose name is empty."""
+
+    name: str
+    settings: GeneratorConfig  # the generator's, with the group's own
+    first: int  # the number of its first engine: the groups' engines follow each other
+
+    @property
+    def topology(self) -> GeneratorTopology:
+        return generator_topology(self.settings)
+
+    @property
+    def key(self) -> str:
+        """Of the section that says how many engines there are and how large, for messages."""
+        return f"generator.groups.{self.name}" if self.name else "generator"
+
+    def dtype(self, model_dtype: str) -> str:
+        """The dtype of activations and of unquantised weights. With fp8 weights SGLang computes only in 16 bits."""
+        return model_dtype if self.settings.quantization is None else "bfloat16"
+
+
+def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
+    found: list[EngineGroup] = []
+    for name, settings in generator.shapes.items():
+        found.append(EngineGroup(name, settings, found[-1].first + found[-1].settings.engines if found else 0))
+    return tuple(found)
+
+
+def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: str, device: str, engines: Sequence[int] = ()) -> Layout:
+    """The layout of all engines, or of so many `engines` of each group. Their ranks follow each other, group by group. `device` as of
+    `generator_layout`."""
+    counts = engines or [group.settings.engines for group in groups]
+    return side_by_side([
+        generator_layout(spec, replace(g.topology, engines=count), g.dtype(model_dtype), device, g.settings.quantization)
+        for g, count in zip(groups, counts, strict=True)
+        if count
+    ])  # fmt: skip
+
+
+def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
+    """How many requests all engines run together, or so many `engines` of each group."""
+    counts = engines or [group.settings.engines for group in groups]
+    return sum(count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True))
+
+
+def generator_ranks(groups: Sequence[EngineGroup]) -> int:
+    return sum(group.topology.world_size for group in groups)
 
 
 # How far the two sides of a run may be apart.

@@ -14,7 +14,7 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median, median_high
@@ -229,11 +229,16 @@ SLOW = 0.7  # of its peers' tokens
 FEWEST_TOKENS = 10_000  # of an engine's peer
 
 
-def advice(rows: Sequence[Row], settings: Mapping[str, Any], engine_tokens: Mapping[int, int]) -> list[str]:
+def advice(
+    rows: Sequence[Row], settings: Mapping[str, Any], engine_tokens: Mapping[int, int], group_of: Mapping[int, int] = {}
+) -> list[str]:
     recent = rows[-RECENT:]
     if len(recent) < FEWEST:
         return []
-    rules = (_waits(recent, settings), _truncated(recent), _no_signal(recent), _queue(rows), _slow_engine(engine_tokens))
+    alike: dict[int, dict[int, int]] = defaultdict(dict)  # engines are compared with those of their own group
+    for index, tokens in engine_tokens.items():
+        alike[group_of.get(index, 0)][index] = tokens
+    rules = (_waits(recent, settings), _truncated(recent), _no_signal(recent), _queue(rows), *map(_slow_engine, alike.values()))
     return [text for text in rules if text]
 
 
@@ -343,6 +348,7 @@ class _Numbers(msgspec.Struct):
     """Those in an event's arguments."""
 
     engine_tokens: list[int] = []
+    engine_groups: list[int] = []
     to: list[tuple[int, int]] = []
     bytes: int = 0
 
@@ -409,6 +415,7 @@ class RunReader:
         self._epoch_us: float | None = None
         self._engine_tokens: Counter[int] = Counter()
         self._peers: Counter[int] = Counter()  # the same, since all engines are there
+        self._group_of: dict[int, int] = {}  # of engines, where they are not all alike
         self._lost: set[str] = set()
         self._batch = -1
         self._expected: dict[str, Any] = {}
@@ -440,7 +447,7 @@ class RunReader:
             **columns,
             **trace,
             "samples": samples,
-            "advisories": [*told, *self._reasons(), *advice(self._rows, self._settings, self._peers)],
+            "advisories": [*told, *self._reasons(), *advice(self._rows, self._settings, self._peers, self._group_of)],
             "expected": self._expected,
             "engine_tokens": [self._engine_tokens[index] for index in range(max(self._engine_tokens, default=-1) + 1)],
             "skipped": {
@@ -537,6 +544,7 @@ class RunReader:
                 self._lost.clear()
             self._batch = number
             self._peers.update(tokens)
+            self._group_of = dict(enumerate(told.get("engine_groups", ())))
         if self._lost or kind == "away":
             self._peers.clear()
 

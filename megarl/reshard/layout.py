@@ -122,6 +122,7 @@ class Kind:
     rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` holds their scales
     scales: int | None = None
     scales_of: int | None = None  # if these are scales: number of the kind that they belong to
+    group: int = 0  # number of the layout that it comes from, in a layout of several `side_by_side`
 
     @property
     def instances(self) -> int:
@@ -675,6 +676,22 @@ def together(one: Layout, other: Layout) -> Layout:
     """What both hold, on the same ranks."""
     assert one.world_size == other.world_size
     return Layout(one.name, one.world_size, one.kinds + other.kinds)
+
+
+def side_by_side(layouts: Sequence[Layout]) -> Layout:
+    """What all of them hold, each on ranks of its own, which follow those of the one before."""
+    if len(layouts) == 1:
+        return layouts[0]
+    kinds: list[Kind] = []
+    first = 0
+    for group, layout in enumerate(layouts):
+        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}  # kinds that shared a table go on sharing it
+        before = len(kinds)
+        for kind in layout.kinds:
+            scales, scales_of = (None if number is None else number + before for number in (kind.scales, kind.scales_of))
+            kinds.append(replace(kind, ranks=meshes[id(kind.ranks)], scales=scales, scales_of=scales_of, group=group))
+        first += layout.world_size
+    return Layout(layouts[0].name, first, tuple(kinds))
 
 
 def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ quantise only part of a tile must be marked so.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -233,9 +234,7 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
 
 def _check_coordinates(layout: Layout) -> None:
     """Checks that ranks exist, no rank holds two shards or replicas of one instance, and no pieces of a tensor overlap."""
-    names = [(kind.name, layer) for kind in layout.kinds for layer in (range(*kind.layers) if kind.layers else (None,))]
-    if len(set(names)) != len(names):
-        raise ProofError(f"{layout.name}: two kinds have one name")
+    _check_names(layout)
     for kind in layout.kinds:
         for stage in set(kind.stages.tolist()):
             ranks = kind.ranks[stage].ravel().tolist()
@@ -244,6 +243,17 @@ def _check_coordinates(layout: Layout) -> None:
         for shard, tensor in enumerate(kind.shards):
             if (clash := _overlap([piece.local for piece in tensor.pieces])) is not None:
                 raise ProofError(f"{layout.name}: pieces {clash} of {kind.name}, shard {shard}, overlap")
+
+
+def _check_names(layout: Layout) -> None:
+    """Checks that no rank holds two tensors of one name. Kinds of unlike engines share names, but no ranks."""
+    namesakes: dict[str, list[Kind]] = defaultdict(list)
+    for kind in layout.kinds:
+        namesakes[kind.name].append(kind)
+    for one, other in (pair for alike in namesakes.values() for pair in itertools.combinations(alike, 2)):
+        (first, end), (other_first, other_end) = ((each.first_layer, each.first_layer + each.instances) for each in (one, other))
+        if max(first, other_first) < min(end, other_end) and len(np.intersect1d(one.ranks, other.ranks)):
+            raise ProofError(f"{layout.name}: two kinds have one name")
 
 
 def _quantises(map: ReshardMap) -> bool:

@@ -71,8 +71,10 @@ def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | No
         for row in found:
             rows[row.kind][n].append(row)
     sections: dict[str, list[Line]] = defaultdict(list)
+    groups = 1 + max(kind.group for kind in map.destination.kinds)
     for k, kind in enumerate(map.destination.kinds):
-        sections[_when(kind)].append(_line(map, kind, *rows[k]))
+        of_group = f"engines of group {kind.group + 1} of {groups}, " if groups > 1 else ""
+        sections[of_group + _when(kind)].append(_line(map, kind, *rows[k]))
     counts = [f"{n:,}" for n in (*map.counts, sum_messages(map, map.write_rows))]
     total = "total", "", "", "", *counts[:2], "", counts[2], size(map.rank_bytes()[0].sum())
     header = map.destination.name, _HEADER[0], f"from {map.source.name}", *_HEADER

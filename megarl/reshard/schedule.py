@@ -90,11 +90,11 @@ def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
 def depth_bytes(map: ReshardMap) -> list[int]:
     """The most bytes that a receiver gets at each depth (see Copy.depth)."""
     layout = map.destination
-    sizes = np.zeros(layout.num_layers + 2, dtype=np.int64)
+    sizes = np.zeros((1 + max(kind.group for kind in layout.kinds), layout.num_layers + 2), dtype=np.int64)
     for kind in layout.kinds:
         first = layout.depth(kind, 0)
-        sizes[first : first + (kind.instances if kind.place == LAYER else 1)] += _bytes_of_the_largest(kind)
-    return sizes.tolist()
+        sizes[kind.group, first : first + (kind.instances if kind.place == LAYER else 1)] += _bytes_of_the_largest(kind)
+    return sizes.max(axis=0).tolist()
 
 
 def waves(map: ReshardMap, wave_bytes: int = DEFAULT_WAVE_BYTES) -> tuple[int, ...]:

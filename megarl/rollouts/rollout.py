@@ -21,7 +21,7 @@ from megarl.data.prompts import HeldOutSet
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
-from megarl.generator.fleet import Fleet
+from megarl.generator.fleet import Fleet, FleetGroup
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
@@ -263,10 +263,15 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
     decode = load_tokenizer(config.model).decode_all if config.rollout.stops_on_text else None
-    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode, name=name)
+    groups = fleet_groups(plan)
+    fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode, name=name, groups=groups)
     resources.push_async_callback(fleet.close)
     await asyncio.gather(*(engine.wait_ready(config.generator.startup_timeout_s) for engine in engines))
     return fleet
+
+
+def fleet_groups(plan: RunPlan) -> list[FleetGroup]:
+    return [FleetGroup(group.name, group.settings.engines, group.settings.max_concurrency) for group in plan.groups]
 
 
 def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:

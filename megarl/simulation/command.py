@@ -19,14 +19,14 @@ import numpy as np
 from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
-from megarl.config.schema import RunConfig
+from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.estimate.estimate import check_longest, estimate
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import Workload, cache_tokens
 from megarl.estimate.report import not_counted
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
-from megarl.plan.checks import OF_GPUS
+from megarl.plan.checks import OF_GPUS, problems_by_group
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.lengths import EXPONENTIAL, LOGNORMAL
 from megarl.simulation.measured import measured
@@ -78,7 +78,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
         step_p95_s=float(np.quantile(steps, 0.95)),
         tokens_per_s=trained / totals.end_s,
         trainer_busy=sum(row["time/train_s"] for row in rows) / took,
-        engines_busy=totals.busy_s / totals.end_s / plan.config.generator.engines,
+        engines_busy=totals.busy_s / totals.end_s / plan.engines,
         requests=totals.running_s / totals.busy_s if totals.busy_s else 0.0,
         waits_for_batch=share["trainer_wait"] - share["weights_wait"],
         waits_for_engines=share["weights_wait"],
@@ -218,7 +218,7 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
     if found.engine_failures or found.trainer_failures:
         lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
         lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
-    lines += [f"refused    by megarl train: {problem}" for check in OF_GPUS for problem in check(plan.config)]
+    lines += [f"refused    by megarl train: {problem}" for problem in problems_by_group(plan.config, OF_GPUS)]
     if left_out := [*not_counted(plan.config), *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served)]:
         lines.append(f"not counted: {', '.join(left_out)}")
     return [*lines, f"advice     {advice(plan, found)}"]
@@ -252,8 +252,12 @@ def _depth(config: RunConfig) -> str:
 
 
 def _could_run(plan: RunPlan) -> float:
-    """Requests that an engine has room for at a time."""
-    generator = plan.config.generator
+    """Requests that an engine has room for at a time, a mean over all engines."""
+    own = [(group.settings.engines, _room(plan, group.settings)) for group in plan.groups]
+    return sum(engines * room for engines, room in own) / plan.engines
+
+
+def _room(plan: RunPlan, generator: GeneratorConfig) -> float:
     cache = cache_tokens(plan.spec, generator, plan.config.model.dtype, Cluster.of(plan.config).gpu)
     return min(generator.max_concurrency, cache / Workload.of(plan.config).tokens_per_sequence)
 

@@ -60,6 +60,8 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
 
 def _check_sizes(plan: RunPlan, run: Path) -> None:
     before = load_config(run / "config.yaml")
+    if any(plan.config.generator.groups.values()) or any(before.generator.groups.values()):
+        raise ConfigError(f"--from {run}: generator.groups must be empty in both: a run's times do not tell how fast each group was")
     if others := [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]:
         said = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in others)
         raise ConfigError(f"--from {run}: its times are of other sizes: {said}; plan with the same")

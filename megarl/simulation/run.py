@@ -9,7 +9,7 @@ import io
 import math
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
-from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock
+from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock, fleet_groups
 from megarl.rollouts.stream import RolloutStream
 from megarl.simulation.engines import SimulatedEngine, Speed, Work
 from megarl.simulation.lengths import Draw, Lengths
@@ -58,6 +58,7 @@ class Models:
     control_s: float  # of an update's messages and calls beyond that, while engines are paused
     grant_s: float = 0.0  # from the trainer's request until engines stand that have nothing to finish
     checkpoint_s: float | None = None  # of writing a checkpoint; None: plan.simulation.checkpoint_s
+    of_groups: Mapping[str, Speed] = field(default_factory=dict)  # of unlike engines, instead of `speed`
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
@@ -65,8 +66,11 @@ class Models:
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
-        engine = GenerateModel(plan.spec, config.generator, config.model.dtype, cluster, constants_of(cluster.gpu.name))
-        return cls(speed_of(engine), partial(_train_s, plan, unit, found.glue_s), whole_s - found.control_s, found.control_s)
+        shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
+        speeds = {group.name: speed_of(GenerateModel(plan.spec, group.settings, *shared)) for group in plan.groups}
+        train_s = partial(_train_s, plan, unit, found.glue_s)
+        of_groups = speeds if len(speeds) > 1 else {}
+        return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, of_groups=of_groups)
 
 
 def speed_of(model: GenerateModel) -> Speed:
@@ -182,11 +186,11 @@ class SimulatedGenerator(GeneratorExecutor):
         self.held_out = []
         self.sampling = Sampling(self._units(config.rollout.max_tokens))
         self.work: dict[int, Work] = {}
-        names = [f"simulated.{index}" for index in range(config.generator.engines)]
-        self.engines = [SimulatedEngine(name, self.models.speed, self.unit, self.work) for name in names]
+        speeds = [self.models.of_groups.get(self.plan.group_of(index).name, self.models.speed) for index in range(self.plan.engines)]
+        self.engines = [SimulatedEngine(f"simulated.{i}", speed, self.unit, self.work) for i, speed in enumerate(speeds)]
         chunk = self._units(config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)) if mode == "resume" else None
         clients: list[Any] = list(self.engines)
-        self.fleet = Fleet(clients, mode, chunk, elastic=True)
+        self.fleet = Fleet(clients, mode, chunk, elastic=True, groups=fleet_groups(self.plan))
         self.clock = ScoringClock(self.loop.time)
         self.rollouts_of = Rollouts(self._generate, self._generate, self.clock)
         judge = partial(judged, config=config)
@@ -433,7 +437,8 @@ class Attempt:
 
     async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
         """(engine, seconds until it serves again), each when it happens."""
-        settings, gpus = self.plan.config.plan.simulation, self.plan.generator_topology.world_size
+        settings = self.plan.config.plan.simulation
+        sizes = np.array([group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)])
         if self.failures is not None:
             for at_s, index, down_s in self.failures.engines:
                 if at_s >= self.loop.time():
@@ -441,8 +446,10 @@ class Attempt:
                     yield index, down_s
             return
         while settings.gpu_mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / gpus))
-            yield int(self.rng.integers(len(self.engines))), settings.engine_restart_s
+            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sizes.sum()))
+            alike = len(set(sizes)) == 1
+            engine = self.rng.integers(len(sizes)) if alike else self.rng.choice(len(sizes), p=sizes / sizes.sum())
+            yield int(engine), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
         settings, now = self.plan.config.plan.simulation, self.loop.time()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megarl.base.rollout_types import Version
 from megarl.plan.resolve import RunPlan
-from megarl.reshard.layout import Layout, generator_layout, pool_layout, together, trainer_layout
+from megarl.plan.topologies import engines_layout
+from megarl.reshard.layout import Layout, pool_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 
 
@@ -19,14 +21,15 @@ def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
     return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, plan.adapters))
 
 
-def weights_map(plan: RunPlan, source: Layout, engines: int | None = None) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run, or to `engines` of them."""
-    topology = plan.generator_topology if engines is None else replace(plan.generator_topology, engines=engines)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    quantization = plan.config.generator.quantization
-    destination = generator_layout(plan.spec, topology, plan.engine_dtype, device, quantization)
+def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
+    """The reshard map from the trainer's layout `source` to all engines of the run, or to as many `engines` of each group. Their ranks
+    follow each other, group by group."""
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", plan.config.model.dtype
+    destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
     if plan.adapters is not None:
-        destination = together(destination, pool_layout(plan.spec, topology, plan.engine_dtype, device, plan.adapters))
+        (group,) = plan.groups  # adapters go only to engines that are alike
+        topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
+        destination = together(destination, pool_layout(plan.spec, topology, group.dtype(dtype), device, plan.adapters))
     return ReshardMap.build(source, destination)
 
 

@@ -122,7 +122,7 @@ async def open_engines(
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
     whole = map
-    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp)
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])  # engines relay only where all are alike
     passed_on = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
     ways, forms = relay_ways(relays, engines), arranged_forms(whole.destination, workers.count)

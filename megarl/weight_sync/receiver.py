@@ -233,7 +233,7 @@ class WeightsReceiver:
         with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
             if session is None:  # lost once more
-                await self._tell(WeightsGrant(version, engines=0))
+                await self._tell(WeightsGrant(version, engines=()))
                 self._over(fleet)
             else:
                 taken = await self._write(fleet, session)
@@ -242,8 +242,9 @@ class WeightsReceiver:
 
     async def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
-        engines = len(fleet.serving)
-        await self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
+        cost = self._plan.config.weights.audited, ended - began, taken.bytes_written, len(fleet.serving), changed
+        by_group = fleet.by_name(fleet.counts(fleet.serving)), fleet.by_name(fleet.sampled)
+        await self._tell(WeightsApplied(version, *cost, *by_group))
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:

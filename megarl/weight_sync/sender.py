@@ -94,7 +94,7 @@ class WeightsSender:
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        self._engines = plan.generator_topology.engines  # how many the map is for
+        self._engines = tuple(group.settings.engines for group in plan.groups)  # how many of each group the map is for
         self._updates: FullUpdates | None = None  # from the first offer on
         self._report = SyncReport()  # of the newest version
         self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
@@ -112,7 +112,7 @@ class WeightsSender:
         version = executor.version
         self._report = report = self._report if again else SyncReport()
         grant = self._bring(executor, report, again)
-        if grant is None or grant.engines == 0:
+        if grant is None or grant.is_empty:
             return
         executor.put_sync(report, applied=partial(self._await_applied, version))
         if is_probe_version(version, self._probe_every) and not again:
@@ -133,7 +133,7 @@ class WeightsSender:
         self._offered = version
         self._link.send(offer)
         grant = self._send_granted(executor, self._updates, report, grant_s)
-        if grant is not None and grant.engines:
+        if grant is not None and not grant.is_empty:
             self._unconfirmed, self._applied, self._written = version, None, version
         return grant
 
@@ -155,7 +155,7 @@ class WeightsSender:
             raise RuntimeError(f"trainer.{executor.rank} offered weights version {version}, {wrong}")
         granted = time.monotonic()
         report.wait_s += granted - began
-        if grant.engines == 0:
+        if grant.is_empty:
             return grant
         with executor.trace.span(f"write {self.of}weights {version}") as noted:
             try:

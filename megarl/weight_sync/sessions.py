@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.base.geometry import GeneratorTopology
 from megarl.base.rollout_types import Version
 from megarl.config.errors import ConfigError
 from megarl.config.schema import STRICT
@@ -68,8 +69,8 @@ class EngineSessions:
         while True:
             if serving >= 0:
                 await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
-            await self._try_joining(fleet, sorted(fleet.joining & fleet.returned), trainers)
-            members = sorted(fleet.returned) if joining else fleet.members
+            await self._try_joining(fleet, fleet.in_order(fleet.joining & fleet.returned), trainers)
+            members = fleet.in_order(fleet.returned) if joining else fleet.members
             if not members:
                 return None
             known = members == self._members and not fleet.returned  # an engine that has come back is a new process
@@ -83,7 +84,7 @@ class EngineSessions:
             try:
                 await session.open(serving=serving if known or self._opened is None else None)
                 if not known:
-                    self._opened = await self._connect(workers, trainers, len(members))
+                    self._opened = await self._connect(workers, trainers, fleet.counts(members))
             except Exception as error:
                 if not (fleet.elastic and isinstance(error, EngineUnreachable)):
                     await session.abandon(str(error))
@@ -96,9 +97,9 @@ class EngineSessions:
                 self._members = members
                 opened = self._opened
                 workers.may_lose = fleet.elastic and opened.one_sided
-                grant = WeightsGrant(version, engines=len(members), delta=delta)
+                grant = WeightsGrant(version, engines=fleet.counts(members), delta=delta)
                 if not known:
-                    grant = WeightsGrant(version, b"", len(members), opened.relay, opened.map.plan_hash)
+                    grant = WeightsGrant(version, b"", fleet.counts(members), opened.relay, opened.map.plan_hash)
                 return Session(members, session, opened, grant, opens=not known)
 
     async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
@@ -109,7 +110,7 @@ class EngineSessions:
         """
         await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
         fleet.updating = set(fleet.serving)
-        if members := sorted(fleet.serving):
+        if members := fleet.in_order(fleet.serving):
             workers = self._workers_for(members, fleet)
             workers.may_lose = fleet.elastic
             session = WeightUpdate(workers, version, in_place=True)
@@ -129,8 +130,9 @@ class EngineSessions:
         trial, fleet.updating = WeightUpdate(workers, -1), set(joining)
         try:
             await trial.open(serving=-1)
-            map = weights_map(self._plan, self.map.source, len(joining))
-            hosts = await self._check(workers, map)
+            counts = fleet.counts(joining)
+            map = weights_map(self._plan, self.map.source, counts)
+            hosts = await self._check(workers, map, counts)
             if refusal := self.fixed or _two_sided(transport_pairs(weights.transport, trainers, hosts).kinds):
                 raise ConfigError(refusal)
             await open_engines(workers, weights, map, trainers, hosts)
@@ -162,14 +164,20 @@ class EngineSessions:
         return self._workers_for(members, fleet)
 
     def _workers_for(self, members: Sequence[int], fleet: Fleet) -> Workers:
+        """`members`, in the order of their ranks."""
         clients = [fleet.engines[index] for index in members]
-        return Workers(clients, self._plan.config.generator.tp, self._link, self._plan.config.timeouts.weights_s)
+        tp = [topology.tp for topology in self._topologies(fleet.counts(members))]
+        return Workers(clients, tp, self._link, self._plan.config.timeouts.weights_s)
 
-    async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: int) -> Opened:
+    def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
+        """Of each engine, where there are so many `engines` of each group."""
+        return [group.topology for group, count in zip(self._plan.groups, engines, strict=True) for _ in range(count)]
+
+    async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]) -> Opened:
         """Compares the live engines with the map's destination layout, then opens their parameters to be written."""
-        every = self._plan.generator_topology.engines
+        every = tuple(group.settings.engines for group in self._plan.groups)
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
-        hosts = await self._check(workers, map)
+        hosts = await self._check(workers, map, engines)
         if self._plan.config.weights.audited:
             config = self._plan.config
             of_generator = self._opened is None and self._link.name == GENERATOR
@@ -177,9 +185,9 @@ class EngineSessions:
             await watch(workers, config.weights.audit == STRICT, file)
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
-    async def _check(self, workers: Workers, map: ReshardMap) -> list[Host]:
+    async def _check(self, workers: Workers, map: ReshardMap, engines: Sequence[int]) -> list[Host]:
         """Connects the workers, and compares the live engines with the map's destination. Returns where each generator rank runs."""
-        await check_parallelism(workers, self._plan.generator_topology)
+        await check_parallelism(workers, self._topologies(engines))
         hosts = await connect(workers, self._key_file)
         await settle_layout(workers, map.destination)
         return hosts

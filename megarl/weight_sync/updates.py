@@ -156,10 +156,10 @@ class WeightUpdate:
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
         """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
-        leading = {relay.source_rank // self.workers.tp for relay in relays}
+        leading = {self.workers.place_of(relay.source_rank) for relay in relays}
         places = range(len(self.workers.engines))
         payloads = await self.workers.run([self.passing_on if place in leading else None for place in places])
-        lost = {rank for rank, payload in enumerate(payloads) if not payload and rank // self.workers.tp in leading}
+        lost = {rank for rank, payload in enumerate(payloads) if not payload and self.workers.place_of(rank) in leading}
         by_lost = [relay for relay in relays if relay.source_rank in lost]
         left_out = {r.destination_rank: f"generator rank {r.source_rank} was lost before it passed weights on" for r in by_lost}
         for rank, payload in enumerate(payloads):
@@ -170,18 +170,18 @@ class WeightUpdate:
     async def give_up(self, left_out: Mapping[int, str]) -> None:
         """Goes on without the engines of these generator ranks, which lack a part of the weights; the values say why. Those that still
         answer are ended, so that they are started again. Raises EngineUnreachable where no engine may be lost."""
-        places = {rank // self.workers.tp: why for rank, why in left_out.items()}
+        places = {self.workers.place_of(rank): why for rank, why in left_out.items()}
         missed = {place: why for place, why in places.items() if place not in self.workers.lost}
         engines = {place: self.workers.engines[place] for place in missed}
         losses = {place: EngineUnreachable(engine.url, f"{missed[place]} to engine {engine.url}") for place, engine in engines.items()}
         self.workers.go_on_without(losses)
         for loss in losses.values():
             print(f"an engine lacks a part of the weights, and is ended: {loss}", flush=True)
-        await asyncio.gather(*(self._end(engine) for engine in engines.values()))
+        await asyncio.gather(*(self._end(engine, self.workers.tp[place]) for place, engine in engines.items()))
 
-    async def _end(self, engine: EngineClient) -> None:
+    async def _end(self, engine: EngineClient, tp: int) -> None:
         with contextlib.suppress(EngineError, TimeoutError):  # it ends before it answers
-            await engine.command(commands.encode(End()), self.workers.tp, ENDED_S)
+            await engine.command(commands.encode(End()), tp, ENDED_S)
 
     async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
         """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares). Checks that tensors which no

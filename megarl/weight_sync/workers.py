@@ -7,9 +7,12 @@ Commands need an open update session: SGLang passes none to its workers outside 
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,10 +34,10 @@ from megarl.weight_sync.transports.base import Form, RemoteTensor, digest_of
 
 @dataclass
 class Workers:
-    """All TP workers of all engines. Generator rank g is TP rank g % tp of engine g // tp."""
+    """All TP workers of all engines, whose generator ranks follow each other."""
 
     engines: Sequence[EngineClient]
-    tp: int
+    tp: Sequence[int]  # of each engine
     hub: Hub  # answers come here
     timeout_s: float  # of one command
     stores: list[dist.Store] = field(default_factory=list)  # where the process groups of transports meet
@@ -44,17 +47,22 @@ class Workers:
 
     @property
     def count(self) -> int:
-        return len(self.engines) * self.tp
+        return sum(self.tp)
 
     @property
     def address(self) -> str:
         """The address of this host at which the engines reach it."""
         return urlsplit(self.hub.address).hostname or ""
 
-    @property
+    @cached_property
     def ranks(self) -> list[range]:
         """The generator ranks of each engine."""
-        return [range(first, first + self.tp) for first in range(0, self.count, self.tp)]
+        ends = itertools.accumulate(self.tp)
+        return [range(end - tp, end) for end, tp in zip(ends, self.tp)]
+
+    def place_of(self, rank: int) -> int:
+        """Index in `engines` of the engine that a generator rank belongs to."""
+        return bisect.bisect_right(self.ranks, rank, key=lambda ranks: ranks.start) - 1
 
     async def run(self, per_engine: Sequence[Command | None]) -> list[bytes]:
         """Sends one command to each engine, or none. Returns the answers' payloads by generator rank, empty where none was sent or the
@@ -66,10 +74,12 @@ class Workers:
         name = "".join({type(command).__name__ for command in commanded.values()})  # all are of one kind
         encoded: dict[int, bytes] = {}  # many are the same object
 
+        tp_of = dict(zip(self.engines, self.tp))
+
         async def send(engine: EngineClient) -> None:
             if (command := commanded.get(engine)) is not None:
                 body = encoded.get(id(command)) or encoded.setdefault(id(command), commands.encode(command))
-                await engine.command(body, self.tp, self.timeout_s)
+                await engine.command(body, tp_of[engine], self.timeout_s)
 
         unreachable = await self.each(send)
         gone = self.lost.keys() | unreachable.keys()
@@ -114,16 +124,17 @@ def _ranks(missing: Collection[int]) -> str:
     return f"generator rank {', '.join(map(str, sorted(missing)))}"
 
 
-async def check_parallelism(workers: Workers, planned: GeneratorTopology) -> None:
-    """Raises LayoutError that names every engine with other parallel sizes than planned. Call it before `connect`, which relies on them."""
+async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopology]) -> None:
+    """Raises LayoutError that names every engine with other parallel sizes than `planned` for it. Call it before `connect`, which relies on
+    them."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
-    wrong = [
-        f"engine {engine.url} runs with {_sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size)}"
-        for engine, sizes in zip(workers.engines, found)
-        if (sizes.tp_size, sizes.ep_size, sizes.attn_dp_size) != (planned.tp, planned.ep, planned.dp_attention)
-    ]
+    wrong: dict[str, list[str]] = {}  # by what the map is for
+    for engine, sizes, wanted in zip(workers.engines, found, planned, strict=True):
+        runs, wants = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size), _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
+        if runs != wants:
+            wrong.setdefault(wants, []).append(f"engine {engine.url} runs with {runs}")
     if wrong:
-        raise LayoutError(f"{'; '.join(wrong)}, the reshard map is for {_sizes(planned.tp, planned.ep, planned.dp_attention)}")
+        raise LayoutError("; ".join(f"{'; '.join(engines)}, the reshard map is for {wants}" for wants, engines in wrong.items()))
 
 
 def _sizes(tp: int, ep: int, dp_attention: int) -> str:
@@ -132,7 +143,7 @@ def _sizes(tp: int, ep: int, dp_attention: int) -> str:
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:
     """Connects the workers to the hub, once, before anything else. Returns where each generator rank runs."""
-    first_ranks = range(0, workers.count, workers.tp)
+    first_ranks = [ranks.start for ranks in workers.ranks]
     payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
 

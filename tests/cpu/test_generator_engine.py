@@ -211,7 +211,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         return (torch.tensor(completion.logprobs) - expected).abs().max().item()
 
     async def body(client: EngineClient) -> None:
-        workers = Workers([client], 1, hub, 60)
+        workers = Workers([client], [1], hub, 60)
         await client.generate(prompt, GREEDY)  # its keys and values are cached now
         await client.begin_update(60)
         await connect(workers, hub.key_file)

@@ -104,7 +104,7 @@ def rig(request, tmp_path_factory):
 async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     client = engine.client()
     await client.wait_ready(180, engine.log, engine.died)
-    workers = Workers([client], engine.tp, hub, DEADLINE_S)
+    workers = Workers([client], [engine.tp], hub, DEADLINE_S)
     await client.begin_update(DEADLINE_S)
     await connect(workers, key_file)
     endpoints = await open_memory(workers, SHARED_MEMORY, map=None)

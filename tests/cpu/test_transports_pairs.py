@@ -53,7 +53,7 @@ class Run:
         key.save(folder / "key")
         self.hub = Hub("generator.0", key)
         self.clients = [PipedEngine(process) for process in self.engines]
-        self.workers = Workers(self.clients, 1, self.hub, TIMEOUT_S)
+        self.workers = Workers(self.clients, [1] * len(self.clients), self.hub, TIMEOUT_S)
 
     def do(self, coroutine: Any) -> Any:
         try:

@@ -56,7 +56,7 @@ def forgotten(site: Site) -> None:  # noqa: F811
 
     async def forget() -> None:
         with contextlib.closing(Hub("generator.0", site.key)) as hub:  # noqa: F811
-            workers = Workers([site.generator.client], site.generator.engine.tp, hub, DEADLINE_S)
+            workers = Workers([site.generator.client], [site.generator.engine.tp], hub, DEADLINE_S)
             await site.generator.client.begin_update(DEADLINE_S)
             await connect(workers, str(site.key_file))
             await workers.run_all(Recall())

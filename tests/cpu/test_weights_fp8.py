@@ -180,7 +180,7 @@ def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_fi
 
 async def settle(generator: Generator, key_file: Path, layout: Layout) -> None:
     with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
-        workers = Workers([generator.client], generator.engine.tp, hub, DEADLINE_S)
+        workers = Workers([generator.client], [generator.engine.tp], hub, DEADLINE_S)
         await generator.client.begin_update(DEADLINE_S)
         try:
             await connect(workers, str(key_file))

@@ -37,7 +37,7 @@ def key_file(tmp_path) -> Path:
 def in_session(generator: Generator, key_file: Path, body: Callable[[Workers], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
-            workers = Workers([generator.client], generator.engine.tp, hub, DEADLINE_S)
+            workers = Workers([generator.client], [generator.engine.tp], hub, DEADLINE_S)
             await generator.client.begin_update(DEADLINE_S)
             await connect(workers, str(key_file))
             try:

@@ -150,7 +150,7 @@ class Generator:
 
         async def share() -> list[Endpoint]:
             with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
-                workers = Workers([self.client], self.engine.tp, hub, DEADLINE_S)
+                workers = Workers([self.client], [self.engine.tp], hub, DEADLINE_S)
                 await self.client.begin_update(DEADLINE_S)
                 await connect(workers, str(key_file))
                 endpoints = await open_memory(workers, SHARED_MEMORY, map=None)

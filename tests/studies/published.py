@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import AsyncConfig, GeneratorConfig, PlanConfig, RolloutConfig, RunConfig, SimulationConfig, TimeoutConfig
 from megarl.models import load_spec
 from megarl.plan.resolve import RunPlan
@@ -89,7 +89,7 @@ def simulated_s(sides: Sides) -> float:
 
 def mean_step_s(config: RunConfig, models, lengths=None) -> float:
     plan = RunPlan(
-        config, load_spec(MODELS / "llama-3.1-8b"), TrainerTopology(), GeneratorTopology(config.generator.engines, 1, 1, 1),
+        config, load_spec(MODELS / "llama-3.1-8b"), TrainerTopology(),
         config.max_steps, config.rollout.prompts_per_step * config.rollout.n, Weights(""),
     )  # fmt: skip
     totals = simulate(plan, models, lengths=lengths)

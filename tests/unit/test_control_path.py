@@ -98,7 +98,7 @@ def test_answers_of_workers_are_collected_without_a_text_for_each():
             pass
 
     engines: Any = [Engine() for _ in range(8)]
-    assert asyncio.run(Workers(engines, 8, link, 5, connection="abcd").run_all(commands.Recall())) == [b"x"] * 64
+    assert asyncio.run(Workers(engines, [8] * len(engines), link, 5, connection="abcd").run_all(commands.Recall())) == [b"x"] * 64
     assert not link.texts
 
 

@@ -61,10 +61,10 @@ def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_wh
     more = ["generator.tp=2", "generator.engines=3", "generator.quantization=fp8_block", "weights.delta=auto", "observe.probe_every=5"]
     plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=2", "async.partial_rollout=in_flight", *more))
     own = evaluation_plan(plan)
-    assert (own.generator_topology.engines, own.generator_topology.tp) == (2, 2) and own.engine_dtype == plan.engine_dtype
+    assert (own.engines, own.groups[0].topology.tp) == (2, 2) and own.groups[0].dtype("float32") == plan.groups[0].dtype("float32")
     assert own.config.generator.quantization == "fp8_block" and own.config.generator.engines == 2
     assert (own.config.weights.delta, own.config.observe.probe_every, own.config.async_.partial_rollout) == ("off", 0, "block")
-    assert plan.generator_topology.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
+    assert plan.engines == 3 and plan.config.weights.delta == "auto", "the run's own plan stays"
 
 
 @pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
@@ -295,10 +295,10 @@ def test_a_version_that_is_due_too_early_is_skipped_and_the_last_one_waits(monke
         for version in (0, 2, 4):
             receiver.offered.put_nowait(version)
         await until(lambda: len(driver.missed) == 2)
-        assert driver.begun == [0] and receiver.grants() == [(2, 0, False), (4, 0, False)]
+        assert driver.begun == [0] and receiver.grants() == [(2, (), False), (4, (), False)]
         assert driver.missed == [(version, "skipped", "version 0 was still being evaluated") for version in (2, 4)]
         receiver.offered.put_nowait(10)
-        await until(lambda: receiver.grants()[2:] == [(10, 0, True)])
+        await until(lambda: receiver.grants()[2:] == [(10, (), True)])
         receiver.offered.put_nowait(10)
         driver.done()
         await task
@@ -312,13 +312,13 @@ def test_a_version_fails_while_no_engine_is_there_and_the_last_one_waits_until_n
         fleet.lose(EngineUnreachable(fleet.engines[0].url, "it died"))
         receiver.offered.put_nowait(2)
         await until(lambda: driver.missed)
-        assert driver.missed == [(2, "failed", "no engine was there: it died")] and receiver.grants() == [(2, 0, False)]
+        assert driver.missed == [(2, "failed", "no engine was there: it died")] and receiver.grants() == [(2, (), False)]
         receiver.offered.put_nowait(10)
-        await until(lambda: receiver.grants()[1:] == [(10, 0, True)])
+        await until(lambda: receiver.grants()[1:] == [(10, (), True)])
         driver.gone = "no engine was there, and none will be"
         receiver.offered.put_nowait(10)
         await task
-        assert driver.missed[1:] == [(10, "failed", driver.gone)] and receiver.grants()[2:] == [(10, 0, False)] and not driver.begun
+        assert driver.missed[1:] == [(10, "failed", driver.gone)] and receiver.grants()[2:] == [(10, (), False)] and not driver.begun
 
     receiving(body, monkeypatch)
 

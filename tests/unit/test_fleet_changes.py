@@ -15,12 +15,13 @@ from loops import settle
 from small_maps import Discard, tiny_map
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.config.schema import RunConfig
+from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import watch_returns
 from megarl.messaging.messages import WeightsGrant
 from megarl.models import ModelSpec
+from megarl.plan.topologies import engine_groups
 from megarl.reshard.forwarding import INSIDE_HOSTS, RelayRule, relayed
 from megarl.reshard.layout import LayoutError, generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -156,7 +157,7 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     assert forwarding.relays
     with pytest.raises(ValueError, match="do not hold equally many replicas"):
         relayed(written, rule)
-    plan: Any = SimpleNamespace(config=RunConfig(), generator_topology=SimpleNamespace(engines=4), spec=None)
+    plan: Any = SimpleNamespace(config=RunConfig(), groups=engine_groups(GeneratorConfig(engines=4)), spec=None)
     link: Any = None
     trace = SimpleNamespace(mark=lambda *_, **__: None)
     executor: Any = SimpleNamespace(rank=0, layout=whole.source, trace=trace, get_model=dict)
@@ -164,7 +165,7 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
     sender._whole = whole
     updates, made = FullUpdates(transport, whole, 0, plan.config), []
     for way, map in [(rule, written), (rule, written), (None, whole)]:
-        sender._connect(executor, updates, WeightsGrant(1, b"", 4, way, map.plan_hash))
+        sender._connect(executor, updates, WeightsGrant(1, b"", (4,), way, map.plan_hash))
         made.append((updates._exchange, Counter(copy.destination_rank for copy in updates.copies)))
         assert sum(copy.bytes for copy in updates.copies) == sum(copy.bytes for copy in map.copies_from(0))
     assert made[0] == made[1] and made[2][0] is not made[0][0]  # it is proven anew only where it is another map
@@ -210,7 +211,7 @@ def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways
         async def cancel(self):
             pass
 
-    async def check(workers, map):
+    async def check(workers, map, engines):
         if any(engine.url == "http://2" for engine in workers):
             raise LayoutError("generator rank 0 has no lm_head")
         return []

@@ -233,11 +233,11 @@ def test_engines_of_other_sizes_than_planned_are_named():
         async def parallelism(self, timeout_s: float) -> Parallelism:
             return Parallelism(tp_size=2, ep_size=1, attn_dp_size=1)
 
-    workers = Workers([Engine()], 2, None, timeout_s=1)
-    asyncio.run(check_parallelism(workers, GeneratorTopology(1, 2)))
+    workers = Workers([Engine()], [2], None, timeout_s=1)
+    asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2)]))
     told = "engine http://here runs with tp=2, ep=1, dp_attention=1, the reshard map is for tp=2, ep=1, dp_attention=2"
     with pytest.raises(LayoutError, match=told):
-        asyncio.run(check_parallelism(workers, GeneratorTopology(1, 2, 1, 2)))
+        asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2, 1, 2)]))
 
 
 def test_answers_of_an_engine_that_was_lost_since_are_ignored():
@@ -255,7 +255,7 @@ def test_answers_of_an_engine_that_was_lost_since_are_ignored():
 
     key, peers = RunKey.generate(), []
     with contextlib.closing(Hub("generator.0", key)) as hub:
-        workers = Workers([Engine()], 1, hub, timeout_s=20)
+        workers = Workers([Engine()], [1], hub, timeout_s=20)
         try:
             assert asyncio.run(run()) == [b"of the living"]
         finally:

@@ -39,7 +39,7 @@ def test_hub_and_peer_meet_at_an_ipv6_address():
     peer = Peer("peer", key, hub.address)
     peer.send(WeightsOffer(3))
     assert hub.receive(WeightsOffer, 10, "an offer") == ("peer", WeightsOffer(3))
-    assert hub.address.startswith("tcp://[::1]:") and Workers([], 1, hub, 1).address == "::1"
+    assert hub.address.startswith("tcp://[::1]:") and Workers([], [], hub, 1).address == "::1"
     peer.close()
     hub.close()
 

@@ -30,6 +30,13 @@ def test_the_limit_follows_from_what_trainer_and_engines_compute_in(experts, ove
     assert probe_limit(plan) == limit
 
 
+def test_each_group_of_engines_has_the_limit_of_its_precision():
+    groups = ["generator.groups.plain.engines=1", "generator.groups.fp8.quantization=fp8_block"]
+    config = load_config("configs/quickstart.yaml", groups)
+    plan = SimpleNamespace(config=config, spec=SimpleNamespace(num_experts=0))
+    assert [probe_limit(plan, group) for group in ("plain", "fp8", None)] == [1e-3, 0.15, 0.15]
+
+
 def test_far_beyond_the_limit_or_not_finite_ends_the_run():
     assert too_far(0.0099, 1e-3) is None
     assert "differ by 0.36 on average, more than 10 times observe.probe_limit=0.001: they do not" in too_far(0.36, 1e-3)

@@ -14,6 +14,7 @@ from megarl.config.load import load_config
 from megarl.plan import vendor_settings
 from megarl.plan.checks import DEQUANTISED
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import generator_ranks
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
@@ -26,7 +27,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
     overrides = ["trainer.tp=4", "trainer.pp=2", "trainer.dp=3", "trainer.zero=0", "generator.engines=5", "generator.tp=2"]
     plan = resolve(config(tmp_path, *overrides, "rollout.prompts_per_step=6", "rollout.n=3", "max_steps=7"))
     assert plan.trainer_topology == TrainerTopology(tp=4, pp=2, dp=3, zero=0) and plan.trainer_topology.world_size == 24
-    assert plan.generator_topology == GeneratorTopology(engines=5, tp=2) and plan.generator_topology.world_size == 10
+    assert plan.groups[0].topology == GeneratorTopology(engines=5, tp=2) and generator_ranks(plan.groups) == 10
     assert (plan.steps, plan.sequences_per_step, plan.spec.num_layers) == (7, 18, 32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.steps = 8  # type: ignore[misc]

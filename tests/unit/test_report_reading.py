@@ -248,6 +248,9 @@ def test_advice_is_given_where_the_numbers_say_so_and_not_elsewhere() -> None:
         and "in 80% of the groups" in told({"zero_advantage_fraction": 0.8})[0]
     )
     assert "engine 1 40%" in told({}, {0: 50_000, 1: 20_000, 2: 51_000})[0]
+    some, settings = [{"step": step, **calm} for step in range(40)], {}
+    assert advice(some, settings, {0: 50_000, 1: 20_000, 2: 51_000}, {0: 0, 1: 1, 2: 0}) == [], "it is of another group"
+    assert "engine 2 40%" in advice(some, settings, {0: 50_000, 1: 20_000, 2: 20_000}, {0: 0, 1: 1, 2: 0})[0]
     rows = [{"step": step, **calm, "prompts/buffered": 2 if step < 20 else 9} for step in range(40)]
     assert advice(rows, {}, {}) == ["the queue of finished groups grows: 9 wait, 2 waited 20 steps ago; samples grow older than needed"]
     assert advice(rows[:5], {}, {}) == []

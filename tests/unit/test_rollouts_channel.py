@@ -17,10 +17,9 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from megarl.algorithms.batches import step_times
-from megarl.base.geometry import GeneratorTopology
 from megarl.base.rollout_types import Batch, Group, GroupSummary, GroupTexts, Prompt, Sample
 from megarl.bench.overlap_cell import EmulatedSender
-from megarl.config.schema import ObserveConfig, RunConfig
+from megarl.config.schema import GeneratorConfig, ObserveConfig, RunConfig
 from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import (
     GenerateFrom,
@@ -34,6 +33,7 @@ from megarl.messaging.messages import (
     WeightsWritten,
 )
 from megarl.messaging.process_groups import StopRequest
+from megarl.plan.topologies import engine_groups
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import RolloutsReceiver, RolloutsSender, pack, summary_of, texts_of
 
@@ -86,7 +86,7 @@ class OneEngine:
     """As much of a plan as the sending end of the weights asks for."""
 
     config = RunConfig(observe=ObserveConfig(probe_every=0))
-    generator_topology = GeneratorTopology(engines=1, tp=1)
+    groups = engine_groups(GeneratorConfig())
     spec = None  # no adapters, whatever the model
 
 

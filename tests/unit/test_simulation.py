@@ -16,7 +16,7 @@ from published import simulated_s
 from simulated import failures_of, of_run
 
 from megarl import executors, simulation
-from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.geometry import TrainerTopology
 from megarl.bench.emulated import PROMPT_TOKENS, EmulatedEngine
 from megarl.bench.emulated import Lengths as EmulatedLengths
 from megarl.cli import main
@@ -195,8 +195,7 @@ def plan_of(settings: SimulationConfig, async_: AsyncConfig, *, engines=2, promp
         max_steps=settings.steps,
         seed=seed,
     )
-    topology = GeneratorTopology(engines, 1, 1, 1)
-    return RunPlan(config, load_spec(SPEC), TrainerTopology(), topology, settings.steps, prompts * n, Weights(""))
+    return RunPlan(config, load_spec(SPEC), TrainerTopology(), settings.steps, prompts * n, Weights(""))
 
 
 def models(train_s=1.0, write_s=0.1, control_s=0.05, **of_speed):

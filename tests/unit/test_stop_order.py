@@ -21,6 +21,7 @@ from megarl.launch.watch import StopOrder, Stopped, termination_as_exit
 from megarl.messaging.messages import LookAgain, LookedAgain
 from megarl.messaging.process_groups import StopRequest
 from megarl.messaging.waiting import Pulse
+from megarl.plan.topologies import engine_groups
 from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.sender import WeightsSender
@@ -131,7 +132,7 @@ def stopped(link: Link, *, offered: int = 3, written: int = 3, asked: bool = Tru
     """A trainer rank whose run stops, as it closes the weights channel."""
     config, stop = RunConfig(max_steps=9), StopRequest()
     config.weights.audit = settings.get("audit", "strict")
-    sender = WeightsSender(SimpleNamespace(config=config, generator_topology=SimpleNamespace(engines=1), spec=None), link, stop)
+    sender = WeightsSender(SimpleNamespace(config=config, groups=engine_groups(config.generator), spec=None), link, stop)
     if asked:
         stop.ask()
         stop.since -= since_s
