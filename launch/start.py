@@ -147,7 +147,8 @@ class NodePart:
         for part in self.placed.engines:
             role, name = roles.get(part.fleet), self.numbered(part).name
             settings = self._settings(part, device) if role is None else self._frozen_settings(part, device, role)
-            server_args = self._generator(part).settings.server_args if role is None else role.settings.server_args
+            generator: GeneratorConfig = self._generator(part).settings
+            server_args = generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
             specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._environment()}))
