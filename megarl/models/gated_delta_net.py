@@ -1,7 +1,7 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention, with the norm before them (Qwen3-Next).
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in place of attention, with the norm before them (Qwen3-Next).
 
-Checkpoints keep the projections for each key head together: its query, its key, and the values and output gates of its value heads; in a
-second tensor these heads' writing strengths (beta) and decays (alpha). Engines have the same order. Megatron keeps each kind by itself.
+Checkpoints keep the projections of each key head together: its query, its key, and the values and output gates of its value heads. A second
+tensor has these heads' writing strengths (beta) and decays (alpha). Engines have the same order. Megatron keeps each kind by itself.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def sglang_norms(spec: ModelSpec) -> list[Parameter]:
 
 
 def absent(spec: ModelSpec) -> tuple[str, ...]:
-    """Those of QUANTISED that a model of few layers lacks."""
+    """The parameters in QUANTISED that a model of few layers lacks."""
     blocks = (spec.attention_layers, attention.QUANTISED), (len(spec.linear_layers), gated_delta_net.QUANTISED)
     return tuple(_served(name) for count, names in blocks if not count for name in names)
 

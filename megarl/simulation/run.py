@@ -50,7 +50,7 @@ IN_VAIN = 50  # restarts without a new checkpoint, after which there will be non
 
 @dataclass(frozen=True)
 class Models:
-    """How long the parts take that are not this project's code: from the planner's model, or as a run has measured them."""
+    """How long engines, the trainer and transfers take: from the planner's model, or as measured in a run."""
 
     speed: Speed
     train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
@@ -134,13 +134,13 @@ class Totals:
 
     @property
     def kept_until_s(self) -> float:
-        """When the last step ended that nothing has undone."""
+        """When the last step ended that no failure has undone."""
         return self.rows[-1]["wall_s"] if self.rows else 0.0
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails, and when, in the place of plan.simulation.gpu_mtbf_h: as in a run that was made."""
+    """What fails, and when, as recorded in a real run; it replaces plan.simulation.gpu_mtbf_h."""
 
     engines: tuple[tuple[float, int, float], ...] = ()  # (at_s, engine, seconds until it serves again)
     trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
@@ -233,7 +233,7 @@ class SimulatedGenerator(GeneratorExecutor):
             del self.work[key]
 
     async def _episode(self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock) -> tuple[array[int], str]:
-        """A response in several turns, each of which is read again only under other weights."""
+        """A response of several turns. Earlier turns are prefilled again only under other weights."""
         rng = self._rng(key, 3)
         tokens, sampled, reason = [key] * len(prompt.token_ids), array("i"), "stop"
         read_under: Version | None = None
@@ -346,7 +346,7 @@ class Attempt:
         return batch_of(found[0])
 
     async def _update(self, version: Version) -> SyncReport:
-        """As in a run: the engines stand as async.partial_rollout wants them, the trainer writes and goes on, then so do the engines."""
+        """As in a run: the engines pause as async.partial_rollout says, the trainer writes and goes on, and then the engines go on."""
         await self._settled()
         asked = self.loop.time()
         await asyncio.sleep(self.models.grant_s)
@@ -456,7 +456,7 @@ class Attempt:
             raise Interrupted(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
-        """What the run promises, whatever happens: nothing is lost, repeated, or older than allowed. Raises Broken."""
+        """Checks the run's promises: nothing is lost, repeated, or older than allowed. Raises Broken."""
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
         if len(ordinals) != config.rollout.prompts_per_step or any(len(group.samples) != config.rollout.n for group in batch.groups):
@@ -510,7 +510,7 @@ Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
 def unseen(*event: Any, **more: Any) -> None:
-    """For runs whose timeline or progress nobody looks at."""
+    """Takes the timeline or progress of runs that nobody watches."""
 
 
 def simulate(
