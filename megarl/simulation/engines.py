@@ -201,7 +201,7 @@ class SimulatedEngine:
         return [*(request for _, _, request in self._running), *self._waiting]
 
     def _settle(self) -> None:
-        """Of all running requests; a waiting one has sampled nothing since it was settled last."""
+        """Settles all running requests; a waiting one has sampled nothing since it was settled last."""
         self.sampled += sum(request.settle(self._clock, self.version) for _, _, request in self._running)
 
     def _clear(self) -> None:

@@ -92,7 +92,7 @@ class _Span(msgspec.Struct):
 
 
 def _tokens(row: Row, samples: int) -> float:
-    """Of a step's responses."""
+    """The tokens of a step's responses."""
     return row["tokens_per_s"] / row["samples_per_s"] * samples
 
 

@@ -61,7 +61,7 @@ class Models:
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
-        """From the planner's model. Batches have lengths in units of `unit` tokens."""
+        """The models from the planner. Batches have lengths in units of `unit` tokens."""
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
@@ -112,7 +112,7 @@ def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
 
 @dataclass
 class Totals:
-    """Of a whole run, over all its attempts."""
+    """Totals of a whole run, over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
     ages_of_steps: list[Counter[int]] = field(default_factory=list)  # tokens trained on, by how many versions old they were
@@ -521,7 +521,7 @@ def simulate(
     follow: Follow = unseen,
     failures: Failures | None = None,
 ) -> Totals:
-    """`models` is given the plan and how many tokens a unit has. `lengths` and `failures`: None, as plan.simulation says.
+    """Simulates the run. `models` gets the plan and the tokens of a unit. `lengths` and `failures`: None: as plan.simulation says.
 
     Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
     plan = simulated(plan)
