@@ -45,7 +45,7 @@ def absent(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _runs(spec: ModelSpec) -> Iterator[tuple[Layers, ModuleType]]:
-    """The runs of layers that are alike, each with its block."""
+    """The runs of equal layers, each with its block."""
     for linear, run in groupby(range(spec.num_layers), key=lambda layer: layer in spec.linear_layers):
         layers = [*run]
         yield (layers[0], layers[-1] + 1), gated_delta_net if linear else attention
