@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
+    """Raises Refused for settings that cannot be honoured. The run decides how tokens are drawn: temperature and top_p are ignored."""
     asked_format = (body.get("response_format") or {}).get("type", "text")
     if asked_format != "text":
         raise Refused(f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")

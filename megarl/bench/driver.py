@@ -60,7 +60,7 @@ def measure(engines: int = 256, lengths: tuple[int, ...] = LENGTHS, decoding_s: 
 
 @contextlib.contextmanager
 def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: RunKey, hub: str) -> Iterator[list[str]]:
-    """Starts engines and trainer; yields where the engines are."""
+    """Starts engines and trainer; yields the addresses of the engines."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         pipes = []

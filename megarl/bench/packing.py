@@ -139,7 +139,7 @@ def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequen
 
 
 def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:
-    """All but the first to be learned, and after them masked tokens up to `length`."""
+    """A sequence that learns all tokens but the first, filled up with masked ones to `length`."""
     places, zeros = np.arange(length), np.zeros(length, np.float32)
     padded = np.zeros(length, np.int32)
     padded[: len(token_ids)] = token_ids

@@ -47,7 +47,7 @@ def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
 
 
 def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
-    """With `trainer` in the place of the config's. Raises ConfigError if the sizes do not divide a model."""
+    """The trainer's memory with `trainer` in place of the config's. Raises ConfigError if the sizes do not divide a model."""
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
@@ -58,7 +58,7 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
-    """The frozen models on the trainer's ranks, and whether there is a reference that takes the place of the policy's weights."""
+    """The frozen models on the trainer's ranks, and whether a reference is swapped in for the policy's weights."""
     roles = find_frozen(config, spec, None)
     swapped = [role for role in roles if role.role == REFERENCE and role.spec == spec and not config.lora.rank]
     return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(swapped)
@@ -95,7 +95,7 @@ class Served:
 
 
 def served(config: RunConfig) -> dict[str, Served]:
-    """By the names of the roles. Raises ConfigError if sizes do not divide a model."""
+    """The served models by the names of their roles. Raises ConfigError if sizes do not divide a model."""
     cluster = Cluster.of(config)
     return {role.name: _served(config, role, cluster) for role in find_served(config, "plan")}
 
@@ -188,12 +188,12 @@ class Estimate:
 
     @property
     def scored_s(self) -> float:
-        """Of generation, with scores, which are asked for as responses finish: the slowest engines take as long as all."""
+        """Seconds of generation with its scores, which are asked for as responses finish: the slowest engines decide."""
         return max([self.generate.total, *(served.score_s for served in self.served.values())])
 
     @property
     def step_s(self) -> float:
-        """Equation 3 of LlamaRL (equation 2 where nothing overlaps), plus the update, for which both sides stop, and glue."""
+        """LlamaRL's equation 3 (equation 2 where nothing overlaps), plus glue and the update, for which both sides stop."""
         both = self.train.total, self.scored_s
         return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
 
@@ -282,7 +282,7 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
 
 
 def _pool_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> int:
-    """Of SGLang's pool for adapters on a generator rank, which has two slots."""
+    """Bytes of SGLang's pool for adapters on a generator rank, which has two slots."""
     lora, device = Lora.of(config.lora), cluster.gpu.device
     if lora is None or not sends_adapters(config, spec, device):
         return 0

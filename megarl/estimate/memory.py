@@ -63,7 +63,7 @@ class Workload:
 
     @classmethod
     def generated(cls, config: RunConfig) -> Workload:
-        """With the prompts that dynamic sampling is expected to drop, if that is known (plan.dropped_share)."""
+        """The generated sequences, including those that dynamic sampling drops, if their share is known (plan.dropped_share)."""
         trained, share = cls.of(config), dropped_share(config) or 0.0
         more = {name: math.ceil(getattr(trained, name) / (1 - share)) for name in ("sequences", "prompts")}
         return replace(trained, **more)
@@ -277,7 +277,7 @@ def rank_bytes(layout: Layout) -> list[int]:
 
 
 def shape_of(spec: ModelSpec) -> ModelSpec:
-    """The spec without the scaling of positions, which cannot be hashed and on which sizes do not depend."""
+    """The spec without the scaling of positions, which cannot be hashed and does not change sizes."""
     return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)
 
 
@@ -321,7 +321,7 @@ def _attention(spec: ModelSpec, tp: int) -> float:
 
 
 def _delta_net(spec: ModelSpec, tp: int) -> float:
-    """The projections, what the convolution makes of them, queries and keys for every value head, and the output before and after its
+    """The projections, the convolution's output, queries and keys for every value head, and the layer's output before and after its
     norm."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     return (2 * keys + 2 * values + 2 * keys + values + 2 * spec.linear_value_heads * spec.linear_key_dim + 2 * values) / tp
@@ -443,7 +443,7 @@ def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergenc
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Adam's state, which zero=1 splits over the ranks with the same weights."""
+    """Bytes of Adam's state, which zero=1 splits over the ranks with the same weights."""
     if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * held.total
     return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
@@ -455,7 +455,7 @@ def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora
 
 
 def _shared(held: Held, trainer: TrainerConfig) -> float:
-    """Elements of one rank where those that hold the same ones share them out."""
+    """Elements of one rank if the ranks that hold the same ones divide them among themselves."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
     return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
@@ -504,7 +504,7 @@ class GeneratorMemory:
 
     @property
     def static(self) -> float:
-        """What must fit within SGLang's mem_fraction."""
+        """Bytes that must fit within SGLang's mem_fraction."""
         return self.weights + self.kv_cache + self.states
 
     @property
@@ -564,7 +564,7 @@ def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, 
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes on one rank of what all gated delta nets keep of one request, whatever its length: states in float32, and the newest inputs of
+    """Bytes that all gated delta nets keep of one request on one rank, whatever its length: states in float32, and the newest inputs of
     the convolutions."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     inputs = item * (2 * keys + values) * max(0, spec.linear_conv_width - 1)
@@ -572,12 +572,12 @@ def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float
 
 
 def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """The pool of these: several for each request, since SGLang keeps some for its prefix cache, and one that padding is written to."""
+    """Bytes of the pool of states: several for each request, since SGLang keeps some for its prefix cache, and one for padding."""
     return (STATES_PER_REQUEST * generator.max_concurrency + 1) * state_bytes(spec, generator, item)
 
 
 def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
-    """Tokens that an engine's KV cache holds: as many as are asked for, else what is left beside the weights (negative: not even these)."""
+    """Tokens that an engine's KV cache holds: the number that is set, else all that fit beside the weights (negative: these do not fit)."""
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total

@@ -129,7 +129,7 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
 
 
 def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
-    """What the search chose, what binds it, and the overrides that turn the config `asked`, given as `command`, into it."""
+    """The search's choice, its limits, and the overrides that turn the config `asked`, given as `command`, into it."""
     settings = found.settings
     m_t, chosen = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], turned(asked, settings).generator
     groups, microbatch = engine_groups(chosen), settings["trainer.max_tokens_per_microbatch"]

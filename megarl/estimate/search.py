@@ -1,8 +1,8 @@
 """The fastest way to spend a budget of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over what can be launched.
 
 For a given split each side is a separate problem: its fastest shape whose memory fits on at most its GPUs. The trainer gets no slower
-with more GPUs, the generator no faster with fewer, so the best split, where the two meet, is found by bisection. A few splits with more
-trainer ranks are tried beyond it, since more senders shorten the weight update.
+with more GPUs, and the generator no faster with fewer. So the best split is where the two meet, which bisection finds. A few splits with
+more trainer ranks are tried beyond it, since more senders shorten the weight update.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Settings = Mapping[str, Any]  # by dotted key
 
 
 def turned(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings, whose keys are section.name, or generator.groups.NAME.name."""
+    """`config` with these settings; their keys are section.name, or generator.groups.NAME.name."""
     for key, value in settings.items():
         section, *names, name = field_path(key).split(".")
         own = getattr(config, section)
@@ -326,7 +326,7 @@ def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
 
 
 def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
-    """Combinations of all settings but dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation; context
+    """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation; context
     parallelism where sequences are long."""
     experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
@@ -348,7 +348,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
 
 
 def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
-    """Combinations of all settings but the number of engines: tensor parallelism, precision, concurrency."""
+    """Combinations of all settings except the number of engines: tensor parallelism, precision, concurrency."""
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.num_experts else (1,):

@@ -1,4 +1,4 @@
-"""What follows from a config without any estimate: both sides' layouts, ranks, parameters and bytes of weights."""
+"""Facts that follow from a config without an estimate: both sides' layouts, ranks, parameters and bytes of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.layout import Layout, parameter_count, trainer_layout
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
-    """The layouts of trainer and generator, as they are on machines of cluster.gpu."""
+    """The layouts of trainer and generator on machines of cluster.gpu."""
     dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
     return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(plan.spec, plan.groups, dtype, device)
 

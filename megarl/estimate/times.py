@@ -84,7 +84,7 @@ class Group:
     def all_to_all_s(self, size_bytes: float, copies: int = 1) -> float:
         """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC.
 
-        `copies`: above 1, that many of the bytes are alike, for different members, and go to a node, or a member, once.
+        `copies`: above 1, so many members get the same bytes, which go to a node, or to a member, only once.
         """
         if self.size == 1:
             return 0.0
@@ -136,8 +136,8 @@ class TrainModel:
     lora: Lora | None = None  # a frozen weight takes no product for its gradient; the adapters' own products count for nothing
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
-        """Of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to the token
-        budget."""
+        """Seconds of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to
+        the token budget."""
         t, k = self.trainer, self.constants
         steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
         scoring = extra_forwards / t.epochs  # a batch is scored once
@@ -176,7 +176,7 @@ class TrainModel:
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def scoring_s(self, workload: Workload) -> float:
-        """Of one pass over a batch that only scores."""
+        """Seconds of one pass over a batch that only scores."""
         return self.seconds(workload, extra_forwards=1).total - self.seconds(workload).total
 
     @property
@@ -224,7 +224,7 @@ class TrainModel:
         return 1 - self.spec.first_dense_layers / self.spec.num_layers if self.spec.num_experts else 0.0
 
     def _layer_s(self, rows: float) -> float:
-        """One forward pass of one layer but for `_attention_s`: the mean over dense and expert layers."""
+        """One forward pass of one layer without `_attention_s`: the mean over dense and expert layers."""
         spec, t = self.spec, self.trainer
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
@@ -249,8 +249,8 @@ class TrainModel:
         return (2 - self._experts_share) * over_tp
 
     def _context_s(self, rows: float, attention_s: float) -> float:
-        """The time of passing keys and values around the cp ranks that attention does not hide. Transformer Engine computes with one part
-        while the next is on its way (cp_comm_type p2p)."""
+        """Seconds of passing keys and values around the cp ranks, as far as attention does not hide them. Transformer Engine computes with
+        one part while the next is on its way (cp_comm_type p2p)."""
         spec, t = self.spec, self.trainer
         part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
         step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
@@ -422,7 +422,7 @@ class GenerateModel:
         return self.prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
 
     def prefilled_s(self, tokens: float, length: float) -> float:
-        """Of this many tokens, in sequences of `length`. Chunks are large enough that products bind, not memory."""
+        """Seconds to prefill this many tokens, in sequences of `length`. In such chunks products take longer than memory traffic."""
         return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
 
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
@@ -444,7 +444,7 @@ CHANGED = 0.01  # share of the elements that change in a step, where a delta is 
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds by the map that the run would carry out, for two updates: the usual one (of adapters alone, where these are sent), and one
+    """Seconds by the map of the run, for two updates: the usual one (of adapters alone, where these are sent), and one
     that carries only changed weights, if the share CHANGED has changed.
 
     Ranks of one node write over NVLink, others over their NICs.

@@ -79,7 +79,7 @@ class BatchSteps:
         return [first, *(self._step(each, sequences, advantages, frozen, keep) for each in cut[1:])]
 
     def _kept(self, batch: Batch) -> range:
-        """The places of the samples whose tokens' numbers are written: those of the groups that are written as text."""
+        """The places of the samples whose numbers per token are written: those of the groups that are written as text."""
         return range(sum(len(group.samples) for group in batch.groups[: self.config.observe.rollouts_per_step]))
 
     def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:

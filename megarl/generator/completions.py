@@ -57,7 +57,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Completion(Typed, frozen=True):
-    """One response, with the behaviour policy that produced it. It is made of arrays or lists."""
+    """One response, with the log-probs and versions of the policy that produced it, in arrays or lists."""
 
     token_ids: array[int]  # [T] int32
     logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k, top-p and min-p

@@ -50,7 +50,7 @@ class Draft:
         self.finish_reason = "" if cut else completion.finish_reason
 
     def stay_under(self, version: Version | None) -> None:
-        """Drops tokens of another version. It would have none if its engine had not left."""
+        """Drops tokens of another version. Only a response whose engine has left may have some."""
         if self.versions and self.versions[-1] != version:
             self.token_ids, self.logprobs, self.versions, self.routing, self.kept = array("i"), array("f"), array("i"), b"", None
 
@@ -85,9 +85,10 @@ class Fleet:
     `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each response is split into requests of at
     most this many tokens. `decode`, of engines that have a tokenizer, ends responses at stop strings that the engines overlook.
 
-    An `elastic` fleet goes on without an engine whose connection breaks (`lost`): its unfinished responses continue at other engines, from
-    the tokens that earlier requests returned. Such an engine may come back, with other weights; it serves again after `take_back`. Those of
-    a `frozen` model have the weights that they were started with, and serve at once. `name` is that of the engines' processes.
+    An `elastic` fleet goes on without an engine whose connection breaks (`lost`). Its unfinished responses continue at other engines,
+    from the tokens that earlier requests returned. A lost engine may come back with other weights, and serves again after `take_back`.
+    Engines of a `frozen` model keep the weights that they were started with, and serve as soon as they come back. `name` is that of the
+    engines' processes.
 
     Engines may also join an elastic fleet (`add`) and leave it (`leave`). An engine's number is its place in `engines`, which only grows:
     no number is used twice.

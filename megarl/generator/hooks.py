@@ -196,7 +196,7 @@ class Children:
         threading.Thread(target=self._watch, name="children", daemon=True).start()
 
     def end_with_the_dead(self, wait_s: float) -> None:
-        """Ends this process too, saying why, if a child has died or dies within `wait_s`; otherwise returns."""
+        """Ends this process too, and says why, if a child has died or dies within `wait_s`; otherwise returns."""
         deadline = time.monotonic() + wait_s
         while (dead := self._dead()) is None:
             if time.monotonic() > deadline:
@@ -216,7 +216,7 @@ class Children:
         self.end_with_the_dead(0.0)
 
     def _tell(self, pid: int, code: int) -> None:
-        """Why this process ends, unless that was said."""
+        """Says why this process ends, unless that has been said."""
         with self._telling:
             if not self._told:
                 self._told, why = True, cause(code, self._ended_before)

@@ -1,4 +1,4 @@
-"""The sender's side of SGLang's own ways to update weights, which direct writes are compared with."""
+"""The sender's side of SGLang's own update paths, with which direct writes are compared."""
 
 from __future__ import annotations
 

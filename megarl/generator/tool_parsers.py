@@ -1,6 +1,6 @@
 """Finds the tool calls in what a policy wrote: those of SGLang, by name, and a small one of our own.
 
-A policy may write anything. So our parser takes linear time. SGLang's parsers, some of which do not, run in processes of their own.
+A policy may write anything, so our parser takes linear time. Some of SGLang's parsers do not; they run in processes of their own.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _end_parsing(number: int, frame: Any) -> None:
 
 
 def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
-    """None if that takes too long. A regular expression looks for signals as it runs, so the process need not be killed for it."""
+    """The result of the call; None if it takes too long. A regular expression looks for signals as it runs, so nothing need be killed."""
     try:
         signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # again and again, in case one is caught
         try:
@@ -172,7 +172,7 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """None unless it is a JSON object that other programs can read too: without NaN, infinity and halves of characters."""
+    """The JSON object; None if it is none that other programs can read: without NaN, infinity and lone surrogates."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()

@@ -237,7 +237,7 @@ def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, di
 def _shared(
     layer: Any, factor: Parameter, adapter: Adapter, letter: str, weight: torch.nn.Parameter, sequence_parallel: bool
 ) -> torch.nn.Parameter:
-    """The factor of all experts of `layer`."""
+    """The adapter's factor that all experts of `layer` share."""
     path = factor.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").split(".")[:-1]
     owner = layer.get_submodule(".".join(path[:-1]))
     if not hasattr(owner, path[-1]):

@@ -36,7 +36,7 @@ def address_towards(peer: str) -> str:
 
 
 def in_url(address: str) -> str:
-    """An IPv6 address stands in brackets."""
+    """The address as it stands in a URL: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 

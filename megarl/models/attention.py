@@ -43,7 +43,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def fused() -> Parameter:
-    """The weights of q, k and v as one tensor, in checkpoints that keep them so; SGLang's parameter has the same name."""
+    """The weights of q, k and v as one tensor, as some checkpoints keep them; SGLang's parameter has the same name."""
     return whole(SGLANG_QKV + "weight", LAYER, *(name + "weight" for name in _QKV))
 
 

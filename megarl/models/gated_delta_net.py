@@ -1,9 +1,9 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention, with the norm before them (Qwen3-Next, Qwen3.5).
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in place of attention, with the norm before them (Qwen3-Next, Qwen3.5).
 
-Checkpoints of Qwen3-Next keep the projections for each key head together: its query, its key, and the values and output gates of its value
-heads; in a second tensor these heads' writing strengths (beta) and decays (alpha). Those of Qwen3.5 (`linear_by_kind`) have queries, keys
-and values of all heads in one tensor, and each other kind in its own. Engines have two tensors in either case, in the checkpoint's order.
-Megatron keeps all kinds in one tensor, each by itself.
+Checkpoints of Qwen3-Next keep the projections of each key head together: its query, its key, and the values and output gates of its value
+heads. A second tensor has these heads' writing strengths (beta) and decays (alpha). Those of Qwen3.5 (`linear_by_kind`) have the queries,
+keys and values of all heads in one tensor, and each other kind in its own. Engines have two tensors in either case, in the checkpoint's
+order. Megatron keeps all kinds in one tensor, each by itself.
 """
 
 from __future__ import annotations

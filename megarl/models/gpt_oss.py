@@ -15,7 +15,7 @@ ALPHA, YARN_KEYS = 1.702, ("factor", "original_max_position_embeddings", "beta_f
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN whose range is not rounded)."""
+    """Raises ConfigError also for rotary embeddings that are not scaled as gpt-oss's are (YaRN whose range is not rounded)."""
     reader.expect("attention_bias", True, True)
     reader.expect("tie_word_embeddings", False, False)
     reader.expect("hidden_act", "silu", "silu")

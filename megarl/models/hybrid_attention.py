@@ -42,13 +42,13 @@ def sglang_norms(spec: ModelSpec) -> list[Parameter]:
 
 
 def absent(spec: ModelSpec) -> tuple[str, ...]:
-    """Those of QUANTISED that a model of few layers lacks."""
+    """The parameters in QUANTISED that a model of few layers lacks."""
     blocks = (spec.attention_layers, attention.QUANTISED), (len(spec.linear_layers), gated_delta_net.QUANTISED)
     return tuple(_served(name) for count, names in blocks if not count for name in names)
 
 
 def _runs(spec: ModelSpec) -> Iterator[tuple[Layers, ModuleType]]:
-    """The runs of layers that are alike, each with its block."""
+    """The runs of equal layers, each with its block."""
     for linear, run in groupby(range(spec.num_layers), key=lambda layer: layer in spec.linear_layers):
         layers = [*run]
         yield (layers[0], layers[-1] + 1), gated_delta_net if linear else attention

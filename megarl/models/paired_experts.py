@@ -26,7 +26,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def stacked() -> tuple[Parameter, ...]:
-    """The tensors of a checkpoint's files."""
+    """The tensors of a checkpoint; each has all experts of a layer."""
     return tuple(
         Parameter(name.replace(".{expert}", ""), LAYER, (Part(name),), transposed=name in (GATE_UP, DOWN))
         for name in (GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS)

@@ -1,4 +1,4 @@
-"""Phi-4: Llama's tensors; in checkpoints q, k and v are one, and so are gate and up. Also those of Phi-3 that are stated alike."""
+"""Phi-4: Llama's tensors, but checkpoints keep q, k and v in one tensor, and gate and up in another. Also Phi-3 without a window."""
 
 from __future__ import annotations
 

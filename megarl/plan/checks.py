@@ -134,9 +134,9 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
 
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """SGLang derives the tensors that latent attention computes with from kv_b_proj, and does not expect it to be transposed. Its GLM-4.5
-    (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks. Of gated delta nets one small projection is not
-    quantised, which only the format of blocks can say."""
+    """Refuses formats other than blocks for three kinds of models. SGLang derives tensors of latent attention from kv_b_proj, and does not
+    expect it to be transposed. Its GLM-4.5 (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks. Gated
+    delta nets have a small projection that is not quantised; only the format of blocks can state that."""
     quantization = config.generator.quantization
     if (spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
         yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
@@ -208,7 +208,7 @@ def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """What Transformer Engine (attention/dot_product_attention/utils.py:746), and SGLang's choice on Blackwell, do otherwise with sinks."""
+    """Transformer Engine (attention/dot_product_attention/utils.py:746) and SGLang's default on Blackwell compute sinks in other ways."""
     if not spec.sinks or config.cluster.gpu == "cpu":
         return
     if config.trainer.cp > 1 and config.trainer.megatron.get("cp_comm_type") != "a2a":
@@ -254,7 +254,7 @@ DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "loa
 
 
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """An engine would keep the weights of such a checkpoint in its format, where updates of another one cannot go."""
+    """An engine would keep the weights of such a checkpoint in its format, but updates come in another."""
     path = Path(config.model.path, "config.json")
     quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
     if quantised and quantised.get("quant_method") == "mxfp4":
@@ -302,7 +302,7 @@ ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """More ranks than this are a typing error, and their layouts would fill the memory."""
+    """More ranks than this are a typing error; their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
     for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
                           ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
@@ -359,7 +359,7 @@ def check_dynamic_sampling(config: RunConfig) -> Iterable[str]:
 
 
 def check_program(config: RunConfig) -> Iterable[str]:
-    """Programs make episodes with branches. (What their arguments are like is for rollouts/environments/loading.py.)"""
+    """Programs make episodes with branches. (rollouts/environments/loading.py checks their arguments.)"""
     name = config.rollout.name
     if name not in BY_CALLS:
         return

@@ -416,8 +416,8 @@ MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
     """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know, or that other keys decide. Refuses those
-    that the run must decide itself, to stay closed to strangers and to know mu. Refuses those with which SGLang would compute with other
-    weights than were written, unseen by the audit."""
+    that the run must set itself, to stay closed to strangers and to know mu. Refuses those that make SGLang compute with other weights than
+    were written, which the audit would not see."""
     truncated = config.rollout.truncated
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
     for name, role in config.roles.items():

@@ -1,4 +1,4 @@
-"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and says what decides its speed."""
+"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and says what limits its speed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with fu
 
 @dataclass(frozen=True)
 class Summary:
-    """The trainer's shares and the waits are of the time of steps, without the first; the engines' is of the whole time, with restarts."""
+    """Shares of the trainer and of waits leave out the first steps. The engines' share is of the whole time, with restarts."""
 
     step_p50_s: float
     step_p95_s: float
@@ -106,7 +106,7 @@ def run(
     """
     combinations = _combinations(sweep)
     if output and sweep:
-        raise ConfigError(f"--output {output}: is for one simulated run, not for a sweep")
+        raise ConfigError(f"--output {output}: must be left out with --sweep: it is for one simulated run")
     plans = [configure(overrides) for overrides in combinations]  # all are checked before the first begins
     _check(plans)
     found = []
@@ -162,9 +162,7 @@ def _check(plans: Sequence[RunPlan]) -> None:
         check_longest(plan.config, plan.spec)
         if over := estimate(plan.config, plan.spec).overfull:
             side, gib = next(iter(over.items()))
-            raise ConfigError(
-                f"the {side} is {gib:.1f} GiB per GPU too large: only what fits can be simulated (megarl plan says what would)"
-            )
+            raise ConfigError(f"the {side} is {gib:.1f} GiB per GPU too large, so it is not simulated; megarl plan proposes what fits")
 
 
 def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
@@ -193,7 +191,7 @@ def _combinations(sweep: Sequence[str]) -> list[list[str]]:
         if not equals or not all(values.split(",")):
             raise ConfigError(f"--sweep {each}: must be KEY=VALUE,VALUE,…")
         if any(key == axis[0].partition("=")[0] for axis in axes) or len(set(values.split(","))) < len(values.split(",")):
-            raise ConfigError(f"--sweep {each}: a key, and each of its values, must be given once")
+            raise ConfigError(f"--sweep {each}: must give a key, and each of its values, only once")
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(overrides) for overrides in itertools.product(*axes)]
 
@@ -284,7 +282,7 @@ def mean_age(found: Summary) -> float:
 
 
 def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> list[str]:
-    """A row for each combination, and what to take."""
+    """A row for each combination, and which one to choose."""
     rows: list[list[Any]] = [["settings", *COLUMNS]]
     rows += [[" ".join(overrides), *(show(one) for show in COLUMNS.values())] for overrides, one in zip(combinations, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -35,7 +35,7 @@ class Speed:
 
 @dataclass(eq=False)
 class Work:
-    """What is left to do for one prompt, whichever engine does it, in units. `totals`: of its unfinished responses, in order."""
+    """The work left for one prompt, whichever engine does it, in units. `totals`: the lengths of its unfinished responses, in order."""
 
     prompt: int
     totals: list[int]
@@ -85,8 +85,8 @@ class _Request:
 class SimulatedEngine:
     """Does what an EngineClient does, in the event loop's time. All lengths are in units of `unit` tokens.
 
-    Its clock counts the tokens that a request which never ended would have sampled: it stands still while the engine is paused, prefills,
-    or has nothing to do. A prompt's token ids are its key in `work`. A sampled token's id is the version that sampled it: keys and values
+    Its clock counts the tokens that an endless request would have sampled. It stands still while the engine is paused, prefills, or has
+    nothing to do. A prompt's token ids are its key in `work`. A sampled token's id is the version that sampled it: keys and values
     of another version are not used.
     """
 
@@ -163,7 +163,7 @@ class SimulatedEngine:
         self._change_soon()
 
     def fail(self, restart_s: float) -> None:
-        """The engine's process ends, and runs again after `restart_s`."""
+        """Ends the engine's process, which runs again after `restart_s`."""
         self._advance()
         error = f"engine {self.url} has failed"
         for request in self._all():
@@ -201,7 +201,7 @@ class SimulatedEngine:
         return [*(request for _, _, request in self._running), *self._waiting]
 
     def _settle(self) -> None:
-        """Of all running requests; a waiting one has sampled nothing since it was settled last."""
+        """Settles all running requests; a waiting one has sampled nothing since it was settled last."""
         self.sampled += sum(request.settle(self._clock, self.version) for _, _, request in self._running)
 
     def _clear(self) -> None:
@@ -223,7 +223,7 @@ class SimulatedEngine:
         self._at = now
 
     def _change_soon(self) -> None:
-        """Requests that come at the same time are taken in together."""
+        """Takes in together the requests that come at the same time."""
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._change)
@@ -243,7 +243,7 @@ class SimulatedEngine:
         self._set_timer()
 
     def _take_in(self) -> None:
-        """Waiting requests start, first come, first served."""
+        """Starts waiting requests, first come, first served."""
         if not self._running:
             self._ratio = MOST
         while self._waiting and len(self._running) < self.speed.most_running:
@@ -260,7 +260,7 @@ class SimulatedEngine:
             self._prefill(request.uncached, request.tokens)
 
     def _retract(self) -> None:
-        """The request that has sampled least gives its place in the cache away; it is prefilled again later."""
+        """Takes the cache from the request that has sampled least, which is prefilled again later."""
         place = max(range(len(self._running)), key=lambda index: self._running[index][2].began)
         _, _, request = self._running.pop(place)
         heapq.heapify(self._running)

@@ -34,8 +34,8 @@ class Draw(Protocol):
 class Lengths:
     """Draws the lengths of a prompt's responses, in tokens; above `longest` they are cut.
 
-    A prompt's lengths depend on the seed and its ordinal alone, so all settings get the same work. Responses to one prompt share a part of
-    the normal variable that their lengths are the quantiles of (a Gaussian copula of this `correlation`).
+    A prompt's lengths depend only on the seed and its ordinal, so all settings get the same work. Lengths of responses to one prompt are
+    correlated (a Gaussian copula of this `correlation`).
     """
 
     def __init__(self, quantile: Quantile, longest: int, settings: SimulationConfig, prompts_per_step: int, seed: int):

@@ -1,4 +1,4 @@
-"""The times of a run that was measured, in the place of the planner's (`megarl plan --simulate --from RUN`)."""
+"""The measured times of a run, in place of the planner's (`megarl plan --simulate --from RUN`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SIZES = (
 
 
 def measured(plan: RunPlan, unit: int, run: Path) -> Models:
-    """The planner's models, scaled so that they give what a run's metrics have: a step's training, a line over its tokens, the update and
-    the engines' speed, medians. Raises ConfigError if the run has other sizes, or too few steps."""
+    """The planner's models, scaled to a run's metrics: a step's training as a line over its tokens, and medians of the update and of the
+    engines' speed. Raises ConfigError if the run has other sizes, or too few steps."""
     _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
     rows = [row for row in rows[len(rows) // 5 :] if _sound(row)]
@@ -64,7 +64,7 @@ def _check_sizes(plan: RunPlan, run: Path) -> None:
         raise ConfigError(f"--from {run}: generator.groups must be empty in both: a run's times do not tell how fast each group was")
     if others := [key for key in SIZES if value_at(before, key) != value_at(plan.config, key)]:
         said = ", ".join(f"{key}={yaml_text(value_at(before, key))}" for key in others)
-        raise ConfigError(f"--from {run}: its times are of other sizes: {said}; plan with the same")
+        raise ConfigError(f"--from {run}: its sizes differ: {said}; plan with the same sizes")
 
 
 def _sound(row: Row) -> bool:
@@ -94,7 +94,7 @@ class _Span(msgspec.Struct):
 
 
 def _tokens(row: Row, samples: int) -> float:
-    """Of a step's responses."""
+    """The tokens of a step's responses."""
     return row["tokens_per_s"] / row["samples_per_s"] * samples
 
 
@@ -112,8 +112,8 @@ def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
 
 
 def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
-    """With engines whose decoding is scaled so that a prompt's rollout takes `rollout_s`. Prefill is left as the planner has it. Such a
-    time depends on waits too, so the scale is found by trying."""
+    """The models with decoding scaled so that a prompt's rollout takes `rollout_s`. Prefill stays as the planner has it. A rollout's time
+    also depends on waits, so the scale is found by trial."""
     settings = replace(plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None)
     trial = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings)))
     scale, found, took_s = 1.0, models, 0.0
@@ -125,7 +125,7 @@ def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Mode
             break
         scale = max(LEAST, scale * rollout_s / took_s)
     if abs(took_s / rollout_s - 1) > FAR:
-        raise ConfigError(f"--from {run}: no speed of engines gives rollouts of {rollout_s:.3g} s; simulated ones take {took_s:.3g} s")
+        raise ConfigError(f"--from {run}: at no speed of engines do rollouts take {rollout_s:.3g} s; simulated ones take {took_s:.3g} s")
     return found
 
 

@@ -50,7 +50,7 @@ IN_VAIN = 50  # restarts without a new checkpoint, after which there will be non
 
 @dataclass(frozen=True)
 class Models:
-    """How long the parts take that are not this project's code: from the planner's model, or as a run has measured them."""
+    """How long engines, the trainer and transfers take: from the planner's model, or as measured in a run."""
 
     speed: Speed
     train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
@@ -62,7 +62,7 @@ class Models:
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
-        """From the planner's model. Batches have lengths in units of `unit` tokens."""
+        """The models from the planner. Batches have lengths in units of `unit` tokens."""
         found = estimate(plan.config, plan.spec)
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
@@ -116,7 +116,7 @@ def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
 
 @dataclass
 class Totals:
-    """Of a whole run, over all its attempts."""
+    """Totals of a whole run, over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
     ages_of_steps: list[Counter[int]] = field(default_factory=list)  # tokens trained on, by how many versions old they were
@@ -138,13 +138,13 @@ class Totals:
 
     @property
     def kept_until_s(self) -> float:
-        """When the last step ended that nothing has undone."""
+        """When the last step ended that no failure has undone."""
         return self.rows[-1]["wall_s"] if self.rows else 0.0
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails, and when, in the place of plan.simulation.gpu_mtbf_h: as in a run that was made."""
+    """What fails, and when, as recorded in a real run; it replaces plan.simulation.gpu_mtbf_h."""
 
     engines: tuple[tuple[float, int, float], ...] = ()  # (at_s, engine, seconds until it serves again)
     trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
@@ -237,7 +237,7 @@ class SimulatedGenerator(GeneratorExecutor):
             del self.work[key]
 
     async def _episode(self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock) -> tuple[array[int], str]:
-        """A response in several turns, each of which is read again only under other weights."""
+        """A response of several turns. Earlier turns are prefilled again only under other weights."""
         rng = self._rng(key, 3)
         tokens, sampled, reason = [key] * len(prompt.token_ids), array("i"), "stop"
         read_under: Version | None = None
@@ -350,7 +350,7 @@ class Attempt:
         return batch_of(found[0])
 
     async def _update(self, version: Version) -> SyncReport:
-        """As in a run: the engines stand as async.partial_rollout wants them, the trainer writes and goes on, then so do the engines."""
+        """As in a run: the engines pause as async.partial_rollout says, the trainer writes and goes on, and then the engines go on."""
         await self._settled()
         asked = self.loop.time()
         await asyncio.sleep(self.models.grant_s)
@@ -463,7 +463,7 @@ class Attempt:
             raise Interrupted(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
-        """What the run promises, whatever happens: nothing is lost, repeated, or older than allowed. Raises Broken."""
+        """Checks the run's promises: nothing is lost, repeated, or older than allowed. Raises Broken."""
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
         if len(ordinals) != config.rollout.prompts_per_step or any(len(group.samples) != config.rollout.n for group in batch.groups):
@@ -517,7 +517,7 @@ Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
 def unseen(*event: Any, **more: Any) -> None:
-    """For runs whose timeline or progress nobody looks at."""
+    """Takes the timeline or progress of runs that nobody watches."""
 
 
 def simulate(
@@ -528,7 +528,7 @@ def simulate(
     follow: Follow = unseen,
     failures: Failures | None = None,
 ) -> Totals:
-    """`models` is given the plan and how many tokens a unit has. `lengths` and `failures`: None, as plan.simulation says.
+    """Simulates the run. `models` gets the plan and the tokens of a unit. `lengths` and `failures`: None: as plan.simulation says.
 
     Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
     plan = simulated(plan)

@@ -12,14 +12,14 @@ from megarl.messaging.waiting import Pulse
 
 
 class Stuck(RuntimeError):
-    """Everything waits, and nothing is left that could happen."""
+    """A deadlock: all coroutines wait, and no event is left."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose time jumps to the next timer when nothing else is left to do.
 
-    So coroutines that wait by `asyncio.sleep`, timeouts, events and futures run as they do in real time, without the waiting. It waits for
-    no file, thread or process. `run_until_complete` raises Stuck when no timer is left either.
+    Coroutines that wait by `asyncio.sleep`, timeouts, events and futures run as in real time, but without waiting. The loop waits for no
+    file, thread or process. `run_until_complete` raises Stuck when no timer is left either.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """Instead of waiting for a time, has the loop jump by it."""
+    """Lets the loop jump by a time instead of waiting for it."""
 
     def __init__(self, loop: VirtualLoop):
         super().__init__()
@@ -49,7 +49,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class Wire:
-    """Both ends of the link between generator and trainer. What is sent has arrived."""
+    """Both ends of the link between generator and trainer. Messages arrive at once."""
 
     def __init__(self) -> None:
         self.generator, self.trainer = GeneratorEnd(), TrainerEnd()

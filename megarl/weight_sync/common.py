@@ -1,4 +1,4 @@
-"""Results that both ends of the weights channel compute, each for itself. They must be equal."""
+"""Both ends of the weights channel compute these results, each by itself. They must be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another process that holds only the parameters of an engine. It serves to try or time direct writes without SGLang."""
+"""A process that holds only the parameters of an engine, to test or time direct writes without SGLang."""
 
 from __future__ import annotations
 

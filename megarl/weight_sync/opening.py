@@ -1,4 +1,4 @@
-"""Chooses which rank writes to which by what transport, and opens the engines' memory accordingly, before the first update.
+"""Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before the first update.
 
 Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write only to the leaders, whose workers
 pass tensors on once everything is written. By default a host relays if it holds several engines and the trainer runs elsewhere, so that
@@ -141,7 +141,7 @@ async def _open_in_all_ways(
     deltas: bool,
     forms: Sequence[list[Form]],
 ) -> Endpoints:
-    """Opens every generator rank to each transport that trainer ranks write by, or that other engines pass tensors on by."""
+    """Opens every generator rank to each transport by which trainer ranks write to it, or other engines pass tensors on."""
     asked = {*pairs.kinds} | relayed.keys()
     digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
     known = {rank: digests[id(own)] for rank, own in enumerate(forms)}

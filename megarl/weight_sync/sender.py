@@ -8,14 +8,14 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-What an update has, and what is worked out before it is offered, is the matter of `FullUpdates`, `DeltaUpdates` (`weights.delta`) or
-`AdapterUpdates` (`lora.sync`).
+`FullUpdates`, `DeltaUpdates` (`weights.delta`) or `AdapterUpdates` (`lora.sync`) define the content of an update, and prepare it before it
+is offered.
 
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
 the landed boxes while the rest is written.
 
-No rank gathers a tensor, and no rank sends for another: the reshard map says who writes what where. Trainer ranks that hold parts of the
-same quantisation tile exchange its amax before they offer.
+No rank gathers a tensor, and no rank sends for another. The reshard map says which rank writes which box where. Trainer ranks that hold
+parts of the same quantisation tile exchange its amax before they offer.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class WeightsSender:
         executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
-        """Waits until the last weights are in use, because to the generator a rank that left early looks lost."""
+        """Waits until the last weights are in use, because the generator takes a rank that leaves early for lost."""
         if self._unconfirmed is not None:  # (a run that stops does not wait)
             self._await_applied(self._unconfirmed)
         # (An offer that was left keeps the engines paused.) After the last version the generator looks of itself.

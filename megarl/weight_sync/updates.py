@@ -1,4 +1,4 @@
-"""One update of the engines' weights, as the generator sees it: pause, be written to, be audited, go on under the new version.
+"""One update of the engines' weights, as the generator sees it: engines pause, are written to, are audited, and go on.
 
 It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`). Updates of adapters alone are in
 `megarl.lora.updates`.
@@ -135,8 +135,8 @@ class WeightUpdate:
         self._began = min(stopped, default=time.perf_counter())
 
     async def take(self, opened: Opened, writes: Writes) -> None:
-        """From the grant until everything is in place at the engines that the trainer ranks write to. Engines that lack a part
-        are given up. Raises as `Writes.done` does."""
+        """Waits, after the grant, until everything is in place at the engines that the trainer ranks write to. Gives up engines that lack a
+        part. Raises as `Writes.done` does."""
         if not opened.one_sided:
             await self.receive()
         if opened.lands:

@@ -23,10 +23,10 @@ HOST_BYTES_PER_S = 50e9  # of a GPU to its host's memory, PCIe 5.0 x16
 LEFT_GIB = 4.0  # what the side that does not run leaves on a GPU: CUDA context, NCCL's buffers, graphs
 
 ASSUMED = f"""\
-Llama 3.1 8B on H100, 1024 responses a step. Apart: what `--search` finds, one step behind. In turn: each side the fastest shape
-that fits on all GPUs, less {LEFT_GIB:g} GiB that the other leaves there; weights and optimizer move to the host's memory and back at \
-{HOST_BYTES_PER_S / 1e9:g} GB/s a GPU;
-the update, and giving engines their memory back, take no time."""
+Llama 3.1 8B on H100, 1024 responses a step. *Apart* is the best split that `--search` finds, one step behind. *In turn*, each side has the
+fastest shape that fits on all GPUs, less {LEFT_GIB:g} GiB that the other side leaves there. \
+Weights and optimizer move to the host's memory and back
+at {HOST_BYTES_PER_S / 1e9:g} GB/s a GPU. The update takes no time, and neither does giving engines their memory back."""
 HEAD = [
     "responses, mean / longest",
     "GPUs",

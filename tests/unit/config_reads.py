@@ -84,6 +84,8 @@ class _Module:
     def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef, outer: dict[str, type], own: dict[str, type]) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = outer | {a.arg: c for a in arguments if (c := _annotated(a.annotation))}
+        local = [node for node in ast.walk(function) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+        names |= {node.target.id: c for node in local if isinstance(node.target, ast.Name) and (c := _annotated(node.annotation))}
         mentioned = self._mentioned(function)
         for node in ast.walk(function):
             if isinstance(node, ast.Assign | ast.NamedExpr):

@@ -1,7 +1,7 @@
 """MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
 
-The named tensor that SGLang hands over holds a typed command (see `commands`). An exception that left `run_command` would end the engine,
-so it is caught and sent back as the answer.
+The named tensor that SGLang hands over holds a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
+caught and sent back as the answer.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its imp
 
 
 def _post_load(model: torch.nn.Module) -> None:
-    """SGLang's work at the end of an update and at the beginning of the next one."""
+    """Does SGLang's post-load work, at the end of an update and at the beginning of the next one."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device

@@ -5,13 +5,13 @@ They are the buffers of all modules, and all other tensors reachable from a modu
 SGLang's layers that are not modules (quantisation methods, router settings). Parameters, and tensors that share a parameter's memory, are
 left out: updates write those, and the audit compares them with the trainer's.
 
-Forward passes create working memory that changes every time. So a tensor counts only if it exists as soon as the model is loaded, if
-post-load work creates it, or if it is listed in `MADE_LATER`. KV caches, graph pools and the memory of collectives lie outside the model
+Forward passes create working memory that changes every time. So a tensor counts only if it exists once the model is loaded, if post-load
+work creates it, or if `MADE_LATER` lists it. KV caches, graph pools and the memory of collectives lie outside the model
 and its layers.
 
-That a tensor stays as it was is right only if it does not depend on weights. So its state is compared with that before the first weight was
-loaded (`Built`). One that loading has made or changed must be made again by the post-load work of an update; otherwise it may be a copy
-of old weights, and is *unproven*. `inventory` lists all of it.
+A tensor may stay unchanged only if it does not depend on weights. So its state is compared with that before the first weight was loaded
+(`Built`). If loading has made or changed it, the post-load work of an update must make it again. Otherwise it may be a copy of old weights,
+and is *unproven*. `inventory` lists all such memory.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def prints(written: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor])
 
 
 def _grown(model: torch.nn.Module, name: str, values: torch.Tensor, before: Mapping[str, Print]) -> bool:
-    """Whether it is a rotary cache that begins with what it was."""
+    """Whether it is a rotary cache that has only grown: it still begins with its earlier values."""
     holder = dict(model.named_modules()).get(name.rpartition(".")[0])
     if name not in before or not type(holder).__module__.startswith(ROTARY):
         return False

@@ -1,6 +1,6 @@
 """The interface of transports, which carry boxes of values from a trainer rank into the live tensors of engine workers.
 
-Each transport is one file of this folder. It holds both ends, and the generator's messages that tell one about the other. `choice.TABLE`
+Each transport is one file of this folder. It holds both ends, and the generator's messages between them. `choice.TABLE`
 lists the built-in ones; `weights.transport` takes any other by its import path.
 """
 
@@ -117,7 +117,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """What a tensor is, wherever it lies."""
+    """A tensor without its place in memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """An Endpoint on its way. All replicas of a shard have the same tensors, which take far more bytes than where these lie."""
+    """An Endpoint as it travels. All replicas of a shard have the same tensors, whose forms take far more bytes than their places."""
 
     endpoint: Endpoint  # without its tensors
     digest: bytes  # of their forms, in the order of names
@@ -328,7 +328,7 @@ class Transport(abc.ABC):
         """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they are there."""
 
     def room(self, rank: int) -> float:
-        """The most bytes (deltas.blob_bytes) that `write_changes` can bring to a generator rank; 0 where updates are always full."""
+        """The most bytes (deltas.blob_bytes) that `write_changes` can bring to a generator rank; 0: updates are always full."""
         return 0.0
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:

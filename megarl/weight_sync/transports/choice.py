@@ -118,7 +118,7 @@ def this_host() -> Host:
 
 
 def transport_between(setting: str, trainer: Host, generator: Host) -> str:
-    """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the best that works.
+    """The kind of transport from a trainer rank to a generator rank: `setting`, or with AUTO the best one that works.
 
     Raises Unserved if `setting` does not work between these two, and ConfigError as `transport_class` does.
     """
