@@ -124,17 +124,19 @@ libraries:
 interpreters: envs/openenv/.megarl-setup envs/rehearsal/.megarl-setup
 	@:
 
-# The Python part of Transformer Engine, which has no dependencies that count here (4 MB); its compiled part is stood in for.
+# The Python parts of Transformer Engine and flash-linear-attention, without dependencies that count here (5 MB). The compiled part of the
+# former is stood in for; the latter's kernels are not launched.
 envs/rehearsal/.megarl-setup: requirements/gpu.txt
-	@version=$$(grep -o '^transformer-engine==[^ ]*' $<)
-	echo "test: $$version, its Python part, in envs/rehearsal"
+	@versions=$$(grep -oE '^(transformer-engine|flash-linear-attention|fla-core)==[^ ]*' $<)
+	echo "test:" $$versions", their Python parts, in envs/rehearsal"
 	rm -rf envs/rehearsal
-	$(INSTALL) --no-deps --only-binary :all: --target envs/rehearsal "$$version"
+	$(INSTALL) --no-deps --only-binary :all: --target envs/rehearsal $$versions
 	touch $@
 
 # The GPU's code paths without a GPU (docs/gpu.md): calls of vendors, kernels, what libraries and engines need, and a whole step of a first and
 # a last rank of each config.
-REHEARSED := $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b)
+REHEARSED := $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b gpt_oss_120b \
+    qwen3_next_80b_a3b qwen3.5_397b_a17b glm_4.6 deepseek_v3 kimi_k2)
 rehearse: setup envs/rehearsal/.megarl-setup
 	@.venv/bin/python tests/rehearsal/calls.py
 	.venv/bin/python tests/rehearsal/compile_kernels.py
