@@ -54,6 +54,15 @@ OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:glo
 OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
 # A layer of latent attention: its rotary embedding reads the boundaries of sequences, twice for queries and twice for keys.
 OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
+# A layer of gpt-oss, of three microbatches: experts, and YaRN's rotary embedding, which is not fused, reads the boundaries of sequences.
+OF_GPT_OSS = {("item", ROPE): 12, ("tolist", ROPE): 12, ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 6}
+# Three gated delta nets and an attention, of two microbatches: experts, and Megatron compares and reads the boundaries in each delta net.
+DELTA_NET, BOUNDARIES = (f"megatron/core/ssm/gated_delta_net/{name}" for name in ("gdn.py:forward", "common.py:_resolve_cu_seqlens"))
+OF_DELTA_NETS = {
+    ("blocking copy to the GPU", DELTA_NET): 4, ("equal", DELTA_NET): 12, ("tolist", DELTA_NET): 4,
+    ("copy to the host", BOUNDARIES): 24, ("item", BOUNDARIES): 24,
+    ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 16,
+}  # fmt: skip
 # What has changed since the last update: twice for all tensors of half a GiB together, and the hashes.
 OF_CHANGES = {
     ("tolist", "megarl/kernels/audit.py:_read"): 1,
@@ -123,8 +132,10 @@ def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, t
         ("405b_aipo", ["--rank=0"], OF_A_FIRST_STAGE),
         ("405b_aipo", ["--rank=-1"], OF_A_LAST_STAGE),
         ("qwen3_235b_a22b_aipo", ["--rank=-1", *DEEPSEEK], OF_A_LAST_STAGE | OF_EXPERTS | OF_LATENT_ATTENTION),
+        ("gpt_oss_120b_aipo", [], OF_A_FIRST_STAGE | OF_GPT_OSS),
+        ("qwen3_next_80b_a3b_aipo", ["--layers=4"], OF_A_FIRST_STAGE | OF_DELTA_NETS),
     ],
-    ids=["experts", "first-stage", "last-stage", "latent-attention"],
+    ids=["experts", "first-stage", "last-stage", "latent-attention", "gpt-oss", "gated-delta-nets"],
 )
 def test_what_a_step_of_other_ranks_waits_for(config, arguments, expected, tmp_path):
     report = rehearse(tmp_path, config, *arguments)
