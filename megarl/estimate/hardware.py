@@ -78,7 +78,7 @@ class Cluster:
 class Constants:
     # Fitted.
     gemm_efficiency: float = 0.7816  # share of the peak that an endlessly large matrix product reaches
-    expert_pass_s: float = 0.0007724  # per layer of experts and pass: routing, permuting and launches that no product hides
+    expert_pass_s: float = 0.000779  # per layer of experts and pass: routing, permuting and launches that no product hides
     decode_layer_s: float = 2.4e-05  # per layer and decoding step: small kernels
     node_latency_s: float = 0.0001243  # per collective across nodes and doubling of the nodes
     glue_s: float = 3.4  # per RL step: rewards, advantages, batches, logs and all else that nothing overlaps

@@ -218,6 +218,11 @@ class TrainModel:
         spec, t = self.spec, self.trainer
         return rows * attention_flops(spec, length) / (t.tp * t.cp) / self._rate(rows / t.cp, spec.head_dim * 4)
 
+    @property
+    def _experts_share(self) -> float:
+        """The share of layers that have experts."""
+        return 1 - self.spec.first_dense_layers / self.spec.num_layers if self.spec.num_experts else 0.0
+
     def _layer_s(self, rows: float) -> float:
         """One forward pass of one layer but for `_attention_s`: the mean over dense and expert layers."""
         spec, t = self.spec, self.trainer
@@ -230,16 +235,18 @@ class TrainModel:
         if spec.num_experts:
             of_expert = rows / share * t.ep * t.etp * spec.experts_per_token / spec.num_experts
             width = min(spec.hidden_size, spec.expert_intermediate_size / t.etp)
-            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True) + self.constants.expert_pass_s
-            touched += spec.experts_per_token * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
+            seconds += 2 * rows * expert / spec.num_layers / share / self._rate(of_expert, width, fp8=True)
+            seconds += self._experts_share * self.constants.expert_pass_s
+            chosen = self._experts_share * spec.experts_per_token
+            touched += chosen * (3 * spec.hidden_size + 3 * spec.expert_intermediate_size / t.etp) / t.tp
         item = ITEM_BYTES[self.dtype]
         return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
 
     def _tensor_s(self, rows: float) -> float:
-        """Two all-reduces over tp per layer, one if experts replace the MLP."""
+        """Two all-reduces over tp per layer, one where experts replace the MLP: the mean over layers."""
         spec, t = self.spec, self.trainer
         over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype])
-        return (1 if spec.num_experts else 2) * over_tp
+        return (2 - self._experts_share) * over_tp
 
     def _context_s(self, rows: float, attention_s: float) -> float:
         """The time of passing keys and values around the cp ranks that attention does not hide. Transformer Engine computes with one part
@@ -250,13 +257,13 @@ class TrainModel:
         return max(0.0, (t.cp - 1) * step_s - attention_s)
 
     def _expert_s(self, rows: float) -> float:
-        """Tokens travel to their experts and back."""
+        """Tokens travel to their experts and back: the mean over layers."""
         spec, t = self.spec, self.trainer
         if not spec.num_experts:
             return 0.0
         sent = rows / (t.tp * t.cp) * spec.experts_per_token * spec.hidden_size * ITEM_BYTES[self.dtype]
         once = t.megatron.get("moe_token_dispatcher_type") == "flex"  # DeepEP and HybridEP send a token to each node once
-        return 2 * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
+        return 2 * self._experts_share * self._group(t.ep * t.etp, 1).all_to_all_s(sent, spec.experts_per_token if once else 1)
 
     def _between_s(self, rows: float) -> float:
         t = self.trainer

@@ -175,10 +175,14 @@ def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
         raise ConfigError(f"--output {folder}: {error.strerror}") from error
     write_whole(folder / SIMULATED_FILE, json.dumps({"simulated": True}))
     write_whole(folder / "config.yaml", dump_config(plan.config))
-    writers = {name: TraceWriter(folder, name) for name in ("trainer.0", "generator.0")}
+    writers = {name: TraceWriter(folder, name) for name in ("launcher.0", "trainer.0", "generator.0")}
     for writer in writers.values():
         files.callback(writer.close)
-    return lambda process, what, began_s, ended_s, track="main": writers[process].add(what, began_s, ended_s, track)
+
+    def told(process: str, what: str, began_s: float, ended_s: float, track: str = "main", **more: Any) -> None:
+        writers[process].add(what, began_s, ended_s, track, **more)
+
+    return told
 
 
 def _combinations(sweep: Sequence[str]) -> list[list[str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from megarl.base.rollout_types import Batch
@@ -13,6 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.keys import value_at, yaml_text
 from megarl.config.load import load_config
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
+from megarl.observe.status import TRACE_FOLDER
 from megarl.plan.resolve import RunPlan
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import Models, simulate
@@ -20,7 +24,7 @@ from megarl.simulation.run import Models, simulate
 FEWEST = 8  # steps that a fit needs
 FIT_STEPS, TRIALS, CLOSE, FAR, LEAST = 24, 8, 0.02, 0.25, 1e-4  # of the engines' speed
 NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # above 0
-WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/save_s")  # 0 or more
+WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/weights_wait_s", "time/save_s")  # 0 or more
 # What its times hold for.
 SIZES = (
     "model.path", "model.dtype", "cluster.gpu", "algorithm.name", "rollout.prompts_per_step", "rollout.n", "rollout.max_tokens",
@@ -40,13 +44,17 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
         raise ConfigError(f"--from {run}: has {len(rows)} steps with all times, after the first fifth; at least {FEWEST} are needed")
     models = Models.of(plan, unit)
     samples = plan.sequences_per_step
-    fixed_s, token_s = _line([_tokens(row, samples) for row in rows], [_rest_s(row) for row in rows])
+    beside = plan.config.checkpoint.beside
+    fixed_s, token_s = _line([_tokens(row, samples) for row in rows], [_rest_s(row) + beside * row["time/save_s"] for row in rows])
     write_s, pause_s = (float(np.median([row[name] for row in rows])) for name in ("time/sync_s", "time/sync_pause_s"))
 
     def train_s(batch: Batch) -> float:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
-    models = replace(models, train_s=train_s, write_s=write_s, control_s=max(0.0, pause_s - write_s))
+    control_s, checkpoint_s = max(0.0, pause_s - write_s), _checkpoint_s(run)
+    # With resume an update always waits for the ends of chunks, which the simulation does too.
+    grant_s = 0.0 if plan.config.async_.partial_rollout == "resume" else min(row["time/weights_wait_s"] for row in rows)
+    models = replace(models, train_s=train_s, write_s=write_s, control_s=control_s, grant_s=grant_s, checkpoint_s=checkpoint_s)
     return _as_fast(run, plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
 
 
@@ -62,6 +70,27 @@ def _check_sizes(plan: RunPlan, run: Path) -> None:
 def _sound(row: Row) -> bool:
     known = all(isinstance(row.get(name), int | float) and math.isfinite(row[name]) for name in (*NEEDED, *WAITS))
     return known and min(row[name] for name in NEEDED) > 0 and min(row[name] for name in WAITS) >= 0 and _rest_s(row) > 0
+
+
+def _checkpoint_s(run: Path) -> float | None:
+    """From the beginning of a checkpoint to its completion, by the trace; None without any."""
+    file = run / TRACE_FOLDER / "trainer.0.jsonl"
+    began_us: dict[str, float] = {}
+    took_s: list[float] = []
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        with contextlib.suppress(msgspec.MsgspecError):
+            span = msgspec.json.decode(line, type=_Span)
+            if found := re.fullmatch(r"checkpoint (\d+)", span.name):
+                began_us[found[1]] = span.ts
+            elif (found := re.fullmatch(r"complete step_0*(\d+)", span.name)) and found[1] in began_us:
+                took_s.append((span.ts + span.dur - began_us.pop(found[1])) / 1e6)
+    return float(np.median(took_s)) if took_s else None
+
+
+class _Span(msgspec.Struct):
+    name: str
+    ts: float  # microseconds
+    dur: float
 
 
 def _tokens(row: Row, samples: int) -> float:

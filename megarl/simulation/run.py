@@ -9,7 +9,7 @@ import io
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,8 @@ class Models:
     train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
     write_s: float  # of an update, while the trainer waits
     control_s: float  # of an update's messages and calls beyond that, while engines are paused
+    grant_s: float = 0.0  # from the trainer's request until engines stand that have nothing to finish
+    checkpoint_s: float | None = None  # of writing a checkpoint; None: plan.simulation.checkpoint_s
     of_groups: Mapping[str, Speed] = field(default_factory=dict)  # of unlike engines, instead of `speed`
 
     @classmethod
@@ -67,7 +69,8 @@ class Models:
         shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
         speeds = {group.name: speed_of(GenerateModel(plan.spec, group.settings, *shared)) for group in plan.groups}
         train_s = partial(_train_s, plan, unit, found.glue_s)
-        return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, speeds if len(speeds) > 1 else {})
+        of_groups = speeds if len(speeds) > 1 else {}
+        return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, of_groups=of_groups)
 
 
 def speed_of(model: GenerateModel) -> Speed:
@@ -139,8 +142,20 @@ class Totals:
         return self.rows[-1]["wall_s"] if self.rows else 0.0
 
 
+@dataclass(frozen=True)
+class Failures:
+    """What fails, and when, in the place of plan.simulation.gpu_mtbf_h: as in a run that was made."""
+
+    engines: tuple[tuple[float, int, float], ...] = ()  # (at_s, engine, seconds until it serves again)
+    trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
+
+
 class Interrupted(Exception):
     """One of the trainer's GPUs has failed."""
+
+    def __init__(self, restart_s: float):
+        super().__init__(restart_s)
+        self.restart_s = restart_s
 
 
 class Broken(RuntimeError):
@@ -254,6 +269,7 @@ class Attempt:
     rng: np.random.Generator
     told: Tell
     follow: Follow
+    failures: Failures | None
 
     def __post_init__(self) -> None:
         config, wire = self.plan.config, Wire()
@@ -274,6 +290,7 @@ class Attempt:
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
         self._pause_s = self._save_s = 0.0
+        self._failed_at: dict[int, float] = {}  # of engines that do not serve again yet
 
     def run(self) -> None:
         """Raises Interrupted, Stuck, Broken."""
@@ -289,6 +306,7 @@ class Attempt:
                 task.cancel()
             self.generator.close()
             self.loop.run_until_complete(self.fleet.close())
+            self._back(sorted(self._failed_at))  # as far as a timeline shows it
             for engine in self.engines:
                 self.totals.busy_s += engine.busy_s
                 self.totals.running_s += engine.running_s
@@ -335,6 +353,7 @@ class Attempt:
         """As in a run: the engines stand as async.partial_rollout wants them, the trainer writes and goes on, then so do the engines."""
         await self._settled()
         asked = self.loop.time()
+        await asyncio.sleep(self.models.grant_s)
         if self.fleet.version is not None:
             await self.generator.hold()
         await self.fleet.pulse.until(lambda: bool(self.fleet.members))
@@ -369,6 +388,12 @@ class Attempt:
             else:
                 self.fleet.lose(EngineUnreachable(engine.url, f"engine {engine.url} has failed"))
         self.fleet.take_back(up, version)
+        self._back(up)
+
+    def _back(self, engines: list[int]) -> None:
+        for index in engines:
+            if (failed_at := self._failed_at.pop(index, None)) is not None:
+                self.told("generator.0", "away", failed_at, self.loop.time(), f"engine.{index}")
 
     async def _join(self, version: Version) -> None:
         """Engines that came back get the weights being served, while the trainer waits for a batch."""
@@ -398,26 +423,44 @@ class Attempt:
         self._save_s = self.loop.time() - began
 
     async def _written(self, step: int, ledger: Ledger) -> tuple[int, Ledger]:
-        await asyncio.sleep(self.plan.config.plan.simulation.checkpoint_s)
+        own_s = self.models.checkpoint_s
+        await asyncio.sleep(self.plan.config.plan.simulation.checkpoint_s if own_s is None else own_s)
         return step, ledger
 
     async def _lose_engines(self) -> None:
-        config = self.plan.config
-        sizes = [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
-        mtbf_h, gpus = config.plan.simulation.gpu_mtbf_h, sum(sizes)
-        while mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(mtbf_h * HOUR_S / gpus))
-            alike = len(set(sizes)) == 1
-            engine = self.engines[self.rng.integers(len(sizes)) if alike else self.rng.choice(len(sizes), p=np.array(sizes) / gpus)]
-            if engine.up:
+        async for index, down_s in self._engine_failures():
+            if self.engines[index].up:
                 self.totals.engine_failures += 1
-                engine.fail(config.plan.simulation.engine_restart_s)
+                self.engines[index].fail(down_s)
+                now = self._failed_at[index] = self.loop.time()
+                self.told("generator.0", "lost", now, now, f"engine.{index}", why="simulated failure")
+
+    async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
+        """(engine, seconds until it serves again), each when it happens."""
+        settings = self.plan.config.plan.simulation
+        sizes = [group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)]
+        if self.failures is not None:
+            for at_s, index, down_s in self.failures.engines:
+                if at_s >= self.loop.time():
+                    await asyncio.sleep(at_s - self.loop.time())
+                    yield index, down_s
+            return
+        while settings.gpu_mtbf_h is not None:
+            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / sum(sizes)))
+            alike = len(set(sizes)) == 1
+            hit = self.rng.integers(len(sizes)) if alike else self.rng.choice(len(sizes), p=np.array(sizes) / sum(sizes))
+            yield int(hit), settings.engine_restart_s
 
     async def _lose_trainer(self) -> None:
-        mtbf_h = self.plan.config.plan.simulation.gpu_mtbf_h
-        if mtbf_h is not None:
-            await asyncio.sleep(self.rng.exponential(mtbf_h * HOUR_S / self.plan.trainer_topology.world_size))
-            raise Interrupted
+        settings, now = self.plan.config.plan.simulation, self.loop.time()
+        if self.failures is not None:
+            for at_s, restart_s in self.failures.trainer:
+                if at_s > now:
+                    await asyncio.sleep(at_s - now)
+                    raise Interrupted(restart_s)
+        elif settings.gpu_mtbf_h is not None:
+            await asyncio.sleep(self.rng.exponential(settings.gpu_mtbf_h * HOUR_S / self.plan.trainer_topology.world_size))
+            raise Interrupted(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
         """What the run promises, whatever happens: nothing is lost, repeated, or older than allowed. Raises Broken."""
@@ -469,11 +512,11 @@ class Attempt:
         })  # fmt: skip
 
 
-Tell = Callable[..., None]  # (process, what, began_s, ended_s, track) of what a process did
+Tell = Callable[..., None]  # (process, what, began_s, ended_s, track, **more) of what a process did, or of what happened to it
 Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
-def unseen(*event: Any) -> None:
+def unseen(*event: Any, **more: Any) -> None:
     """For runs whose timeline or progress nobody looks at."""
 
 
@@ -483,8 +526,9 @@ def simulate(
     told: Tell = unseen,
     lengths: Draw | None = None,
     follow: Follow = unseen,
+    failures: Failures | None = None,
 ) -> Totals:
-    """`models` is given the plan and how many tokens a unit has. `lengths`: None, as plan.simulation says.
+    """`models` is given the plan and how many tokens a unit has. `lengths` and `failures`: None, as plan.simulation says.
 
     Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
     plan = simulated(plan)
@@ -496,11 +540,11 @@ def simulate(
     rng = np.random.default_rng((config.seed, 4))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
         while True:
-            attempt, began_s = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow), loop.time()
+            attempt, began_s = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow, failures), loop.time()
             try:
                 attempt.run()
                 break
-            except Interrupted:
+            except Interrupted as interrupted:
                 in_vain = in_vain + 1 if attempt.saved[0] == start else 0
                 if in_vain == IN_VAIN:
                     raise Stuck(f"{in_vain} restarts in a row got no further than the checkpoint of step {start}") from None
@@ -508,8 +552,10 @@ def simulate(
                 totals.trainer_failures += 1
                 for kept in (totals.rows, totals.lengths, totals.ages_of_steps, totals.ordinals):
                     del kept[start:]
-                totals.lost_s += loop.time() - max(began_s, totals.kept_until_s) + settings.restart_s
-                loop.run_until_complete(asyncio.sleep(settings.restart_s))
+                totals.lost_s += loop.time() - max(began_s, totals.kept_until_s) + interrupted.restart_s
+                told("launcher.0", "end", loop.time(), loop.time(), how="simulated failure of a trainer rank")
+                loop.run_until_complete(asyncio.sleep(interrupted.restart_s))
+                told("launcher.0", "start", loop.time(), loop.time(), step=start, max_steps=config.max_steps)
     totals.end_s = loop.time()
     totals.expected_length = _mean_length(lengths, config, unit)
     _check_all(plan, attempt)

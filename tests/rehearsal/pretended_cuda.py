@@ -180,6 +180,8 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
         device_count=lambda: devices,
         current_device=lambda: 0,
         set_device=lambda device: None,
+        _exchange_device=lambda index: 0,
+        _maybe_exchange_device=lambda index: 0,
         synchronize=lambda *args: record.note("cuda.synchronize"),
         Stream=Stream,
         Event=Event,
@@ -219,7 +221,7 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
     torch.nn.Module.cuda = _to_gpu  # type: ignore[method-assign]
     _pretend_collectives(record)
-    _pretend_triton(record)
+    _pretend_triton(record, properties)
 
 
 def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
@@ -281,9 +283,27 @@ def _checked(name: str, nothing: Callable[..., _Work]) -> Callable[..., _Work]:
     return collective
 
 
-def _pretend_triton(record: Record) -> None:
+def _pretend_triton(record: Record, gpu: Any) -> None:
     """A launch binds its arguments, checks that every tensor is on a GPU, and notes what the kernel would be compiled for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
+
+    shown = {"max_shared_mem": gpu.shared_memory_per_block_optin, "multiprocessor_count": gpu.multi_processor_count}
+    driver.set_active(
+        types.SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 10 * gpu.major + gpu.minor, gpu.warp_size),
+            get_current_device=lambda: 0,
+            utils=types.SimpleNamespace(get_device_properties=lambda device: shown),
+        )
+    )
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of the fastest configuration, which a GPU would find."""
+        self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    Autotuner.run = first  # type: ignore[method-assign]
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "num_ctas") if name in kwargs}

@@ -100,7 +100,8 @@ def generic_gemm(
         D = torch.empty(shape, dtype=TORCH[out_dtype] if out_dtype is not None else A.dtype, device=A.device)
     elif D.numel() != torch.Size(shape).numel():
         raise RuntimeError(f"a product of shape {shape} into {tuple(D.shape)}")
-    return [D, None, None, extra_output]
+    of_bias = torch.empty_like(bias) if grad and bias is not None else None
+    return [D, of_bias, None, extra_output]
 
 
 def te_general_grouped_gemm(
@@ -166,7 +167,9 @@ def fused_attn_bwd(
     cu_seqlens_kv: torch.Tensor, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, O: torch.Tensor, dO: torch.Tensor, *rest: Any,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     _on_gpu(cu_seqlens_q, cu_seqlens_kv, Q, K, V, O, dO)
-    return [torch.empty_like(Q), torch.empty_like(K), torch.empty_like(V), None, None]
+    learnable = softmax_type == NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX
+    of_sinks = torch.empty(1, Q.shape[-2], 1, 1, dtype=torch.float32, device=Q.device) if learnable else None
+    return [torch.empty_like(Q), torch.empty_like(K), torch.empty_like(V), None, of_sinks]
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half: int) -> torch.Tensor:

@@ -42,6 +42,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     simulated.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
     simulated.add_argument("--lanes", metavar="N", type=int, default=4, help="cells side by side; default: 4")
     simulated.add_argument("--runs", metavar="FOLDER", nargs="+", default=[], help="folders of runs that are simulated in place of cells")
+    kills = "make CONFIG's run in FOLDER, kill engines and a trainer rank meanwhile, and simulate it"
+    simulated.add_argument("--kills", metavar=("CONFIG", "FOLDER"), nargs="+", default=[], help=kills)
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
@@ -75,7 +77,7 @@ def _faults(arguments: argparse.Namespace) -> None:
 def _simulated(arguments: argparse.Namespace) -> None:
     from simulated import run
 
-    run(arguments.steps, arguments.step_s, arguments.lanes, arguments.runs, arguments.json)
+    run(arguments.steps, arguments.step_s, arguments.lanes, arguments.runs, arguments.kills, arguments.json)
 
 
 def _published(arguments: argparse.Namespace) -> None:

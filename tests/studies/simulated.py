@@ -1,20 +1,27 @@
 """`python tests/studies simulated`: the scheduler in virtual time against the same in real time.
 
 Cells of `megarl bench overlap` run in real time, by two processes with sockets between them, and are simulated with the same lengths and
-the same phase times. `--runs FOLDER…`: runs that were made are simulated instead, with the lengths and times that they had. Compared are
-the mean step, the trainer's and the generator's waits, and the distribution of the tokens' ages.
+the same phase times. `--runs FOLDER…`: runs that were made are simulated instead, with the lengths, times and failures that they had.
+`--kills CONFIG FOLDER key=value…` makes such a run, and kills engines and a trainer rank meanwhile. Compared are the mean step, the
+trainer's and the generator's waits, the distribution of the tokens' ages, and the time from the first step to the end of the last.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from megarl.bench.overlap import WARM_UP, Rows, grid, run_cells
 from megarl.bench.overlap_cell import Cell
@@ -22,11 +29,14 @@ from megarl.config.load import load_config
 from megarl.config.schema import GeneratorConfig, PlanConfig, SimulationConfig
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.report.reading import RunReader
 from megarl.simulation.engines import Speed
 from megarl.simulation.measured import measured
-from megarl.simulation.run import Models, Totals, simulate
+from megarl.simulation.run import Failures, Models, Totals, simulate
 
 WAITS = ("trainer_wait", "generator_wait")
+KILLS = ((15, "megarl.generator.server"), (30, "megarl.generator.server"), (45, "megarl.launch.worker trainer 0"))  # (steps done, process)
+MOST_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,13 @@ class Compared:
     step_error: float
     wait_error: float  # the larger one of the two waits', as a share of the step
     age_distance: float  # total variation of the tokens' ages
+    end_error: float | None = None  # of the time from the first step to the end of the last; None for cells
 
 
-def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], as_json: bool) -> None:
+def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], kills: Sequence[str], as_json: bool) -> None:
+    if kills:
+        make_with_kills(kills[0], kills[1], kills[2:])
+        folders = [kills[1]]
     found = [of_run(Path(folder)) for folder in folders] if folders else of_cells(steps, step_s, lanes)
     if as_json:
         print(json.dumps([asdict(each) for each in found]))
@@ -58,7 +72,8 @@ def of_run(folder: Path) -> Compared:
     """With the times and lengths that it had."""
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
-    found = simulate(resolve(config, "plan"), lambda plan, unit: measured(plan, unit, folder))
+    events = RunReader(folder, 1).read()
+    found = simulate(resolve(config, "plan"), lambda plan, unit: measured(plan, unit, folder), failures=failures_of(events))
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
     for line in samples.read_text().splitlines():
         group = json.loads(line)
@@ -66,7 +81,53 @@ def of_run(folder: Path) -> Compared:
             for version, tokens in sample["versions"]:
                 by_step[group["step"]][group["step"] - version] += tokens
     real = [{**row, "ages": by_step[row["step"]]} for row in read_metrics(folder / METRICS_FILE)]
-    return compare(folder.name, real, with_ages(found))
+    trained = [(began, began + took) for kind, began, took, *_ in events["lanes"]["trainer.0"] if kind == "train"]
+    first, took_s = found.rows[0], max(trained)[1] - min(trained)[0]
+    end_error = (found.rows[-1]["wall_s"] - first["wall_s"] + first["time/train_s"]) / took_s - 1
+    return replace(compare(folder.name, real, with_ages(found)), end_error=end_error)
+
+
+def failures_of(events: dict[str, Any]) -> Failures:
+    """Those in the trace of a run, whose simulation begins with the first update of weights."""
+    origin_s = _first_update_s(events, -math.inf)
+    away = {(lane, round(began, 1)): took for lane, spans in events["lanes"].items() for kind, began, took, *_ in spans if kind == "away"}
+    lost = [(mark["who"], mark["at"]) for mark in events["marks"] if mark["what"] == "lost"]
+    engines = [(at - origin_s, int(who.removeprefix("engine.")), away.get((who, round(at, 1)), math.inf)) for who, at in lost]
+    ends = [mark["at"] for mark in events["marks"] if mark["what"] == "end" and mark["how"] != "finished"]
+    return Failures(tuple(sorted(engines)), tuple((at - origin_s, _first_update_s(events, at) - at) for at in ends))
+
+
+def _first_update_s(events: dict[str, Any], after_s: float) -> float:
+    return min(began for kind, began, *_ in events["lanes"]["trainer.0"] if kind == "write weights" and began >= after_s)
+
+
+def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
+    """Makes the run of `config` in `folder`, kills processes when it has done so many steps, and starts it again when it ends of it."""
+    command = [sys.executable, "-P", "-m", "megarl", "train", config, f"run_dir={folder}", *overrides]
+    kills = list(KILLS)
+    for _ in range(MOST_STARTS):
+        run = subprocess.Popen(command, stdout=sys.stderr)
+        while run.poll() is None:
+            if kills and _steps(Path(folder)) >= kills[0][0]:
+                _kill(run.pid, kills.pop(0)[1])
+            time.sleep(0.1)
+        if run.returncode == 0 and not kills:
+            return
+    raise SystemExit(f"{folder}: did not finish in {MOST_STARTS} starts, or was not killed by {kills}")
+
+
+def _steps(folder: Path) -> int:
+    file = folder / METRICS_FILE
+    return len(read_metrics(file)) if file.exists() else 0
+
+
+def _kill(launcher: int, command: str) -> None:
+    """Kills the first of the launcher's processes with this in its command."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        if command in " ".join(process.cmdline()):
+            process.kill()
+            return
+    raise SystemExit(f"no process to kill: {command}")
 
 
 def compare(name: str, real: Rows, rows: Rows) -> Compared:
@@ -114,9 +175,10 @@ def models_of(cell: Cell) -> Models:
 
 def render(found: Sequence[Compared]) -> list[str]:
     width = max(len(each.name) for each in found)
-    lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages"]
+    lines = [f"{'cell':<{width}}  real s  simulated s   step   waits  ages   end"]
     for each in found:
         numbers = f"{each.real_step_s:6.3f}  {each.simulated_step_s:11.3f}  {each.step_error:+5.1%}  {each.wait_error:6.1%}"
-        lines.append(f"{each.name:<{width}}  {numbers}  {each.age_distance:.3f}")
+        end = "" if each.end_error is None else f"  {each.end_error:+.1%}"
+        lines.append(f"{each.name:<{width}}  {numbers}  {each.age_distance:.3f}{end}")
     worst = [max(abs(getattr(each, name)) for each in found) for name in ("step_error", "wait_error", "age_distance")]
     return [*lines, f"worst: step {worst[0]:.1%}, waits {worst[1]:.1%} of a step, ages {worst[2]:.3f}"]

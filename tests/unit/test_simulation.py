@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from planner_published import FIT, TABLES
 from published import simulated_s
-from simulated import of_run
+from simulated import failures_of, of_run
 
 from megarl import executors, simulation
 from megarl.base.geometry import TrainerTopology
@@ -35,6 +35,7 @@ from megarl.generator.completions import Sampling
 from megarl.models.registry import load_spec
 from megarl.plan.resolve import RunPlan
 from megarl.plan.weights import Weights
+from megarl.report.reading import RunReader
 from megarl.rollouts.buffer import RolloutBuffer
 from megarl.rollouts.stream import Admission
 from megarl.simulation import lengths as drawn
@@ -460,6 +461,27 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     found = of_run(folder)
     assert abs(found.step_error) < 0.05 and found.wait_error < 0.1
     assert found.age_distance > 0.9  # the samples above are of version 0 in all steps
+
+
+def test_failures_of_a_run_are_simulated_again(tmp_path):
+    """As a run's trace has them, here of a simulated one; the page shows the same."""
+    folder, samples = tmp_path / "run", tmp_path / "samples.jsonl"
+    group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
+    samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(40)))
+    times = {"gpu_mtbf_h": 0.3, "checkpoint_s": 5, "restart_s": 60, "engine_restart_s": 30}
+    failures = ["checkpoint.every=4", *(f"plan.simulation.{key}={value}" for key, value in times.items())]
+    steps = ["plan.simulation.steps=40", "max_steps=40", f"plan.simulation.lengths={samples}"]
+    assert main([*CONFIG[:2], *steps, *failures, "--simulate", "--output", str(folder)]) == 0
+    (folder / "rollouts").mkdir()
+    samples.rename(folder / "rollouts" / "samples.jsonl")
+    events = RunReader(folder, 1).read()
+    found = failures_of(events)
+    assert len(found.trainer) >= 2 and len(found.engines) >= 2
+    assert [mark["what"] for mark in events["marks"] if mark["what"] != "lost"] == ["end", "start"] * len(found.trainer)
+    assert sum(mark["what"] == "lost" for mark in events["marks"]) == len(found.engines)
+    assert all(after_s == pytest.approx(60, abs=1) for _, after_s in found.trainer)
+    compared = of_run(folder)
+    assert compared.end_error == pytest.approx(0, abs=0.05) and abs(compared.step_error) < 0.05
 
 
 def test_published_rows_are_simulated():
