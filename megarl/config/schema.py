@@ -648,6 +648,7 @@ class PlanConfig:
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
 UNSCORED = "none"  # reward.name
+IGNORE, KEEP, TRAIN = "ignore", "keep", "train"  # trainer.mtp
 
 
 @dataclass
@@ -693,6 +694,12 @@ class TrainerConfig:
         False,
         "mixture of experts: in training and scoring, each token goes to the experts that the engine chose when it generated the "
         "token (R3; docs/algorithms.md), not to those of the trainer's own router",
+    )
+    mtp: str = setting(
+        IGNORE,
+        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not loaded; keep: it is loaded, and in checkpoints "
+        "and exports as it was; train: it learns beside the policy, which it does not change",
+        one_of(IGNORE, KEEP, TRAIN),
     )
     minibatches: int = setting(
         1,

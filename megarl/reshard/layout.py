@@ -29,7 +29,8 @@ from megarl.models.parameters import (
     Part,
     whole,
 )
-from megarl.models.registry import family, fused_tensors
+from megarl.models import multi_token
+from megarl.models.registry import family, fused_tensors, logical_tensors
 from megarl.models.spec import ModelSpec
 
 # Layouts say which rank holds which elements of which logical tensor, and under which local name.
@@ -378,7 +379,8 @@ def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: s
             product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
             problems.append(f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the ranks of a stage")
         problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
-    parameters = family(spec).megatron_parameters(spec, t, layer_spec)
+    module = family(spec)
+    parameters = (*module.megatron_parameters(spec, t, layer_spec), *multi_token.megatron(spec, t, layer_spec, module))
     problems += _uneven(parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)})
     if problems:
         raise ConfigError(problems)
@@ -565,12 +567,12 @@ QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSO
 def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool = False) -> Layout:
     """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. With `lora`, that of its adapters alone;
     if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
-    logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
+    logical = lora_tensors(spec, lora) if lora else logical_tensors(spec)
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
     parameters = [joined.get(t.name) or whole(t.name, t.place, t.name, layers=t.layers, dtype=t.dtype) for t in logical]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
-    stages = np.zeros(spec.num_layers, dtype=np.int64)
+    stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
 
 
@@ -615,7 +617,7 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
     expert = dense
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
-    stages = np.array(stage_of_layer(spec.num_layers, t))
+    stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
     kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp), lora)
     return Layout("trainer", t.world_size, tuple(kinds))
 
@@ -716,7 +718,7 @@ def _kinds(
     spec: ModelSpec,
     parameters: Sequence[Parameter],
     dtype: str,
-    stages: np.ndarray,  # of layers, [num_layers]
+    stages: np.ndarray,  # of layers, [num_layers], and of those for multi-token prediction
     meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
     expert_shards: tuple[int, int],  # ep, etp
     lora: Lora | None = None,
@@ -744,5 +746,5 @@ def _kinds(
 
 def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
     """The logical tensors by name. If a name occurs twice, for different layers, the tensors are equal."""
-    tensors = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
+    tensors = lora_tensors(spec, lora) if lora else logical_tensors(spec)
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}
