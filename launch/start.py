@@ -27,6 +27,7 @@ from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
+from megarl.speculative import plan as speculative
 
 # All environment variables of a run's processes, with the reason for each.
 
@@ -198,6 +199,7 @@ class NodePart:
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
             adapter=self._adapter(device),
+            speculative=speculative.arguments(config),
             **self._place(part),
         )
 

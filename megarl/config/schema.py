@@ -16,6 +16,7 @@ from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, abov
 from megarl.lora.settings import LoraConfig
 from megarl.roles.settings import RoleConfig
 from megarl.simulation.settings import SimulationConfig
+from megarl.speculative.settings import SpeculativeConfig
 
 # The schema's sections on datasets.
 
@@ -755,6 +756,7 @@ class GeneratorConfig:
         3, "restarts of one engine; the run ends if it dies once more, or exits by itself before it has ever answered", at_least(0)
     )
     health_s: float = setting(60.0, "an engine that gives no sign of life for this long counts as hanging", seconds(5))
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )

@@ -77,6 +77,7 @@ class WeightsApplied(_Message, frozen=True):
     bytes_written: int  # by all trainer ranks together
     engines: int = 0  # that serve now
     changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
+    drafts: tuple[int, int, int] = (0, 0, 0)  # tokens drafted, those of them kept, and passes that verified them, since the version before
 
 
 class WeightsWanted(_Message, frozen=True):

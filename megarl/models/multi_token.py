@@ -105,13 +105,21 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, family: ModuleType) -> Iterator[Parameter]:
     """The draft model's own parameters. It shares the embedding and the output layer with the engine's model."""
-    if not spec.mtp_layers:
+    if not spec.mtp_drafts:
         return
     layers, names = _layers(spec), family.PREDICTION
     yield from _around(spec, family, [DRAFT + name for name in names.draft_names])
     for each in family.sglang_parameters(_one(spec), topology, device):
         if each.place == LAYER:
             yield _moved(each, _LAYER, DRAFT + names.draft_layer, layers, family)
+
+
+def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
+    """Those of the draft model's parameters that a quantised engine keeps in fp8: as in the engine's model."""
+    if not spec.mtp_drafts:
+        return ()
+    own = DRAFT + family.PREDICTION.draft_layer
+    return tuple(name.replace(_LAYER, own) for name in family.quantised_parameters(_one(spec)))
 
 
 def _around(spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1) -> Iterator[Parameter]:
@@ -140,4 +148,4 @@ def _layers(spec: ModelSpec) -> Layers:
 
 def _one(spec: ModelSpec) -> ModelSpec:
     """The family's model with a single layer, like the last."""
-    return replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), windowed_layers=(), mtp_layers=0)
+    return replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), windowed_layers=(), mtp_layers=0, mtp_drafts=False)

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.base.files import HubError, hub_file
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
 from megarl.models import multi_token
@@ -130,6 +131,24 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     """The tensors of an HF checkpoint that are loaded, those for multi-token prediction included."""
     module = family(spec)
     return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    """Parameters of the trainer."""
+    module = family(spec)
+    return (*module.megatron_parameters(spec, topology, layer_spec), *multi_token.megatron(spec, topology, layer_spec, module))
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    """Parameters of one engine, and of its draft model."""
+    module = family(spec)
+    return (*module.sglang_parameters(spec, topology, device), *multi_token.sglang(spec, topology, device, module))
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """Those that a quantised engine keeps in fp8."""
+    module = family(spec)
+    return (*module.quantised_parameters(spec), *multi_token.quantised(spec, module))
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:

@@ -77,13 +77,14 @@ class ModelSpec:
     v_head_dim: int = 0
 
     mtp_layers: int = 0  # layers for multi-token prediction that are loaded beside the others (models/multi_token.py)
+    mtp_drafts: bool = False  # engines have them too, and draft with them
 
     # The token whose embedding is not trained where it is looked up (nn.Embedding's padding_idx); no shape depends on it.
     padding_token: int | None = field(default=None, compare=False)
 
     def with_scalar_head(self) -> ModelSpec:
         """The same decoder with the other head, which shares no weights with the embedding."""
-        return replace(self, head=SCALAR, tie_word_embeddings=False, mtp_layers=0)
+        return replace(self, head=SCALAR, tie_word_embeddings=False, mtp_layers=0, mtp_drafts=False)
 
     def cut(self, layers: int) -> ModelSpec:
         """The same decoder with its first layers alone."""

@@ -29,6 +29,7 @@ from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
+from megarl.speculative.plan import check_speculative
 from megarl.teachers.plan import check_distillation
 
 # Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
@@ -218,6 +219,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_sizes,
     check_lengths,
     check_lora,
+    check_speculative,
 )
 # Commands that only plan do without these.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (

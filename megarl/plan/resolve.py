@@ -21,6 +21,7 @@ from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
+from megarl.speculative.settings import NEXTN
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
 OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
@@ -167,13 +168,14 @@ def find_spec(config: RunConfig) -> ModelSpec:
     if exported := _is_of_a_run(Path(model.path)):
         raise ConfigError(f"model.path={model.path}: {exported}")
     mtp = config.trainer.mtp != IGNORE
+    drafts = mtp and config.generator.speculative.algorithm == NEXTN
     if model.spec is None:
-        return _load_checkpoint_spec(model.path, model.family, mtp)
+        return replace(_load_checkpoint_spec(model.path, model.family, mtp), mtp_drafts=drafts)
     spec = load_spec(model.spec, "model.spec", model.family, mtp)
     if Path(model.path).is_dir() and (at_hand := load_spec(model.path, own_family=model.family, mtp=mtp)) != spec:
         differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
         raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")
-    return spec
+    return replace(spec, mtp_drafts=drafts)
 
 
 def _load_checkpoint_spec(path: str, own_family: str | None, mtp: bool) -> ModelSpec:

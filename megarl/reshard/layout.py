@@ -29,8 +29,7 @@ from megarl.models.parameters import (
     Part,
     whole,
 )
-from megarl.models import multi_token
-from megarl.models.registry import family, fused_tensors, logical_tensors
+from megarl.models.registry import fused_tensors, logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
 from megarl.models.spec import ModelSpec
 
 # Layouts say which rank holds which elements of which logical tensor, and under which local name.
@@ -379,8 +378,7 @@ def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: s
             product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
             problems.append(f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the ranks of a stage")
         problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
-    module = family(spec)
-    parameters = (*module.megatron_parameters(spec, t, layer_spec), *multi_token.megatron(spec, t, layer_spec, module))
+    parameters = megatron_parameters(spec, t, layer_spec)
     problems += _uneven(parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)})
     if problems:
         raise ConfigError(problems)
@@ -400,7 +398,7 @@ def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: s
         problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
     if problems:
         raise ConfigError(problems)
-    parameters = family(spec).sglang_parameters(spec, t, device)
+    parameters = sglang_parameters(spec, t, device)
     attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
     expert = f"{tp} / {ep}" if t.ep > 1 else tp
     problems = _uneven(parameters, {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)})
@@ -427,8 +425,8 @@ def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
 
 def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequence[Parameter], rows: int, cols: int) -> list[str]:
     """Fused or cut tensors must consist of whole blocks, as in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod."""
-    t, problems, names = topology, [], family(spec).quantised_parameters(spec)
-    logical = {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
+    t, problems, names = topology, [], quantised_parameters(spec)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     quantised = [parameter for parameter in parameters if parameter.name in names]
     if fused := [text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)]:
         must = f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are {', '.join(fused)}"
@@ -641,10 +639,10 @@ def generator_layout(
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
     parameters = generator_parameters(spec, topology, device, rule)
-    stages, meshes = np.zeros(spec.num_layers, dtype=np.int64), _generator_meshes(topology)
+    stages, meshes = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64), _generator_meshes(topology)
     kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     if rule is not None:
-        kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
+        kinds = with_scales(kinds, quantised_parameters(spec), rule, _logical(spec))
     return Layout("generator", topology.world_size, tuple(kinds))
 
 

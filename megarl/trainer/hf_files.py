@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     model from that file; the run is planned for `spec`."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0)
+    there = replace(there, mtp_drafts=spec.mtp_drafts)  # which no checkpoint says
     named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
     differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:

@@ -242,8 +242,8 @@ class WeightsReceiver:
 
     async def _applied(self, fleet: Fleet, version: Version, taken: Taken, changed: float | None = None) -> None:
         began, ended = taken.pause
-        engines = len(fleet.serving)
-        await self._tell(WeightsApplied(version, self._plan.config.weights.audited, ended - began, taken.bytes_written, engines, changed))
+        told = self._plan.config.weights.audited, ended - began, taken.bytes_written, len(fleet.serving), changed, fleet.take_drafts()
+        await self._tell(WeightsApplied(version, *told))
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
