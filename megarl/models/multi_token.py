@@ -24,7 +24,7 @@ from megarl.models.vocabulary import EMBED, HEAD
 PREDICTION = "PREDICTION"  # what a family with such a layer declares
 COUNT = "num_nextn_predict_layers"  # in config.json
 DRAFT = "draft."  # what names of SGLang's draft model begin with in layouts
-MEGATRON = "mtp."  # Megatron's MultiTokenPredictionLayer, as the trainer's chunk has it
+MEGATRON = "mtp_layer."  # Megatron's MultiTokenPredictionLayer, in the chunk that ends the model
 _LAYER, _MEGATRON_LAYER, _OWN_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", MEGATRON + "mtp_model_layer."
 _MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 

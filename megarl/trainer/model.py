@@ -333,7 +333,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     if model.post_process and spec.mtp_layers:
         alike = layers_of_chunk if isinstance(layers_of_chunk, ModuleSpec) else (layers_of_chunk.layer_specs or [])[-1]
-        model.mtp = multi_token.build_layer(config, alike, stage, mtp_trained)
+        model.mtp_layer = multi_token.build_layer(config, alike, stage, mtp_trained)
     return model if not torch.cuda.is_available() else model.cuda()
 
 
@@ -395,13 +395,13 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
                 layer: Any = chunk.decoder.layers[int(found[1])]
                 name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
             elif name.startswith(_OF_MTP):
-                of_layer: Any = chunk.mtp
+                of_layer: Any = chunk.mtp_layer
                 name = _OF_MTP + _global_expert(name.removeprefix(_OF_MTP), of_layer.mtp_model_layer)
             named[name] = parameter
     return named
 
 
-_OF_MTP = "mtp.mtp_model_layer."
+_OF_MTP = "mtp_layer.mtp_model_layer."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)")
 

@@ -74,7 +74,7 @@ class MultiToken:
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig, chunk: GPTModel, vocab_rows: int):
         self.spec, self.config, self.chunk = spec, config, chunk
-        layer: Any = chunk.mtp
+        layer: Any = chunk.mtp_layer  # (`mtp` would be a block of Megatron's, which its schedules look into)
         self.layer: MultiTokenPredictionLayer = layer
         self.embedding: Any = chunk.embedding if chunk.pre_process else _frozen_embedding(config, vocab_rows)
 

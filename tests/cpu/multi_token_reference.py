@@ -55,7 +55,8 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     """Loss and gradients of the layer, by the names of the checkpoint `folder`, at the trainer's temperature."""
     whole = load_float64(folder.parent / "whole")
     own = {key: value.double().requires_grad_() for key, value in load_file(folder.parent / "own.safetensors").items()}
-    norm_e, norm_h, projection, norm = own.values()
+    prefix, suffixes = NAMES[name]
+    norm_e, norm_h, projection, norm = (own[f"{prefix}{suffix}.weight"] for suffix in suffixes.split())
     layer, model = whole.model.layers[LAYERS], whole.model
     model.layers = model.layers[:LAYERS]
     centred, eps = float(name == "qwen3_next"), whole.config.rms_norm_eps

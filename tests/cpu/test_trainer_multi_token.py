@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from multi_token_reference import layer_reference, save_with_layer
+from multi_token_reference import LAYERS, layer_reference, save_with_layer
 from safetensors.torch import load_file
 from trainer_cases import LAYOUTS
 from trainer_processes import saved, spawn
@@ -16,6 +16,8 @@ from trainer_reference import assert_same_gradients, hf_gradients
 
 from megarl.base.geometry import TrainerTopology
 from megarl.models.registry import load_spec
+
+pytestmark = pytest.mark.long
 
 TESTED = {"glm4_moe": "single pp2 tp2_ep2 cp2_ep2 pp2_vpp2_ep2", "deepseek_v3": "tp2_ep2", "qwen3_next": "tp2_ep2"}
 CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
@@ -63,20 +65,25 @@ def test_loss_and_gradients_equal_the_equations(models: dict[str, Path], runs: P
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) -> None:
-    """Bit for bit: gradients, and weights after three clipped steps, of which each would differ if the norms were of all gradients."""
+    """Bit for bit: gradients, and weights after three clipped steps, of which each would differ if the norms were of all gradients. Where
+    replicas share the optimizer's state, the layer moves the cuts between their shares, and so the order in which norms are summed."""
     for rank in saved(runs, f"{model}.{layout}"):
         without = rank["ignore"]
+        shared = any(grad.isnan().any() for grad in without["step"]["grads"].values())
         for mode in ("keep", "train"):
             assert all(same(rank[mode]["step"]["grads"][name], grad) for name, grad in without["step"]["grads"].items())
-            assert all(same(rank[mode]["after"][name], values) for name, values in without["after"].items())
-            assert rank[mode]["logprobs"] == without["logprobs"]
-            assert [step["grad_norm"] for step in rank[mode]["steps"]] == [step["grad_norm"] for step in without["steps"]]
+            close = {"rtol": 1e-5, "atol": 1e-6} if shared else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close({name: rank[mode]["after"][name] for name in without["after"]}, without["after"], **close)
+            torch.testing.assert_close(*(torch.tensor(sum(each["logprobs"], [])) for each in (rank[mode], without)), **close)
+            torch.testing.assert_close(*([step["grad_norm"] for step in each["steps"]] for each in (rank[mode], without)), **close)
         losses = [step["mtp_loss"] for step in rank["train"]["steps"]]
         assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    """Where this rank has both."""
+    both = ~a.isnan() & ~b.isnan()
+    return torch.equal(a[both], b[both])
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -100,9 +107,12 @@ def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> 
         assert a["third"] == pytest.approx(b["third"], rel=1e-5)
 
 
-def test_transformers_passes_over_it(models: dict[str, Path], runs: Path) -> None:
+@pytest.mark.parametrize("model", TESTED)
+def test_transformers_passes_over_it(models: dict[str, Path], runs: Path, model: str) -> None:
+    """It lacks nothing. (Of GLM-4.5 it knows the layer's number in the published sizes alone, and names the tensors.)"""
     from transformers import AutoModelForCausalLM
 
-    folder = runs / "glm4_moe.single.train.hf"
+    folder = runs / f"{model}.{TESTED[model].split()[0]}.train.hf"
     _, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    assert all(name.startswith(f"model.layers.{LAYERS}.") for name in told["unexpected_keys"])
