@@ -1,53 +1,25 @@
-"""Checkpoints with a layer for multi-token prediction, and what it must compute: DeepSeek-V3's equations (arXiv 2412.19437, 21 to 25) in
+"""What the layer for multi-token prediction must compute: DeepSeek-V3's equations (arXiv 2412.19437, 21 to 25) in
 float64, with Hugging Face's own decoder layer, one sequence at a time. Hugging Face's models leave out the layer itself."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import trainer_cases
-from safetensors.torch import load_file, save_file
+from multi_token_checkpoint import own_names, take_last_layer
+from safetensors.torch import load_file
 from trainer_reference import load_float64, tokens_of
 from trainer_rig import TEMPERATURE, sequences
 
 LAYERS = 4  # of the models of trainer_cases; in the folder "whole" the layer is one more
-NAMES = {
-    "glm4_moe": (f"model.layers.{LAYERS}.", "enorm hnorm eh_proj shared_head.norm"),
-    "deepseek_v3": (f"model.layers.{LAYERS}.", "enorm hnorm eh_proj shared_head.norm"),
-    "qwen3_next": ("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
-}
-
-
 def save_with_layer(name: str, folder: Path) -> Path:
     """A model with random weights whose last layer is the one for multi-token prediction."""
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if name == "qwen3_next" else {}
     trainer_cases.save_model(name, folder / "whole", num_hidden_layers=LAYERS + 1, **kinds)
-    shutil.copytree(folder / "whole", folder / "model")
-    tensors, config = load_file(folder / "whole" / "model.safetensors"), json.loads((folder / "whole" / "config.json").read_text())
-    hidden = config["hidden_size"]
-    torch.manual_seed(5)
-    prefix, own = NAMES[name][0], {}
-    for suffix, shape in zip(NAMES[name][1].split(), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))):
-        centre = 1.0 if len(shape) == 1 and name != "qwen3_next" else 0.0
-        own[f"{prefix}{suffix}.weight"] = centre + 0.1 * torch.randn(shape)
-    save_file(own, folder / "own.safetensors")
-    last = f"model.layers.{LAYERS}."
-    tensors = {key.replace(last, "mtp.layers.0.") if name == "qwen3_next" else key: value for key, value in tensors.items()} | own
-    if name != "qwen3_next":
-        tensors |= {last + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
-        tensors |= {last + "shared_head.head.weight": tensors["lm_head.weight"].clone()}
-        config["num_nextn_predict_layers"] = 1
-    config["num_hidden_layers"] = LAYERS
-    if kinds:
-        config["layer_types"] = config["layer_types"][:LAYERS]
-    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    return folder / "model"
+    return take_last_layer(name, folder)
 
 
 @cache
@@ -55,8 +27,7 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
     """Loss and gradients of the layer, by the names of the checkpoint `folder`, at the trainer's temperature."""
     whole = load_float64(folder.parent / "whole")
     own = {key: value.double().requires_grad_() for key, value in load_file(folder.parent / "own.safetensors").items()}
-    prefix, suffixes = NAMES[name]
-    norm_e, norm_h, projection, norm = (own[f"{prefix}{suffix}.weight"] for suffix in suffixes.split())
+    norm_e, norm_h, projection, norm = (own[key] for key in own_names(name, LAYERS))
     layer, model = whole.model.layers[LAYERS], whole.model
     model.layers = model.layers[:LAYERS]
     centred, eps = float(name == "qwen3_next"), whole.config.rms_norm_eps

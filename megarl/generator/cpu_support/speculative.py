@@ -10,6 +10,7 @@ draws a token at each place, and keeps the draft as far as it agrees: Gumbel noi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,12 +107,28 @@ def assign_extend_cache_locs_cpu(
     out[: len(packed)] = packed
 
 
+def assign_req_to_token_pool_cpu(
+    rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, slots: torch.Tensor, width: int
+) -> None:
+    """`table`: the new `slots`, at first .. end of each request."""
+    for row, a, b, part in zip(rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())):
+        table[row, a:b] = part
+
+
 def assign_draft_cache_locs_contiguous_cpu(
     rows: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, width: int, topk: int, count: int
 ) -> None:
     """`out`: the `count` slots of each request behind its `lengths`."""
     assert topk == 1
     assign_extend_cache_locs_cpu(rows, table, lengths, lengths + count, out)
+
+
+def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, row_bytes: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copies rows `of` of the cache's tensors to rows `to`."""
+    for address, size in zip(addresses.tolist(), row_bytes.tolist()):
+        rows = [ctypes.string_at(address + row * size, size) for row in of.tolist()]
+        for row, values in zip(to.tolist(), rows):
+            ctypes.memmove(address + row * size, values, size)
 
 
 def fill_accept_out_cache_loc_cpu(kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
