@@ -21,9 +21,6 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         return
     if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
         yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
-    if config.cluster.gpu == "cpu":
-        # srt/speculative/eagle_utils.py:500, draft_utils.py:85
-        yield f"{key}: must be none on CPUs, where SGLang keeps the likeliest token whatever the temperature, and no draft model runs"
     if config.rollout.truncated:  # srt/speculative/spec_sampling_mask.py:27
         yield f"{key}: must be none with rollout.top_p, top_k or min_p: SGLang does not say which tokens it has kept"
     if config.lora.rank:
