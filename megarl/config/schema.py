@@ -639,6 +639,11 @@ class PlanConfig:
         "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
         between(0, 1, open_high=True),
     )
+    accept_length: float | None = setting(
+        None,
+        "tokens that a pass of an engine yields with generator.speculative (speculative/accept_length); null: unknown, drafts save nothing",
+        at_least(1),
+    )
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
 
     @property
@@ -698,8 +703,8 @@ class TrainerConfig:
     )
     mtp: str = setting(
         IGNORE,
-        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not loaded; keep: it is loaded, and in checkpoints "
-        "and exports as it was; train: it learns beside the policy, which it does not change",
+        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not loaded; keep: it is loaded, and is in "
+        "checkpoints and exports as it was; train: it learns beside the policy, which it does not change",
         one_of(IGNORE, KEEP, TRAIN),
     )
     minibatches: int = setting(

@@ -212,7 +212,9 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         saving=_saving_bytes(config, spec, cluster),
         static_limit=usable_static(config.generator, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
-        generate=GenerateModel(spec, config.generator, dtype, cluster, constants).seconds(generated, **unfinished(config)),
+        generate=GenerateModel(spec, config.generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
+            generated, **unfinished(config)
+        ),
         sync_s=full_s + messages_s,
         delta_sync_s=delta_s + messages_s,
         control_s=messages_s,

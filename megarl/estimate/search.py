@@ -96,7 +96,9 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             if spare < 0:
                 continue
             train = training_time(config, spec, trainer, cluster, constants, workload)
-            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(Workload.generated(config))
+            generate = GenerateModel(spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
+                Workload.generated(config)
+            )
         except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue
         times.append(train.total + generate.total + constants.glue_s)

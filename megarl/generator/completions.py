@@ -65,7 +65,11 @@ class Completion(Typed, frozen=True):
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
     routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
     kept: KeptSets | None = None  # what each token was drawn from; None if not asked for, or from the whole vocabulary
-    drafts: tuple[int, int, int] = (0, 0, 0)  # tokens drafted, those of them kept, and passes that verified them; in one answer of an engine
+    drafts: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # tokens drafted, those of them kept, and passes that verified them; in one answer of an engine
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")

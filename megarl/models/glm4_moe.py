@@ -13,7 +13,15 @@ from megarl.models.registry import ConfigReader
 from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "PREDICTION", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "PREDICTION",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 PREDICTION = multi_token.NEXTN

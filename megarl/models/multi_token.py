@@ -61,7 +61,9 @@ def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family:
     """How many such layers the checkpoint has. Raises ConfigError if it has none, or more than one."""
     names: Prediction | None = getattr(family, PREDICTION, None)
     if names is None:
-        raise ConfigError(f"trainer.mtp: must be ignore for a {spec.family} model: its checkpoints have no layer for multi-token prediction")
+        raise ConfigError(
+            f"trainer.mtp: must be ignore for a {spec.family} model: its checkpoints have no layer for multi-token prediction"
+        )
     count = values.get(COUNT) or 0 if names.counted else 1
     if count != 1:
         raise ConfigError(f"trainer.mtp: must be ignore: {source} has {COUNT} = {count}; exactly 1 is supported")

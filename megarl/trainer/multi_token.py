@@ -48,7 +48,7 @@ def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int
         parts = MultiTokenPredictionLayerSubmodules(norm, norm, norm, eh_proj=ColumnParallelLinear, mtp_model_layer=decoder_layer)
         specified = ModuleSpec(MultiTokenPredictionLayer, submodules=parts)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build_module(specified, config=own, layer_number=1, vp_stage=stage, pg_collection=groups)
+    layer: Any = build_module(specified, config=own, layer_number=1, vp_stage=stage, pg_collection=groups)
     for parameter in layer.parameters():
         parameter.requires_grad_(trained)
         parameter.grad_norm_group = OWN_NORM

@@ -15,6 +15,8 @@ from trainer_reference import load_float64, tokens_of
 from trainer_rig import TEMPERATURE, sequences
 
 LAYERS = 4  # of the models of trainer_cases; in the folder "whole" the layer is one more
+
+
 def save_with_layer(name: str, folder: Path) -> Path:
     """A model with random weights whose last layer is the one for multi-token prediction."""
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if name == "qwen3_next" else {}

@@ -149,9 +149,12 @@ class Synced:
 @contextlib.contextmanager
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
-    own = {"num_hidden_layers": 4 + setting.drafts}
-    checkpoint = make_checkpoint(folder / ("whole" if setting.drafts else "model"), 1, dtype, FAMILIES[setting.family], setting.family, **own)
-    checkpoint = take_last_layer(setting.family, folder) if setting.drafts else checkpoint
+    own = 1, dtype, FAMILIES[setting.family], setting.family
+    if setting.drafts:
+        make_checkpoint(folder / "whole", *own, num_hidden_layers=5)
+        checkpoint = take_last_layer(setting.family, folder)
+    else:
+        checkpoint = make_checkpoint(folder / "model", *own, num_hidden_layers=4)
     sizes = setting.dtype, setting.tp, setting.ep, folder
     with open_generator(checkpoint, *sizes, dp_attention=setting.dp_attention, **setting.arguments) as generator:
         logprobs = generator.score(SEQUENCES)

@@ -53,7 +53,7 @@ def draft_backend(original: Callable[..., Any], factory: Any, kind: str, *_: Any
 
     if kind != "decode_attention_backend":
         return TorchNativeAttnBackend(factory.draft_model_runner)
-    backends = [TorchNativeAttnBackend(factory.draft_model_runner) for _ in range(factory.speculative_num_steps - 1)]
+    backends: list[Any] = [TorchNativeAttnBackend(factory.draft_model_runner) for _ in range(factory.speculative_num_steps - 1)]
     for step, backend in enumerate(backends, start=1):
         backend.drafted = step
     return Steps(backends)
@@ -156,9 +156,7 @@ def verify_tree_greedy_cpu(
     """`predicts`: the token behind each that is kept; `accept_index`: the places of these; `accept_token_num`: how many were drafted."""
     drawn_tokens, most = target_predict.flatten(), accept_index.shape[1]
     for request, drafted in enumerate(candidates.tolist()):
-        children, siblings, places = (
-            each[request].tolist() for each in (retrive_next_token, retrive_next_sibling, retrive_index)
-        )
+        children, siblings, places = (each[request].tolist() for each in (retrive_next_token, retrive_next_sibling, retrive_index))
         at, kept = 0, [places[0]]
         while len(kept) < most:
             token, child = int(drawn_tokens[kept[-1]]), children[at]
