@@ -151,7 +151,8 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
     own = 1, dtype, FAMILIES[setting.family], setting.family
     if setting.drafts:
-        make_checkpoint(folder / "whole", *own, num_hidden_layers=5)
+        kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if setting.family == "qwen3_next" else {}
+        make_checkpoint(folder / "whole", *own, num_hidden_layers=5, **kinds)
         checkpoint = take_last_layer(setting.family, folder)
     else:
         checkpoint = make_checkpoint(folder / "model", *own, num_hidden_layers=4)
