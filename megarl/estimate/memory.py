@@ -417,7 +417,7 @@ def stage_memory(
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
-                weights=item * (held.total + beside[stage]),
+                weights=item * (held.total + beside[stage] + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)),
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
                 reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
@@ -431,6 +431,12 @@ def stage_memory(
             )
         )
     return found
+
+
+def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
+    """Elements that the last stage keeps to train the layer for multi-token prediction."""
+    wanted = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
+    return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size if wanted else 0.0
 
 
 def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:

@@ -17,7 +17,7 @@ from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, Rollo
 from megarl.generator.cpu_support import speculative as kernels
 from megarl.models.registry import load_spec, logical_tensors
 from megarl.plan.resolve import find_spec
-from megarl.reshard.layout import generator_layout, hf_layout, trainer_layout
+from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
 from megarl.speculative.acceptance import Acceptance
 from megarl.speculative.plan import arguments, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
@@ -37,6 +37,7 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
     assert {f"model.layers.92.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")} <= added
     assert all(name.startswith("model.layers.92.") for name in added)
     assert len(logical_tensors(without)) < len(logical_tensors(has))
+    assert parameter_count(has) == 356_785_898_816  # 357B, as it is published
 
 
 def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
@@ -52,7 +53,10 @@ def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "must be ignore for a llama model"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "partial_rotary_factor": 1.0},
+            "must be ignore for a llama model",
+        ),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0; exactly 1"),
         ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3; exactly 1"),
         ({"tie_word_embeddings": True}, "needs an output layer of its own"),
@@ -60,7 +64,6 @@ def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
 )
 def test_checkpoints_without_such_a_layer_are_refused(change: dict[str, object], problem: str) -> None:
     values = json.loads((GLM / "config.json").read_text()) | change
-    values["partial_rotary_factor"] = values["partial_rotary_factor"] if "architectures" not in change else 1.0
     with pytest.raises(ConfigError, match=problem):
         load_spec(values, mtp=True)
 
