@@ -8,11 +8,8 @@ and without it. A factor on its loss would change nothing: Adam's steps do not d
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -53,20 +50,6 @@ def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int
         parameter.requires_grad_(trained)
         parameter.grad_norm_group = OWN_NORM
     return layer
-
-
-def predicting(microbatch: MicroBatch) -> MicroBatch:
-    """What the layer predicts at each position: the token that the next one predicts. At the end of a sequence there is none."""
-    ends = np.array(microbatch.plan.boundaries[1:]) - 1
-    scored = np.append(microbatch.scored[1:], False)
-    scored[ends] = False
-    mask = torch.from_numpy(scored).to(microbatch.loss_mask.device, non_blocking=True)
-    return replace(microbatch, targets=microbatch.targets.roll(-1), loss_mask=mask, scored=scored, kept=None)
-
-
-def predicted_tokens(sequences: Sequence[Any]) -> int:
-    """How many tokens of these sequences the layer predicts."""
-    return sum(int(np.asarray(sequence.loss_mask)[2:].sum()) for sequence in sequences)
 
 
 class MultiToken:

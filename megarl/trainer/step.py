@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from megarl.trainer import hf_io, multi_token, parallel
 from megarl.trainer.distributed import sent
 from megarl.trainer.layers import RoutingReplay
 from megarl.trainer.logprobs import scored_rows, token_logprobs
-from megarl.trainer.microbatch import MicroBatch, build
+from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predicting
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 
@@ -269,12 +269,12 @@ class MegatronTrainer(MegatronModel):
     def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
         """Prepares a step of the layer for multi-token prediction. Returns how many tokens it predicts, at least 1."""
         multi_token.bring_embedding(self.chunks[0], self.mtp)
-        own = [sequences[index] for microbatch in self._plan(sequences) for index in microbatch.indices]
-        return max(1.0, *self.summed([multi_token.predicted_tokens(own)]))
+        own = [cast(TrainSequence, sequences[index]) for microbatch in self._plan(sequences) for index in microbatch.indices]
+        return max(1.0, *self.summed([predicted_tokens(own)]))
 
     def _mtp_loss(self, mtp: multi_token.MultiToken, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
         """A sum over tokens."""
-        predicted = multi_token.predicting(microbatch)
+        predicted = predicting(microbatch)
         logprobs, _ = token_logprobs(
             scored_rows(mtp.hidden(microbatch, hidden)[0], predicted, self.sequence_parallel),
             output_weight(self.chunks[-1]).detach(),

@@ -21,6 +21,7 @@ from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, 
 from megarl.speculative.acceptance import Acceptance
 from megarl.speculative.plan import arguments, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
+from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_tokens, predicting
 
 GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
 
@@ -111,22 +112,14 @@ def test_a_warning_once_where_what_drafts_grows_stale() -> None:
 
 
 def test_nothing_is_predicted_beyond_the_end_of_a_sequence() -> None:
-    multi_token = pytest.importorskip("megarl.trainer.multi_token") if torch.cuda.is_available() else None
-    if multi_token is None:
-        from megarl.trainer import cpu_support
-
-        cpu_support.install()
-        from megarl.trainer import multi_token
-    from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan
-
     scored = np.array([0, 1, 1, 1, 1, 0, 1], bool)  # sequences of 3, 1 and 3 positions
     fields = dict.fromkeys(MicroBatch.__dataclass_fields__)
     fields |= {"targets": torch.arange(7), "loss_mask": torch.from_numpy(scored), "scored": scored, "kept": None}
     microbatch = MicroBatch(**fields | {"plan": MicrobatchPlan((0, 1, 2), (0, 3, 4, 7))})
-    found = multi_token.predicting(microbatch)
+    found = predicting(microbatch)
     assert found.scored.tolist() == found.loss_mask.tolist() == [True, True, False, False, False, True, False]
     assert found.targets[found.scored].tolist() == [1, 2, 6]
-    assert multi_token.predicted_tokens([SimpleNamespace(loss_mask=[0, 0, 1, 1]), SimpleNamespace(loss_mask=[0, 1])]) == 2
+    assert predicted_tokens([SimpleNamespace(loss_mask=[0, 0, 1, 1]), SimpleNamespace(loss_mask=[0, 1])]) == 2
 
 
 def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
