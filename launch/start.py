@@ -29,6 +29,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import EngineGroup
 from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
+from megarl.speculative import plan as speculative
 
 # All environment variables of a run's processes, with the reason for each.
 
@@ -202,6 +203,7 @@ class NodePart:
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
             adapter=self._adapter(device),
+            speculative=speculative.arguments(config),
             **_shape(group.settings),
             **self._place(part),
         )

@@ -16,6 +16,7 @@ from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, abov
 from megarl.lora.settings import LoraConfig
 from megarl.roles.settings import RoleConfig
 from megarl.simulation.settings import SimulationConfig
+from megarl.speculative.settings import SpeculativeConfig
 
 # The schema's sections on datasets.
 
@@ -638,6 +639,11 @@ class PlanConfig:
         "share of the generated prompts that rollout.dynamic_sampling drops; null: unknown, and not counted",
         between(0, 1, open_high=True),
     )
+    accept_length: float | None = setting(
+        None,
+        "tokens that a pass of an engine yields with generator.speculative (speculative/accept_length); null: unknown, drafts save nothing",
+        at_least(1),
+    )
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
 
     @property
@@ -648,6 +654,7 @@ class PlanConfig:
 MAX_REWARD = 1e6  # in absolute value: above it the trainer's float32 cannot tell rewards apart that differ by 0.1
 STRICT = "strict"  # weights.audit
 UNSCORED = "none"  # reward.name
+IGNORE, KEEP, TRAIN = "ignore", "keep", "train"  # trainer.mtp
 
 
 @dataclass
@@ -693,6 +700,12 @@ class TrainerConfig:
         False,
         "mixture of experts: in training and scoring, each token goes to the experts that the engine chose when it generated the "
         "token (R3; docs/algorithms.md), not to those of the trainer's own router",
+    )
+    mtp: str = setting(
+        IGNORE,
+        "the model's layer for multi-token prediction (docs/multi-token.md). ignore: it is not loaded; keep: it is loaded, and is in "
+        "checkpoints and exports as it was; train: it learns beside the policy, which it does not change",
+        one_of(IGNORE, KEEP, TRAIN),
     )
     minibatches: int = setting(
         1,
@@ -775,6 +788,7 @@ class GeneratorConfig:
         3, "restarts of one engine; the run ends if it dies once more, or exits by itself before it has ever answered", at_least(0)
     )
     health_s: float = setting(60.0, "an engine that gives no sign of life for this long counts as hanging", seconds(5))
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}
     )

@@ -264,7 +264,8 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
     go to engines by max_concurrency."""
     cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
     gpu, pool = cluster.gpu, _pool_bytes(config, spec, cluster)
-    models = [GenerateModel(spec, group.settings, dtype, cluster, constants_of(gpu.name)) for group in groups]
+    shared = dtype, cluster, constants_of(gpu.name)
+    models = [GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length) for group in groups]
     speeds = [float(at_once([group])) for group in groups]
     if how["carried_over"]:
         speeds = [1 / model.seconds(work, **how).total for model in models]

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
-from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.lora.layout import Lora, trainer_adapters
 from megarl.models import ModelSpec
@@ -174,7 +174,7 @@ def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora
     """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage."""
     if lora:
         return [adapters for adapters, _ in adapters_held(spec, trainer, dtype, lora)]
-    return trainer_held(spec, trainer, dtype)
+    return trainer_held(spec if trainer.mtp == TRAIN else replace(spec, mtp_layers=0), trainer, dtype)
 
 
 def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -> GeneratorWeights:
@@ -417,7 +417,7 @@ def stage_memory(
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
-                weights=item * (held.total + beside[stage]),
+                weights=item * (held.total + beside[stage] + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)),
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
                 reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
@@ -431,6 +431,12 @@ def stage_memory(
             )
         )
     return found
+
+
+def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
+    """Elements that the last stage keeps to train the layer for multi-token prediction."""
+    wanted = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
+    return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size if wanted else 0.0
 
 
 def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
@@ -542,7 +548,7 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
 
     Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
     """
-    layers, settings = float(spec.attention_layers), generator.server_args
+    layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
         layers -= len(spec.windowed_layers) * (1 - settings.get("swa_full_tokens_ratio", SECOND_POOL[spec.family]))
     return _kv_bytes_of_layers(spec, generator, item, layers)

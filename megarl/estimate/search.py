@@ -113,7 +113,9 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             if spare < 0:
                 continue
             train = training_time(config, spec, trainer, cluster, constants, workload)
-            generate = GenerateModel(spec, generator, dtype, cluster, constants).seconds(Workload.generated(config))
+            generate = GenerateModel(spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
+                Workload.generated(config)
+            )
         except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
             continue
         times.append(train.total + generate.total + constants.glue_s)
@@ -290,7 +292,8 @@ class Search:
             memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
             over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
-                model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants)
+                accepted = self.config.plan.accept_length
+                model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants, accept_length=accepted)
                 time = model.seconds(Workload.generated(self.config), **unfinished(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
+from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, Cluster, Constants
 from megarl.estimate.memory import (
     GeneratorWeights,
@@ -30,6 +30,7 @@ from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
 from megarl.reshard.layout import ITEM_BYTES, pool_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
+from megarl.speculative.settings import NEXTN
 
 # Seconds of collectives over groups of ranks, depending on how a group is spread over nodes.
 
@@ -152,7 +153,9 @@ class TrainModel:
         per_layer = passes * products + (of_attention + scoring) * attention
         head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
         last = sum(stage_layers(self.spec, t)[-1])
-        compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head)
+        # The layer for multi-token prediction: a pass forward and back, and three products with the output layer, which it does not train.
+        predicting = (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head) * self.spec.mtp_layers * (t.mtp == TRAIN)
+        compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head + predicting)
         again = t.recompute + scoring
         sums = 2 + again + t.sequence_parallel / 2  # whose backward pass also gathers each product's input once more, for its weights
         tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
@@ -354,6 +357,7 @@ class GenerateModel:
     cluster: Cluster
     constants: Constants = CONSTANTS
     overlapped: bool | None = None  # None: as SGLang does, by its overlap schedule on GPUs, unless generator.server_args turn it off
+    accept_length: float | None = None  # plan.accept_length
 
     @cached_property
     def weights(self) -> GeneratorWeights:
@@ -388,16 +392,32 @@ class GenerateModel:
         return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
-        """Decodes one token for each of `running` requests with `context` tokens."""
+        """Decodes one token for each of `running` requests with `context` tokens: a pass, or the part of one that yields a token."""
+        drafts = self.generator.speculative
+        if not drafts.drafts or self.accept_length is None:
+            return self._pass(running, context, 1)
+        whole = self._pass(running, context, 1 + drafts.steps)
+        if drafts.algorithm == NEXTN:  # a layer and the output layer for each drafted token
+            weights, item = self.weights, ITEM_BYTES[self.dtype]
+            layer = (
+                weights.streamed + weights.expert
+            ) / self.spec.num_layers + item * self.spec.vocab_size * self.spec.hidden_size / self.generator.tp
+            read_s = drafts.steps * layer / (self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency)
+            whole = replace(whole, memory=whole.memory + read_s, launches=whole.launches + drafts.steps * self.constants.decode_layer_s)
+        parts = {name: value / self.accept_length for name, value in vars(whole).items() if name != "overlapped"}
+        return DecodeStep(**parts, overlapped=whole.overlapped)
+
+    def _pass(self, running: float, context: float, tokens: int) -> DecodeStep:
+        """A pass over `tokens` tokens of each request."""
         spec, k, tp = self.spec, self.constants, self.generator.tp
         read = self.weights.streamed + running * kv_bytes_read(spec, self.generator, ITEM_BYTES[self.dtype], context)
         read += 2 * running * state_bytes(spec, self.generator, ITEM_BYTES[self.dtype])  # read and written
         if spec.num_experts:
-            read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** running)
-        flops = running * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
+            read += self.weights.expert * (1 - (1 - spec.experts_per_token / spec.num_experts) ** (running * tokens))
+        flops = running * tokens * (2 * self.active + 2 * spec.num_layers * attention_flops(spec, context)) / tp
         group, item = Group(tp, 1, self.cluster, k), ITEM_BYTES[self.dtype]
-        summed = group.small_all_reduce_s(running * spec.hidden_size * item)
-        hbm, logits = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency, running * spec.vocab_size
+        summed = group.small_all_reduce_s(running * tokens * spec.hidden_size * item)
+        hbm, logits = self.cluster.gpu.hbm_bytes_per_s * k.hbm_efficiency, running * tokens * spec.vocab_size
         overlapped = self.overlapped
         if overlapped is None:
             overlapped = self.cluster.gpu.name != "cpu" and not self.generator.server_args.get("disable_overlap_schedule", False)

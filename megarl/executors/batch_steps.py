@@ -216,6 +216,7 @@ def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[st
         **{name: fmean(result.routing[name] for result in counted) for name in results[0].routing},
         **(of_tokens if trained else {name: value for name, value in of_tokens.items() if not math.isnan(value)}),
         "tokens/padded": sum(result.padded for result in results),
+        **({} if math.isnan(results[0].mtp_loss) else {"mtp/loss": fmean(result.mtp_loss for result in counted)}),
         "flops/policy": sum(result.flops for result in results),
         **(results[0].agreement.metrics() if results[0].agreement else {}),
     }

@@ -44,6 +44,8 @@ from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_fail
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 from megarl.rollouts.channel import texts_of
+from megarl.speculative.acceptance import ACCEPTED, Acceptance
+from megarl.speculative.plan import never_trained
 from megarl.teachers.plan import teachers_of
 from megarl.teachers.trainer import Teachers, load_frozen
 from megarl.trainer.cpu_support import layer_spec
@@ -117,6 +119,7 @@ class TrainerExecutor:
         self._step_ended = self._started = time.monotonic()
         self._probe_metrics: dict[str, float] = {}
         self._evaluation_sync: dict[str, float] = {}
+        self._acceptance = Acceptance(never_trained(config))
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
         if self.curr_step == config.max_steps:  # the run's last weights are still to be evaluated, and no step follows
@@ -233,6 +236,7 @@ class TrainerExecutor:
                 "samples/trained": sum(result.sequences for result in results) // self.plan.config.trainer.epochs,
                 **({"samples/masked": len(masked_places(batch, True))} if self.plan.config.algorithm.mask_truncated else {}),
                 **_applied_metrics(applied),
+                **self._accepted_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,
                 "prompts/first": batch.groups[0].ordinal,
@@ -246,6 +250,15 @@ class TrainerExecutor:
         self._probe_metrics, self._evaluation_sync = {}, {}
         self._write_rollouts(batch)
         self.ordinals.write(batch.step, *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)))
+
+    def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:
+        """Of speculative decoding. Prints a line when what drafts has grown stale."""
+        if applied is None:
+            return {}
+        found = self._acceptance.metrics(applied.version, *applied.drafts)
+        if told := self._acceptance.warning(applied.version, found.get(ACCEPTED)):
+            print(told, flush=True)
+        return found
 
     @property
     def layout(self) -> Layout:

@@ -199,7 +199,7 @@ class EngineClient:
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
         """Runs one loader command (megarl.weight_sync.engine.loader) in each of the `tp` workers. Needs an open update session."""
         payload = tensor_payload(encoded)
-        body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False}
+        body = {"serialized_named_tensors": [payload] * tp, "load_format": LOADER, "flush_cache": False, "selector": "target"}
         await self._admin_call("/update_weights_from_tensor", body, timeout_s)
 
     async def version(self, timeout_s: float) -> Version:

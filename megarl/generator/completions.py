@@ -65,6 +65,11 @@ class Completion(Typed, frozen=True):
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
     routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
     kept: KeptSets | None = None  # what each token was drawn from; None if not asked for, or from the whole vocabulary
+    drafts: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # tokens drafted, those of them kept, and passes that verified them; in one answer of an engine
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")
@@ -94,6 +99,13 @@ class _Meta(msgspec.Struct):
     input_top_logprobs_val_flat_b64: bytes = b""
     input_top_logprobs_idx_flat_b64: bytes = b""
     routed_experts: bytes = b""  # these three are base64 in JSON
+    spec_num_proposed_drafts: int = 0
+    spec_num_correct_drafts: int = 0
+    spec_verify_ct: int = 0
+
+    @property
+    def drafts(self) -> tuple[int, int, int]:
+        return self.spec_num_proposed_drafts, self.spec_num_correct_drafts, self.spec_verify_ct
 
 
 class _Answer(msgspec.Struct):
@@ -307,14 +319,16 @@ def _completion(
         if routing is not None:
             kept = min(kept, max(0, routing.positions(experts) + 1 - meta.prompt_tokens))
             experts = experts[: (meta.prompt_tokens + kept - 1) * routing.position_bytes] if kept else b""
-        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, _kept(engine, read, kept, vocab_size))
+        sets = _kept(engine, read, kept, vocab_size)
+        return Completion(tokens[:kept], logprobs[:kept], versions[:kept], ABORT, experts, sets, meta.drafts)
     if routing is not None and routing.positions(experts) != meta.prompt_tokens + len(tokens) - 1:
         positions = f"of {routing.positions(experts)} positions; there were {meta.prompt_tokens} + {len(tokens)} tokens"
         raise EngineError(f"engine {engine} answered with the experts {positions}")
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
         raise EngineError(f"engine {engine} answered with {counts}")
-    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts, _kept(engine, read, len(read.kept[1]), vocab_size))
+    sets = _kept(engine, read, len(read.kept[1]), vocab_size)
+    return Completion(tokens, logprobs, versions, meta.finish_reason.type, experts, sets, meta.drafts)
 
 
 def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:

@@ -124,6 +124,7 @@ class Fleet:
         self._load: Counter[int] = Counter()  # samples by engine
         self._finished: Counter[int] = Counter()  # samples by engine
         self.tokens: Counter[int] = Counter()  # sampled, by engine
+        self._drafts = [0, 0, 0]  # see take_drafts
         self._requests: Counter[bool] = Counter()  # requests at the engines now, by whether they are exempt from aborts
         self._aborts = 0
         self._held = False
@@ -320,6 +321,8 @@ class Fleet:
             self._requests[protected] -= 1
             self.pulse.beat()
         self.tokens[index] += sum(len(completion.token_ids) for completion in completions)
+        for completion in completions:
+            self._drafts = [sum(pair) for pair in zip(self._drafts, completion.drafts)]
         for draft, completion in zip(drafts, completions, strict=True):
             told = aborts != self._aborts  # by an update
             if completion.finish_reason == ABORT and not told and index in self.serving:
@@ -331,6 +334,11 @@ class Fleet:
                 if stops:
                     draft.stop_at(stops, len(prompt_ids))
         self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
+
+    def take_drafts(self) -> tuple[int, int, int]:
+        """The sums of the completions' `drafts` since the last call."""
+        (drafted, accepted, verified), self._drafts = self._drafts, [0, 0, 0]
+        return drafted, accepted, verified
 
     async def hold(self, timeout_s: float) -> None:
         """Submits no more requests, and returns when those at the engines are as `partial_rollout` wants them for an update:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.base.geometry import STATES_PER_REQUEST
@@ -97,6 +97,7 @@ class EngineSettings:
     text_only: bool = False  # whether the checkpoint has a vision tower, which the engine leaves out
     classifies: bool = False  # whether the model gives a score of its input, rather than text
     adapter: ServedAdapter | None = None
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # SGLang's arguments of generator.speculative
     log_level: str = "warning"
 
 
@@ -154,6 +155,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # room for equal logits; beyond it SGLang fails the request
         **_spanning(settings),
         **_adapter_arguments(settings, device),
+        **settings.speculative,
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,

@@ -36,6 +36,8 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"lora.targets={yaml_text(config.lora.targets)}: {', '.join(unknown)} is {of}; it has {', '.join(known)}, or all"
     if lora.shared and not any(tensor.experts for tensor in lora_tensors(spec, lora)):
         yield "lora.experts=shared: must be own: no target is of an expert"
+    if spec.mtp_layers:
+        yield f"trainer.mtp={config.trainer.mtp}: must be ignore with lora.rank={lora.rank}: adapters leave the layer as it is"
     for name in _REFUSED:
         if config.trainer.megatron.get(name):
             yield f"trainer.megatron.{name}={yaml_text(config.trainer.megatron[name])}: must be left out with lora.rank={lora.rank}"

@@ -83,6 +83,7 @@ class WeightsApplied(_Message, frozen=True):
     changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
     serving: dict[str, int] = {}  # engines that serve now, by group; empty without generator.groups
     sampled: dict[str, int] = {}  # tokens since the generator has started, likewise
+    drafts: tuple[int, int, int] = (0, 0, 0)  # tokens drafted, those of them kept, and passes that verified them, since the version before
 
 
 class WeightsWanted(_Message, frozen=True):

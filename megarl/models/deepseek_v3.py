@@ -1,20 +1,21 @@
 """DeepSeek-V3 and R1: latent attention; a few dense layers, then mixtures with shared experts and a bias on the router's choice.
 
-The multi-token-prediction layer (index num_hidden_layers in the checkpoint) is left out: neither side runs it. SGLang must be
-started with disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
+The layer for multi-token prediction has the index num_hidden_layers in the checkpoint. SGLang must be started with
+disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
 """
 
 from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import experts, latent_attention, sparse
+from megarl.models import experts, latent_attention, multi_token, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+PREDICTION = multi_token.NEXTN
 _ALLOWED = {
     "attention_bias": False,
     "topk_method": "noaux_tc",

@@ -1,21 +1,30 @@
 """GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated; a few dense layers, then mixtures as DeepSeek-V3's.
 
-The multi-token-prediction layer (index num_hidden_layers in the checkpoint) is left out: neither side runs it.
+The layer for multi-token prediction has the index num_hidden_layers in the checkpoint.
 """
 
 from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology
-from megarl.models import experts, sparse
+from megarl.models import experts, multi_token, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.sparse import logical_tensors, megatron_parameters, quantised_parameters
 from megarl.models.spec import ModelSpec
 
-__all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
+__all__ = [
+    "ARCHITECTURES",
+    "PREDICTION",
+    "logical_tensors",
+    "megatron_parameters",
+    "quantised_parameters",
+    "read_spec",
+    "sglang_parameters",
+]
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
+PREDICTION = multi_token.NEXTN
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:

@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta nets, with gated attention in every fourth layer; zero-centred norms; mixtures with a gated shared expert.
 
-The multi-token-prediction layer (`mtp.*` in the checkpoint) is left out: neither side runs it. SGLang must be started with
-disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
+The layer for multi-token prediction is `mtp.*` in the checkpoint. SGLang must be started with disable_shared_experts_fusion, since it may
+otherwise keep the shared expert as one more routed expert.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.models import hybrid_attention, sparse
+from megarl.models import hybrid_attention, multi_token, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
+PREDICTION = multi_token.QWEN
 LINEAR, FULL = "linear_attention", "full_attention"
 
 

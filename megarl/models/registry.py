@@ -20,9 +20,11 @@ from types import ModuleType
 from typing import Any
 
 from megarl.base.files import HubError, hub_file
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
-from megarl.models.parameters import Parameter
+from megarl.models import multi_token
+from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import LM, ModelSpec
 
 SLIDING = "sliding_attention"  # of a layer with a window, in `layer_types`
@@ -99,14 +101,17 @@ class ConfigReader:
         return spec
 
 
-def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None) -> ModelSpec:
+def load_spec(
+    model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None, mtp: bool = False
+) -> ModelSpec:
     """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
 
-    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`).
+    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`); mtp: with
+    its layer for multi-token prediction, which must be there.
     Raises ConfigError that names file and key if something is missing or the architecture is unknown.
     """
     if isinstance(model, Mapping):
-        return _read("config", model, own_family)
+        return _read("config", model, own_family, mtp)
     path = _config_file(str(model), setting)
     try:
         values = json.loads(path.read_text())
@@ -114,12 +119,36 @@ def load_spec(model: str | Path | Mapping[str, Any], setting: str = "model.path"
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, expected a JSON object")
-    return _read(str(path), values, own_family)
+    return _read(str(path), values, own_family, mtp)
 
 
 def family(spec: ModelSpec) -> ModuleType:
     """The module that knows the tensors of `spec`."""
     return import_module(spec.family) if is_own(spec) else importlib.import_module(f"megarl.models.{spec.family}")
+
+
+def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
+    """The tensors of an HF checkpoint that are loaded, those for multi-token prediction included."""
+    module = family(spec)
+    return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
+
+
+def megatron_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> tuple[Parameter, ...]:
+    """Parameters of the trainer."""
+    module = family(spec)
+    return (*module.megatron_parameters(spec, topology, layer_spec), *multi_token.megatron(spec, topology, layer_spec, module))
+
+
+def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
+    """Parameters of one engine, and of its draft model."""
+    module = family(spec)
+    return (*module.sglang_parameters(spec, topology, device), *multi_token.sglang(spec, topology, device, module))
+
+
+def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """Those that a quantised engine keeps in fp8."""
+    module = family(spec)
+    return (*module.quantised_parameters(spec), *multi_token.quantised(spec, module))
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
@@ -144,7 +173,12 @@ def architectures() -> dict[str, ModuleType]:
     return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
 
 
-def _read(source: str, values: Mapping[str, Any], own_family: str | None) -> ModelSpec:
+def _read(source: str, values: Mapping[str, Any], own_family: str | None, mtp: bool) -> ModelSpec:
+    spec = _read_model(source, values, own_family)
+    return replace(spec, mtp_layers=multi_token.read_layers(source, values, spec, family(spec))) if mtp else spec
+
+
+def _read_model(source: str, values: Mapping[str, Any], own_family: str | None) -> ModelSpec:
     names = values.get("architectures")
     if not names:
         raise ConfigError(f"{source}: architectures is missing")

@@ -79,6 +79,9 @@ class ModelSpec:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
+    mtp_layers: int = 0  # layers for multi-token prediction that are loaded beside the others (models/multi_token.py)
+    mtp_drafts: bool = False  # engines have them too, and draft with them
+
     # Whether files have the experts of a layer in one tensor; no shape depends on it.
     stacked_experts: bool = field(default=False, compare=False)
     # The token whose embedding is not trained where it is looked up (nn.Embedding's padding_idx); no shape depends on it.
@@ -86,7 +89,7 @@ class ModelSpec:
 
     def with_scalar_head(self) -> ModelSpec:
         """The same decoder with the other head, which shares no weights with the embedding."""
-        return replace(self, head=SCALAR, tie_word_embeddings=False)
+        return replace(self, head=SCALAR, tie_word_embeddings=False, mtp_layers=0, mtp_drafts=False)
 
     def cut(self, layers: int) -> ModelSpec:
         """The same decoder with its first layers alone."""

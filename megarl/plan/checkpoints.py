@@ -155,7 +155,7 @@ class StoredBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str  # "float32" | "uint8"
+    dtype: str  # "float32" | "bfloat16" | "uint8"
     shape: tuple[int, ...]
     boxes: list[StoredBox]  # of all ranks; together they hold every element once
 

@@ -42,6 +42,7 @@ from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
+from megarl.speculative.plan import check_speculative
 from megarl.teachers.plan import check_distillation
 
 # Unlike engines (`generator.groups`): each group is checked as if the run had no other engines.
@@ -282,6 +283,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_sizes,
     check_lengths,
     check_lora,
+    check_speculative,
 )
 # Commands that only plan do without these.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
-from megarl.config.schema import RunConfig
+from megarl.config.schema import IGNORE, RunConfig
 from megarl.critic.plan import check_critic, find_critic
 from megarl.lora.layout import Lora
 from megarl.lora.plan import check_first_adapters, sends_adapters
@@ -33,6 +33,7 @@ from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
+from megarl.speculative.settings import NEXTN
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
 OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
@@ -194,18 +195,20 @@ def find_spec(config: RunConfig) -> ModelSpec:
         raise ConfigError(problems)
     if exported := _is_of_a_run(Path(model.path)):
         raise ConfigError(f"model.path={model.path}: {exported}")
+    mtp = config.trainer.mtp != IGNORE
+    drafts = mtp and config.generator.speculative.algorithm == NEXTN
     if model.spec is None:
-        return _load_checkpoint_spec(model.path, model.family)
-    spec = load_spec(model.spec, "model.spec", model.family)
-    if Path(model.path).is_dir() and (at_hand := load_spec(model.path, own_family=model.family)) != spec:
+        return replace(_load_checkpoint_spec(model.path, model.family, mtp), mtp_drafts=drafts)
+    spec = load_spec(model.spec, "model.spec", model.family, mtp)
+    if Path(model.path).is_dir() and (at_hand := load_spec(model.path, own_family=model.family, mtp=mtp)) != spec:
         differing = ", ".join(f"{name} {value!r}" for name, value in vars(spec).items() if value != getattr(at_hand, name))
         raise ConfigError(f"model.spec={model.spec}: must agree with model.path={model.path}; it differs in {differing}")
-    return spec
+    return replace(spec, mtp_drafts=drafts)
 
 
-def _load_checkpoint_spec(path: str, own_family: str | None) -> ModelSpec:
+def _load_checkpoint_spec(path: str, own_family: str | None, mtp: bool) -> ModelSpec:
     try:
-        return load_spec(path, own_family=own_family)
+        return load_spec(path, own_family=own_family, mtp=mtp)
     except ConfigError as error:
         if Path(path).is_dir():
             raise

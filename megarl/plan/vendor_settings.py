@@ -352,6 +352,10 @@ SGLANG_BY_KEY = {
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",
     "experts_shared_outer_loras": "lora.experts",
+    "speculative_algorithm": "generator.speculative.algorithm",
+    "speculative_draft_model_path": "generator.speculative.path",
+    "speculative_num_steps": "generator.speculative.steps",
+    "speculative_num_draft_tokens": "generator.speculative.steps",
 }
 KEPT = frozenset(
     [
@@ -384,7 +388,10 @@ SGLANG_REFUSED = {
     "init_expert_location": f"{_MOVED}place them elsewhere",
     "ep_num_redundant_experts": "only one copy of an expert is written to",
     "elastic_ep_backend": f"{_MOVED}move them",
-    "speculative_algorithm": "no update writes the weights of a draft model",
+    "speculative_eagle_topk": "a draft is one row of tokens",
+    "speculative_accept_threshold_single": "tokens would be kept that the policy would not have sampled",
+    "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have sampled",
+    "enable_multi_layer_eagle": "one layer for multi-token prediction is known",
     "pp_size": _NO_LAYOUT,
     "moe_dense_tp_size": _NO_LAYOUT,
     "dp_size": _NO_LAYOUT,

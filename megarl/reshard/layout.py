@@ -29,7 +29,7 @@ from megarl.models.parameters import (
     Part,
     whole,
 )
-from megarl.models.registry import family, fused_tensors
+from megarl.models.registry import fused_tensors, logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
 from megarl.models.spec import ModelSpec
 
 # Layouts say which rank holds which elements of which logical tensor, and under which local name.
@@ -379,7 +379,7 @@ def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: s
             product = f"trainer.ep={t.ep} * trainer.etp={t.etp}"
             problems.append(f"{product}: must divide trainer.tp * trainer.cp * trainer.dp = {ranks}, the ranks of a stage")
         problems += _indivisible((f"trainer.ep={t.ep}", t.ep), {"experts": spec.num_experts})
-    parameters = family(spec).megatron_parameters(spec, t, layer_spec)
+    parameters = megatron_parameters(spec, t, layer_spec)
     problems += _uneven(parameters, {DENSE: (f"trainer.tp={t.tp}", t.tp), EXPERT: (f"trainer.etp={t.etp}", t.etp)})
     if problems:
         raise ConfigError(problems)
@@ -399,7 +399,7 @@ def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: s
         problems += _indivisible((ep, t.ep), {"experts": spec.num_experts})
     if problems:
         raise ConfigError(problems)
-    parameters = family(spec).sglang_parameters(spec, t, device)
+    parameters = sglang_parameters(spec, t, device)
     attention = f"{tp} / {replicas}" if t.dp_attention > 1 else tp
     expert = f"{tp} / {ep}" if t.ep > 1 else tp
     problems = _uneven(parameters, {DENSE: (tp, t.tp), ATTENTION: (attention, t.attention_tp), EXPERT: (expert, t.tp // t.ep)})
@@ -426,8 +426,8 @@ def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
 
 def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequence[Parameter], rows: int, cols: int) -> list[str]:
     """Fused or cut tensors must consist of whole blocks, as in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod."""
-    t, problems, names = topology, [], family(spec).quantised_parameters(spec)
-    logical = {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
+    t, problems, names = topology, [], quantised_parameters(spec)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     quantised = [parameter for parameter in parameters if parameter.name in names]
     if fused := [text for parameter in quantised for text in _unevenly_fused(parameter, logical, rows)]:
         must = f"at any generator.tp SGLang fuses rows that must be multiples of {rows}, and are {', '.join(fused)}"
@@ -575,13 +575,13 @@ QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSO
 def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool = False) -> Layout:
     """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. With `lora`, that of its adapters alone;
     if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
-    logical = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
+    logical = lora_tensors(spec, lora) if lora else logical_tensors(spec)
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
     held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
     parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
-    stages = np.zeros(spec.num_layers, dtype=np.int64)
+    stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
     return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
 
 
@@ -626,7 +626,7 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
     expert = dense
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
-    stages = np.array(stage_of_layer(spec.num_layers, t))
+    stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
     kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp), lora)
     return Layout("trainer", t.world_size, tuple(kinds))
 
@@ -650,10 +650,10 @@ def generator_layout(
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
     parameters = generator_parameters(spec, topology, device, rule)
-    stages, meshes = np.zeros(spec.num_layers, dtype=np.int64), _generator_meshes(topology)
+    stages, meshes = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64), _generator_meshes(topology)
     kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     if rule is not None:
-        kinds = with_scales(kinds, family(spec).quantised_parameters(spec), rule, _logical(spec))
+        kinds = with_scales(kinds, quantised_parameters(spec), rule, _logical(spec))
     return Layout("generator", topology.world_size, tuple(kinds))
 
 
@@ -743,7 +743,7 @@ def _kinds(
     spec: ModelSpec,
     parameters: Sequence[Parameter],
     dtype: str,
-    stages: np.ndarray,  # of layers, [num_layers]
+    stages: np.ndarray,  # of layers, [num_layers], and of those for multi-token prediction
     meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
     expert_shards: tuple[int, int],  # ep, etp
     lora: Lora | None = None,
@@ -771,5 +771,5 @@ def _kinds(
 
 def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
     """The logical tensors by name. If a name occurs twice, for different layers, the tensors are equal."""
-    tensors = lora_tensors(spec, lora) if lora else family(spec).logical_tensors(spec)
+    tensors = lora_tensors(spec, lora) if lora else logical_tensors(spec)
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}

@@ -67,7 +67,8 @@ class Models:
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
         shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
-        speeds = {group.name: speed_of(GenerateModel(plan.spec, group.settings, *shared)) for group in plan.groups}
+        engines = {each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in plan.groups}
+        speeds = {name: speed_of(engine(accept_length=config.plan.accept_length)) for name, engine in engines.items()}
         train_s = partial(_train_s, plan, unit, found.glue_s)
         of_groups = speeds if len(speeds) > 1 else {}
         return cls(next(iter(speeds.values())), train_s, whole_s - found.control_s, found.control_s, of_groups=of_groups)

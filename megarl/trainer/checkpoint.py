@@ -57,7 +57,7 @@ from megarl.trainer.step import MegatronTrainer
 # before it is used.
 
 
-DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and what lies where in it
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

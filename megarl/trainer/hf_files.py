@@ -67,7 +67,8 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError if the config.json beside the weights cannot be read, or describes another model than `spec`. An engine builds its
     model from that file; the run is planned for `spec`."""
     config = folder / "config.json"
-    there = load_spec(folder, own_family=spec.family if is_own(spec) else None)
+    there = load_spec(folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0)
+    there = replace(there, mtp_drafts=spec.mtp_drafts)  # which no checkpoint says
     named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
     differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:

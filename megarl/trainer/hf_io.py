@@ -13,8 +13,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from megarl.base.files import sync_folder
 from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError, RunError
-from megarl.models.registry import CAUSAL_LM, CLASSIFICATION
+from megarl.models import multi_token
+from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family
 from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import SCORE
 from megarl.observe.status import counted, mib
@@ -251,7 +252,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
         for piece in tensor.pieces:
             local, name = parameter[piece.local.slices()], piece.logical_name
             if local.dim() == 1:
-                centred = spec.zero_centred_norms and name.endswith("norm.weight") and "linear_attn" not in name
+                centred = spec.zero_centred_norms and "norm" in name and "linear_attn" not in name
                 local.fill_(0.0 if centred or name.endswith(("bias", "sinks", "A_log")) else 1.0)
             else:
                 local.copy_(_random_rows(_as_matrix(piece), math.prod(shapes[name][1:]), seed).view(local.shape))
@@ -294,7 +295,10 @@ def export_hf(
     configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
     If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
-    plan = file_plan(hf_layout(spec, dtype, fused=True).tensors(0), max_file_bytes, indexed=spec.vision_tower)
+    tensors, repeated = hf_layout(spec, dtype, fused=True).tensors(0), multi_token.copies(spec, family(spec))
+    by_name = {tensor.name: tensor for tensor in tensors}
+    copies = [replace(by_name[of], name=name, pieces=()) for name, of in repeated.items()]
+    plan = replace(file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated)
 
     def complete(folder: Path) -> None:
         source = _local_folder(hf_config_dir, (*CONFIG_PATTERNS, *(["*.safetensors"] if spec.vision_tower else [])))
@@ -320,8 +324,9 @@ def write_tensors(
 ) -> Writing[None]:
     """Begins to write the tensors of `plan` to folder `path`; `complete` adds the other files, on rank 0."""
     pieces = [
-        plan.place(piece, local_parameter(parameters, tensor)[piece.local.slices()].detach())
+        placed
         for tensor, piece in layout.owned_pieces(dist.get_rank())
+        for placed in plan.places_of(piece, local_parameter(parameters, tensor)[piece.local.slices()].detach())
     ]
     if beside:
         pieces = [(place, box, values.to("cpu", copy=True)) for place, box, values in pieces]
@@ -377,14 +382,16 @@ class FilePlan:
     headers: dict[str, bytes]  # of every file
     stored: dict[str, Stored]  # by logical names
     indexed: bool = False  # whether the folder has an index of its files
+    repeated: Mapping[str, str] = field(default_factory=dict)  # tensors that are others once more: name → logical tensor
 
-    def place(self, piece: Piece, values: torch.Tensor) -> tuple[_Place, Box, torch.Tensor]:
-        """The tensor that holds the piece, where in it, and its `values` as they stand there."""
+    def places_of(self, piece: Piece, values: torch.Tensor) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
+        """The tensors that hold the piece, where in them, and its `values` as they stand there."""
         stored = self.stored[piece.logical_name]
         box = stored.place(piece.logical)
         if stored.transposed:
-            return self.places[stored.name], box.transpose(), values.transpose(-1, -2)
-        return self.places[stored.name], box, values
+            box, values = box.transpose(), values.transpose(-1, -2)
+        for name in (stored.name, *(name for name, of in self.repeated.items() if of == piece.logical_name)):
+            yield self.places[name], box, values
 
 
 def file_plan(

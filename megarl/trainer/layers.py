@@ -216,6 +216,8 @@ class RoutingReplay:
         self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
         for chunk, layers in self._routers.items():
             for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                if router.is_mtp_layer:  # no engine runs it on what it samples
+                    continue
                 assert router.layer_number is not None
                 layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
 

@@ -48,7 +48,7 @@ def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Te
 
 
 def token_logprobs(
-    rows: Rows, weight: torch.nn.Parameter, microbatch: MicroBatch, vocab_size: int, *, temperature: float, chunk_tokens: int
+    rows: Rows, weight: torch.Tensor, microbatch: MicroBatch, vocab_size: int, *, temperature: float, chunk_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[t] and [t] float32: the log-prob of each position's target, and the entropy of its choice in nats; 0 where not `microbatch.scored`.
     Both are over `microbatch.kept` where that is known.
@@ -66,7 +66,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def main_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
+def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Where the weight's gradient is added. DDP learns of it as from Megatron's own layers under gradient_accumulation_fusion.
 
     DDP then ignores what autograd gives it: zeros. Where the weight is also the embedding of this rank (zero_out_wgrad), it adds them,

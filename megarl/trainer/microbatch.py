@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -241,3 +241,20 @@ def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.nd
     if missing := int((scored & (sizes == 0)).sum()):
         raise ValueError(f"{missing} of {int(scored.sum())} tokens of the loss lack the sets they were drawn from (rollout.replay_mask)")
     return KeptRows(sizes, np.concatenate(ids))
+
+
+# The layer for multi-token prediction (multi_token.py).
+
+
+def predicting(microbatch: MicroBatch) -> MicroBatch:
+    """What the layer predicts at each position: the token that the next one predicts. At the end of a sequence there is none."""
+    ends = np.array(microbatch.plan.boundaries[1:]) - 1
+    scored = np.append(microbatch.scored[1:], False)
+    scored[ends] = False
+    mask = torch.from_numpy(scored).to(microbatch.loss_mask.device, non_blocking=True)
+    return replace(microbatch, targets=microbatch.targets.roll(-1), loss_mask=mask, scored=scored, kept=None)
+
+
+def predicted_tokens(sequences: Iterable[TrainSequence]) -> int:
+    """How many tokens of these sequences the layer predicts."""
+    return sum(int(np.asarray(sequence.loss_mask)[2:].sum()) for sequence in sequences)

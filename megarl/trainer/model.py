@@ -43,13 +43,13 @@ from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.config.errors import ConfigError
 from megarl.config.keys import yaml_text
-from megarl.config.schema import TrainerConfig
+from megarl.config.schema import TRAIN, TrainerConfig
 from megarl.models.parameters import padded_vocab_size
 from megarl.models.registry import flops_per_token
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import CLAMPED_SWIGLU, GELU_TANH, LM, SCALAR, SILU, ModelSpec
 from megarl.reshard.layout import trainer_layout
-from megarl.trainer import cpu_support, hf_io, layers, parallel
+from megarl.trainer import cpu_support, hf_io, layers, multi_token, parallel
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.distributed import sent
 from megarl.trainer.hf_io import Writing
@@ -70,6 +70,7 @@ from megarl.trainer.layers import (
 )
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, build, plan_microbatches
+from megarl.trainer.multi_token import MultiToken
 from megarl.trainer.parallel import PlannedShapes, context_group, data_group
 
 # Refuses models that the trainer cannot build on this machine. Those it can build nowhere are refused by megarl.plan.
@@ -284,16 +285,16 @@ def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
     return scaling | {"yarn_correction_range_round_to_int": False}
 
 
-def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig) -> list[GPTModel]:
+def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig, mtp_trained: bool = False) -> list[GPTModel]:
     """This rank's part of the model (its pipeline stage and tensor slice), with unset weights: a chunk per virtual stage."""
-    return [_build_chunk(spec, config, stage if topology.vpp > 1 else None) for stage in range(topology.vpp)]
+    return [_build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained) for stage in range(topology.vpp)]
 
 
-def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) -> GPTModel:
-    scaling = dict(spec.rope_scaling or {})
+def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, mtp_trained: bool) -> GPTModel:
+    scaling, layers_of_chunk = dict(spec.rope_scaling or {}), _layer_spec(spec, config, stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cast(ModuleSpec, _layer_spec(spec, config, stage)),  # it takes both, and is annotated with one
+        transformer_layer_spec=cast(ModuleSpec, layers_of_chunk),  # it takes both, and is annotated with one
         vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -330,6 +331,9 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None) 
     elif model.post_process:
         # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
+    if model.post_process and spec.mtp_layers:
+        alike = layers_of_chunk if isinstance(layers_of_chunk, ModuleSpec) else (layers_of_chunk.layer_specs or [])[-1]
+        model.mtp_layer = multi_token.build_layer(config, alike, stage, mtp_trained)
     return model if not torch.cuda.is_available() else model.cuda()
 
 
@@ -390,10 +394,14 @@ def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
             if found:
                 layer: Any = chunk.decoder.layers[int(found[1])]
                 name = f"decoder.layers.{layer.layer_number - 1}.{_global_expert(found[2], layer)}"
+            elif name.startswith(_OF_MTP):
+                of_layer: Any = chunk.mtp_layer
+                name = _OF_MTP + _global_expert(name.removeprefix(_OF_MTP), of_layer.mtp_model_layer)
             named[name] = parameter
     return named
 
 
+_OF_MTP = "mtp_layer.mtp_model_layer."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias|adapter\.[ab])))(\d+)(.*)")
 
@@ -514,14 +522,19 @@ class MegatronModel:
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
         self.sequence_parallel = bool(self.config.sequence_parallel)
+        self.mtp_trained = trainer.mtp == TRAIN and spec.mtp_layers > 0
         with passed_on("trainer.megatron", trainer.megatron):
             self.chunks = self._build_chunks()
+        self.mtp = self._find_mtp() if self.mtp_trained and self.chunks[-1].post_process else None
         self.modules: list[torch.nn.Module] = [*self.chunks]  # what Megatron's schedules run
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None
 
     def _build_chunks(self) -> list[GPTModel]:
-        return build_chunks(self.spec, self.topology, self.config)
+        return build_chunks(self.spec, self.topology, self.config, self.mtp_trained)
+
+    def _find_mtp(self) -> MultiToken:
+        return MultiToken(self.spec, self.config, self.chunks[-1], padded_vocab_size(self.spec.vocab_size, self.topology.tp))
 
     # -- scoring
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,11 +33,11 @@ from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
 from megarl.teachers.trainer import TeacherOfStep, token_divergence
-from megarl.trainer import hf_io, parallel
+from megarl.trainer import hf_io, multi_token, parallel
 from megarl.trainer.distributed import sent
 from megarl.trainer.layers import RoutingReplay
-from megarl.trainer.logprobs import scored_rows
-from megarl.trainer.microbatch import MicroBatch, build
+from megarl.trainer.logprobs import scored_rows, token_logprobs
+from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predicting
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 
@@ -98,7 +98,7 @@ LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
 log-probs of the tokens of `loss_mask` or, with a scalar head, values: what the head makes of the tokens before each of these."""
 
 # Among a step's sums, beside the loss function's own.
-ENTROPY, ENTROPY_TOKENS, POSITIONS = "entropy", "entropy tokens", "positions"
+ENTROPY, ENTROPY_TOKENS, POSITIONS, MTP = "entropy", "entropy tokens", "positions", "mtp"
 
 
 class TokenRow(NamedTuple):
@@ -125,6 +125,7 @@ class StepResult:
     padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
     flops: float = 0.0  # of the forward and backward passes over the sequences, from the model's shape: recomputation does not count
+    mtp_loss: float = math.nan  # of the layer for multi-token prediction, a mean over the tokens that it predicts; NaN: not trained
     agreement: Totals | None = None  # of the policy before the step with what sampled the tokens, if their ages were given
     kept: dict[int, TokenRow] = field(default_factory=dict)  # this rank's own: of the sequences in `keep`
 
@@ -201,6 +202,7 @@ class MegatronTrainer(MegatronModel):
             self.replay.reset()
         given = {"reference_logprobs": reference_logprobs, "proximal_logprobs": proximal_logprobs}
         given |= {"old_values": old_values, "returns": returns, "ages": ages}
+        mtp_tokens = self._begin_mtp(sequences) if self.mtp_trained else 0.0
         tally = None if ages is None else Tally(self.device)
         here = self.coordinate.tp == self.coordinate.cp == 0  # other tensor and context ranks have seen the same tokens
         kept: dict[int, torch.Tensor] = {}
@@ -208,7 +210,7 @@ class MegatronTrainer(MegatronModel):
         outputs = self._run(
             self._plan(sequences),
             partial(build, sequences=sequences, device=self.device, **given, routing=self.routing),
-            partial(self._loss, loss, denominator, temperature, tally, watch, teachers),
+            partial(self._loss, loss, denominator, mtp_tokens, temperature, tally, watch, teachers),
             forward_only=False,
         )
         learning_rate = self.learning_rate.advance()
@@ -223,10 +225,12 @@ class MegatronTrainer(MegatronModel):
         entropy = sums.pop(ENTROPY) / (tokens or math.nan)
         positions = sum(len(s) - 1 for s in sequences)
         padded = int(sums.pop(POSITIONS)) - positions
+        mtp_loss = sums.pop(MTP, math.nan)
         routing = self.replay.metrics(positions, self.device) if self.replay is not None else {}
         agreement = None if tally is None else tally.totals(here)
         counts = sums, len(sequences), tokens, entropy, learning_rate, padded, routing
-        return StepResult(mean_loss, grad_norm, *counts, self._flops([len(s) for s in sequences]), agreement, _token_rows(kept, sequences))
+        flops = self._flops([len(s) for s in sequences])
+        return StepResult(mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences))
 
     def _flops(self, lengths: Sequence[int]) -> float:
         """A backward pass takes twice a forward one; the gradient of frozen matrices, of an adapter's base, is not taken."""
@@ -237,6 +241,7 @@ class MegatronTrainer(MegatronModel):
         self,
         loss: LossFn,
         denominator: float,
+        mtp_tokens: float,
         temperature: float,
         tally: Tally | None,
         watch: Callable[[MicroBatch, torch.Tensor], None],
@@ -255,7 +260,30 @@ class MegatronTrainer(MegatronModel):
         counted = {ENTROPY_TOKENS: microbatch.loss_mask.sum(), POSITIONS: torch.full((), computed, device=self.device)}
         sums = {"loss": out.loss.detach(), ENTROPY: entropy.detach().sum(), **counted, **out.sums}
         # Megatron would divide by this token count; see the head of this file.
-        return out.loss / denominator, torch.zeros((), dtype=torch.int, device=self.device), sums
+        total = out.loss / denominator
+        if self.mtp is not None:
+            mtp_loss = self._mtp_loss(self.mtp, hidden, microbatch, temperature) / mtp_tokens
+            total, sums[MTP] = total + mtp_loss, mtp_loss.detach()
+        return total, torch.zeros((), dtype=torch.int, device=self.device), sums
+
+    def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
+        """Prepares a step of the layer for multi-token prediction. Returns how many tokens it predicts, at least 1."""
+        multi_token.bring_embedding(self.chunks[0], self.mtp)
+        own = [cast(TrainSequence, sequences[index]) for microbatch in self._plan(sequences) for index in microbatch.indices]
+        return max(1.0, *self.summed([predicted_tokens(own)]))
+
+    def _mtp_loss(self, mtp: multi_token.MultiToken, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> torch.Tensor:
+        """A sum over tokens."""
+        predicted = predicting(microbatch)
+        logprobs, _ = token_logprobs(
+            scored_rows(mtp.hidden(microbatch, hidden)[0], predicted, self.sequence_parallel),
+            output_weight(self.chunks[-1]).detach(),
+            predicted,
+            self.spec.vocab_size,
+            temperature=temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
+        return -logprobs.sum()
 
     def _taught(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float, teachers: Sequence[TeacherOfStep]) -> MicroBatch:
         divergence = partial(

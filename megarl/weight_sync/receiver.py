@@ -244,7 +244,7 @@ class WeightsReceiver:
         began, ended = taken.pause
         cost = self._plan.config.weights.audited, ended - began, taken.bytes_written, len(fleet.serving), changed
         by_group = fleet.by_name(fleet.counts(fleet.serving)), fleet.by_name(fleet.sampled)
-        await self._tell(WeightsApplied(version, *cost, *by_group))
+        await self._tell(WeightsApplied(version, *cost, *by_group, fleet.take_drafts()))
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:

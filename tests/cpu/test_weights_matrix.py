@@ -19,13 +19,17 @@ from typing import Any
 
 import pytest
 import torch
+from multi_token_checkpoint import NAMES, take_last_layer
 from sglang_engine import free_port, hf_difference, hf_rounding, make_checkpoint
 from weights_rig import SEQUENCES, Generator, OneAtATime, Parameters, Trainers, names, open_generator, receiver, unequal
 from weights_worker import Job, Sync
 
 from megarl.base.geometry import DP_ATTENTION_FAMILIES
 from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.messaging.link import Hub, RunKey
+from megarl.speculative.plan import arguments
+from megarl.speculative.settings import SpeculativeConfig
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.mooncake import open_engine
 
@@ -63,6 +67,7 @@ class Setting:
     tp: int
     ep: int = 1
     dp_attention: int = 1
+    drafts: bool = False  # with its layer for multi-token prediction, which the trainer trains
 
     def __str__(self) -> str:
         return f"{self.family}-{self.dtype}-{self.name}"
@@ -70,7 +75,13 @@ class Setting:
     @property
     def name(self) -> str:
         sizes = {"TP": self.tp, "EP": self.ep, "DPA": self.dp_attention}
-        return "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1)
+        return "x".join(f"{name}{size}" for name, size in sizes.items() if name == "TP" or size > 1) + "-drafting" * self.drafts
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """SGLang's, further ones."""
+        drafts = GeneratorConfig(speculative=SpeculativeConfig(**SPECULATIVE)) if self.drafts else GeneratorConfig()
+        return arguments(RunConfig(generator=drafts))
 
     @property
     def layouts(self) -> list[str]:
@@ -79,7 +90,8 @@ class Setting:
     def trainer(self, layout: str) -> dict[str, Any]:
         """Experts want sequence parallelism with tensor parallelism."""
         sizes = LAYOUTS[layout]
-        return {**sizes, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
+        own = {"mtp": "train"} if self.drafts else {}
+        return {**sizes, **own, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
 
 
 SETTINGS = [
@@ -90,6 +102,9 @@ SETTINGS = [
     if ep == 1 or family in OF_EXPERTS
 ]
 SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMILIES for sizes in ((2, 1, 2), (2, 2, 2))]
+SETTINGS += [Setting(family, "float32", 2, ep, drafts=True) for family in NAMES for ep in (1, 2)]
+SETTINGS += [Setting(family, "bfloat16", 1, drafts=True) for family in NAMES]
+SPECULATIVE = {"algorithm": "nextn", "steps": 2}
 SAMPLE = {  # each value of each axis
     Setting("llama", "float32", 1): ("TP2xPP2", "DP2-zero1"),
     Setting("qwen2", "bfloat16", 2): ("VPP2", "TP1"),
@@ -134,8 +149,15 @@ class Synced:
 @contextlib.contextmanager
 def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Synced]:
     folder, dtype = folder / str(setting), getattr(torch, setting.dtype)
-    checkpoint = make_checkpoint(folder / "model", 1, dtype, FAMILIES[setting.family], setting.family, num_hidden_layers=4)
-    with open_generator(checkpoint, setting.dtype, setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as generator:
+    own = 1, dtype, FAMILIES[setting.family], setting.family
+    if setting.drafts:
+        kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if setting.family == "qwen3_next" else {}
+        make_checkpoint(folder / "whole", *own, num_hidden_layers=5, **kinds)
+        checkpoint = take_last_layer(setting.family, folder)
+    else:
+        checkpoint = make_checkpoint(folder / "model", *own, num_hidden_layers=4)
+    sizes = setting.dtype, setting.tp, setting.ep, folder
+    with open_generator(checkpoint, *sizes, dp_attention=setting.dp_attention, **setting.arguments) as generator:
         logprobs = generator.score(SEQUENCES)
         generator.map_memory(key_file)
         yield Synced(setting, checkpoint, generator, generator.memory(), logprobs)
@@ -172,6 +194,7 @@ def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, fol
             tp=synced.setting.tp,
             ep=synced.setting.ep,
             dp_attention=synced.setting.dp_attention,
+            speculative=SPECULATIVE if synced.setting.drafts else {},
             syncs=[Sync(version, kind, hub.address) for (version, kind), hub in zip(kinds, hubs)],
             key_file=str(key_file),
             port=free_port(),
@@ -215,7 +238,8 @@ def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
     """The export of the layout before, which the trainer has written into the engine."""
     assert synced.last is not None, "no case before this one has passed"
     setting, (export, parameters, logprobs) = synced.setting, synced.last
-    with open_generator(export, setting.dtype, setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as fresh:
+    sizes = setting.dtype, setting.tp, setting.ep, folder
+    with open_generator(export, *sizes, dp_attention=setting.dp_attention, **setting.arguments) as fresh:
         assert fresh.score(SEQUENCES) == logprobs
         fresh.map_memory(key_file)
         assert unequal(fresh.memory(), parameters) == []

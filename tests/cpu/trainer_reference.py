@@ -16,6 +16,7 @@ from megarl.base.rollout_types import TrainSequence
 from megarl.generator import cpu_support
 from megarl.models.registry import load_spec
 from megarl.models.routing import RoutingFormat
+from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
 
 cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
@@ -213,9 +214,11 @@ def is_trained(name: str) -> bool:
     return not name.endswith(("e_score_correction_bias", "expert_bias"))
 
 
-def hf_gradients(folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def hf_gradients(
+    folder: Path, topology: TrainerTopology, ranks: list[dict[str, torch.Tensor]], spec: ModelSpec | None = None
+) -> dict[str, torch.Tensor]:
     """The ranks' gradients as tensors of the HF model. Padding must be exactly 0; copies must agree."""
-    spec = load_spec(folder)
+    spec = spec or load_spec(folder)
     trained = [t for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)]
     whole = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in trained}
     for rank, grads in enumerate(ranks):

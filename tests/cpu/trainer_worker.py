@@ -22,6 +22,7 @@ import actor_critic_scenarios
 import distill_scenarios
 import lora_scenarios
 import minibatch_scenarios
+import multi_token_scenarios
 import saving_scenarios
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ SCENARIOS = (
     trainer_scenarios,
     saving_scenarios,
     minibatch_scenarios,
+    multi_token_scenarios,
     value_scenarios,
     actor_critic_scenarios,
     distill_scenarios,

@@ -38,6 +38,7 @@ from megarl.lora.settings import LoraConfig
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.speculative.settings import SpeculativeConfig
 
 DEADLINE_S = 90.0
 WAITS = ("rendezvous_s", "rollouts_s", "request_s")  # beside those of an update
@@ -69,6 +70,7 @@ class Job(msgspec.Struct, frozen=True):
     lora: dict[str, Any] = {}  # LoraConfig's
     exports: list[int] | None = None  # versions that are exported, each to folders of its own; None: all, to `export`
     delta: str = ""  # weights.delta; "": auto if something is `changing`
+    speculative: dict[str, Any] = {}  # SpeculativeConfig's
 
     @property
     def export(self) -> Path:
@@ -81,7 +83,13 @@ class Job(msgspec.Struct, frozen=True):
             data=DataConfig(train=MixtureConfig(source="synthetic:chain")),
             # Large enough for every tensor to change in bfloat16 too.
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
-            generator=GeneratorConfig(tp=self.tp, ep=self.ep, dp_attention=self.dp_attention, quantization=self.quantization),
+            generator=GeneratorConfig(
+                tp=self.tp,
+                ep=self.ep,
+                dp_attention=self.dp_attention,
+                quantization=self.quantization,
+                speculative=SpeculativeConfig(**self.speculative),
+            ),
             rollout=RolloutConfig(max_tokens=32),
             lora=LoraConfig(**self.lora),
             weights=WeightsConfig(transport=transport, audit=self.audit, delta=self.delta or ("auto" if self.changing else "off")),

@@ -102,6 +102,9 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     if latent:
         spec = dataclasses.replace(spec, head_dim=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
         spec = dataclasses.replace(spec, q_lora_rank=4 * tp, kv_lora_rank=8 * tp - 4)
+    if name in ("deepseek_v3", "glm4_moe", "qwen3_next") and draw(st.booleans()):
+        drafts = draw(st.booleans())
+        spec = dataclasses.replace(spec, mtp_layers=1, mtp_drafts=drafts, hidden_size=spec.hidden_size * tp, tie_word_embeddings=False)
     trainer = TrainerTopology(
         tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp, first_stage_layers=first, last_stage_layers=last,
     )  # fmt: skip

@@ -5,6 +5,8 @@ Nothing here uses boxes, pieces or layouts. A family's tensors stand here by nam
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
@@ -85,8 +87,39 @@ def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
 
+# The layer for multi-token prediction: what beside its decoder layer is called in checkpoints, what it is in Megatron and in SGLang.
+BESIDE = {
+    "deepseek_v3": "enorm hnorm eh_proj shared_head.norm",
+    "glm4_moe": "enorm hnorm eh_proj shared_head.norm",
+    "qwen3_next": "pre_fc_norm_embedding pre_fc_norm_hidden fc norm",
+}
+MEGATRON_BESIDE = "enorm hnorm eh_proj final_layernorm"
+
+
+def predicting(spec: ModelSpec) -> tuple[str, str]:
+    """What names of its tensors begin with: its own, those of the decoder layer."""
+    layer = f"model.layers.{spec.num_layers}."
+    return ("mtp.", "mtp.layers.0.") if spec.family == "qwen3_next" else (layer, layer)
+
+
+def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
+    """A model that has the decoder layer alone, and its tensors."""
+    one = replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False)
+    _, layer = predicting(spec)
+    ends = {name: values for name, values in hf.items() if ".layers." not in name}
+    return one, {name.replace(layer, "model.layers.0."): values for name, values in hf.items() if name.startswith(layer)} | ends
+
+
 def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
     """HF names → full tensors, every element different from its neighbours."""
+    if spec.mtp_layers:
+        own, layer = predicting(spec)
+        last = f"model.layers.{spec.num_layers}."
+        found = full_tensors(replace(spec, num_layers=spec.num_layers + 1, mtp_layers=0, mtp_drafts=False), dtype)
+        hidden, generator = spec.hidden_size, torch.Generator().manual_seed(1)
+        for suffix, shape in zip(BESIDE[spec.family].split(), ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))):
+            found[f"{own}{suffix}.weight"] = torch.randn(shape, generator=generator).to(dtype)
+        return {name.replace(last, layer): values for name, values in found.items()}
     hidden, heads = spec.hidden_size, spec.num_attention_heads
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
 
@@ -205,6 +238,18 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
 
 def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local") -> HF:
     """One rank of a trainer; vocabulary padding holds `fill`. Ranks: tp, cp, dp, pp; experts: etp, ep, their replicas, pp."""
+    if spec.mtp_layers:
+        local, of_stage = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names), t.tp * t.cp * t.dp
+        if rank // of_stage < t.pp - 1:
+            return local
+        whole = replace(t, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
+        for name, values in megatron(*alone(spec, hf), whole, rank % of_stage, fill, names).items():
+            if ".layers." in name:
+                local[name.replace("decoder.layers.0.", "mtp_layer.mtp_model_layer.")] = values
+        for theirs, own in zip(BESIDE[spec.family].split(), MEGATRON_BESIDE.split()):
+            values = hf[f"{predicting(spec)[0]}{theirs}.weight"]
+            local[f"mtp_layer.{own}.weight"] = values.chunk(t.tp)[rank % t.tp].clone() if own == "eh_proj" else values.clone()
+        return local
     stage, within = divmod(rank, t.tp * t.cp * t.dp)
     tp_rank, etp_rank, ep_rank = within % t.tp, within % t.etp, within // t.etp % t.ep
     te = names == "te"
@@ -300,6 +345,18 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
 
 def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str) -> HF:
     """TP rank `rank` of an engine."""
+    if spec.mtp_layers:
+        local = sglang(replace(spec, mtp_layers=0, mtp_drafts=False), hf, g, rank, device)
+        if not spec.mtp_drafts:
+            return local
+        qwen = spec.family == "qwen3_next"
+        for name, values in sglang(*alone(spec, hf), g, rank, device).items():
+            if ".layers." in name:
+                local["draft." + (name if qwen else name.replace("model.layers.0.", "model.decoder."))] = values
+        for suffix in BESIDE[spec.family].split():
+            here = "model." if not qwen or suffix == "norm" else ""
+            local[f"draft.{here}{suffix}.weight"] = hf[f"{predicting(spec)[0]}{suffix}.weight"]
+        return local
     tp, vocab = g.tp, -(-spec.vocab_size // 64) * 64
     attn_tp = tp // g.dp_attention  # consecutive ranks that share attention and embedding
     attn_rank = rank % attn_tp

@@ -22,12 +22,12 @@ TIERS = {
     name: tier
     for tier, names in enumerate(
         (
-            "base config lora.settings roles.settings simulation.settings",
+            "base config lora.settings roles.settings simulation.settings speculative.settings",
             "kernels messaging models sandbox controller lora.layout",
             "generator reshard rewards",
             "algorithms data critic.losses teachers.loss",
-            "plan critic.plan lora.plan roles.plan teachers.plan",
-            "agents evaluation.scores lora observe roles rollouts teachers trackers trainer weight_sync",
+            "plan critic.plan lora.plan roles.plan speculative.plan teachers.plan",
+            "agents evaluation.scores lora observe roles rollouts speculative teachers trackers trainer weight_sync",
             "critic estimate evaluation executors report roles.training starter",
             "launch simulation",
             "bench",

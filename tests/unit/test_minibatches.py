@@ -117,7 +117,7 @@ def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
 def result(**changed: Any) -> Any:
     """A StepResult, whose class would import Megatron."""
     plain = dict(loss=1.0, grad_norm=2.0, sums={"tokens": 4.0, "is_ratio": 6.0, "is_ratio_clipped": 1.0}, sequences=2, tokens=4)
-    plain |= {"entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, "flops": 1e6, "agreement": None}
+    plain |= {"entropy": 0.5, "learning_rate": 0.1, "padded": 0, "routing": {}, "flops": 1e6, "agreement": None, "mtp_loss": math.nan}
     return SimpleNamespace(**{**plain, **changed})
 
 

@@ -24,7 +24,7 @@ ABSENT = {  # (the release in requirements/gpu.txt, why its names cannot be call
     "sgl_kernel": ("0.4.10", "is a CUDA kernel; it has no CPU counterpart"),
     "torchvision": ("0.29.2", "is not there; language models read no images"),
 }
-GATED_DELTA_NETS = "sgl_kernel.mamba"
+GATED_DELTA_NETS, SPECULATIVE = "sgl_kernel.mamba", "sgl_kernel.speculative"
 
 
 def cuda_available() -> bool:
@@ -54,7 +54,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, gpt_oss, lora, moe
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, gpt_oss, lora, moe, speculative
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -73,6 +73,7 @@ def register_hooks() -> None:
     gated_delta_net.register_hooks()
     lora.register_hooks()
     gpt_oss.register_hooks()
+    speculative.register_hooks()
 
 
 def _fork_workers(result: None, server_args: object) -> None:
@@ -105,6 +106,8 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
         package, _, submodule = name.partition(".")
         if name == GATED_DELTA_NETS and not cuda_available():
             return importlib.util.spec_from_loader(name, _GatedDeltaNetLoader())
+        if name == SPECULATIVE and not cuda_available():
+            return importlib.util.spec_from_loader(name, _SpeculativeLoader())
         if package not in ABSENT or (package == "sgl_kernel" and submodule) or cuda_available():
             return None  # SGLang has fallbacks for submodules of sgl_kernel
         return importlib.util.spec_from_loader(name, _StandInLoader(), is_package=True)
@@ -117,6 +120,10 @@ class _StandInLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ in ABSENT:
             vars(module)["__version__"], _ = ABSENT[module.__name__]
+        if module.__name__ == "sgl_kernel":
+            from megarl.generator.cpu_support import speculative
+
+            vars(module).update({name: value for name, value in vars(speculative).items() if name.endswith("_cpu")})
 
 
 class _GatedDeltaNetLoader(importlib.abc.Loader):
@@ -133,6 +140,16 @@ class _GatedDeltaNetLoader(importlib.abc.Loader):
         vars(module).update({name: value for name, value in vars(gated_delta_net).items() if name.endswith("_cpu")})
         for operator in gated_delta_net.OPERATORS:
             setattr(torch.ops.sgl_kernel, operator.__name__, operator)
+
+
+class _SpeculativeLoader(importlib.abc.Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from megarl.generator.cpu_support import speculative
+
+        vars(module)["reconstruct_indices_from_tree_mask"] = speculative.reconstruct_indices_from_tree_mask
 
 
 class _StandIn(ModuleType):

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megarl.generator.cpu_support import speculative
+
 _CHUNK_ELEMENTS = 1 << 24  # of padded keys and of the mask: bounds the memory that padding takes
 
 
 def forward(original: Callable[..., torch.Tensor], backend: Any, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> Any:
     """Runs around the backend's two entry points, which know no `sinks`: [Hq] logits that take a share of each head's attention."""
     backend.sinks = sinks
-    return original(backend, *arguments, **named)
+    batch = named["forward_batch"] if "forward_batch" in named else arguments[4]  # behind q, k, v and the layer
+    with speculative.lengths(backend, batch):
+        return original(backend, *arguments, **named)
 
 
 def decode(
@@ -66,7 +70,7 @@ def extend(
     if _beyond_self_attention(encoder_lens, options) or not options["causal"]:
         lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
         return original(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, *lengths, **options)
-    own = {"scaling": options["scaling"], "window": options["sliding_window_size"], "sinks": backend.sinks}
+    own = {"scaling": options["scaling"], "window": options["sliding_window_size"], "sinks": backend.sinks, "tree": backend.tree}
     return _attend(query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens, **own)
 
 
@@ -108,8 +112,9 @@ def _attend(
     scaling: float | None,
     window: int | None,
     sinks: torch.Tensor | None,
+    tree: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention of the last `new_lens` tokens of each sequence over all its `seq_lens` tokens."""
+    """Causal attention of the last `new_lens` tokens of each sequence over all its `seq_lens` tokens. `tree`: see speculative.lengths."""
     first_token = new_lens.cumsum(0) - new_lens  # [B] where a sequence's queries start
     kv_heads = k_cache.shape[1]
     for part in _chunks(len(rows), int(new_lens.max()), int(seq_lens.max()), k_cache[0].numel()):
@@ -121,6 +126,8 @@ def _attend(
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
         # Query padding repeats row 0, and its result is dropped; key padding lies after every real query.
         mask = _seen(position, slots.shape[1], window)  # [b, E, L]
+        if tree is not None:
+            mask = mask & _on_branch(tree[part], total - new, slots.shape[1])
         q = query[token].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [b, Hkv, G * E, D]
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
         group = query.shape[1] // kv_heads
@@ -128,6 +135,13 @@ def _attend(
         result = result.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [b, E, Hq, D]
         output[token[is_query]] = result[is_query]
     return output
+
+
+def _on_branch(tree: torch.Tensor, prefix: torch.Tensor, keys: int) -> torch.Tensor:
+    """[b, n, keys]: which keys a token of a draft sees: all of the `prefix` [b], and of the n tokens behind it those of its branch."""
+    place = torch.arange(keys) - prefix[:, None]  # [b, keys] in the draft
+    inside = place.clamp(0, tree.shape[-1] - 1)[:, None].expand(-1, tree.shape[1], -1)
+    return tree.gather(-1, inside) | (place < 0)[:, None]
 
 
 def _chunks(sequences: int, longest_new: int, longest: int, elements_per_token: int) -> Iterator[slice]:

@@ -30,6 +30,7 @@ from megarl.lora.layout import is_adapter
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
+from megarl.models.multi_token import DRAFT
 from megarl.reshard.forwarding import Relay
 from megarl.reshard.map import Copy
 from megarl.weight_sync import commands
@@ -83,6 +84,7 @@ class Worker:
         self.built: Built | None = None  # as long as the model is loading
         self.unwritten: Watch | None = None
         self.pool: Pool | None = None  # of adapters, if the engine serves them
+        self.draft: torch.nn.Module | None = None  # the model's layer for multi-token prediction, if the engine drafts with it
         self.watched: Watched | None = None
         self.listed: list[Held] = []  # when `watched` was made
         self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
@@ -120,7 +122,14 @@ class Worker:
 
     def parameters(self, model: torch.nn.Module) -> Parameters:
         """All tensors that updates write."""
-        return {**parameters_of(model), **(self.pool.buffers if self.pool else {})}
+        return {**parameters_of(model), **self._of_draft(model), **(self.pool.buffers if self.pool else {})}
+
+    def _of_draft(self, model: torch.nn.Module) -> Parameters:
+        """The draft model's own parameters: it shares the embedding and the output layer."""
+        if self.draft is None:
+            return {}
+        shared = {id(parameter) for parameter in model.parameters()}
+        return {DRAFT + name: parameter for name, parameter in self.draft.named_parameters() if id(parameter) not in shared}
 
     def connect(self, command: Connect) -> None:
         if self.peer is not None:
@@ -312,9 +321,13 @@ def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options:
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """Runs after SGLang has loaded a worker's model; draft models for speculative decoding are ignored."""
+    """Runs after SGLang has loaded a worker's model, or a draft model. No update writes one that has a folder of its own."""
     if not runner.is_draft_worker:
         _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
+        return
+    _worker.built, arguments = None, runner.server_args
+    if arguments.speculative_draft_model_path in (None, arguments.model_path):
+        _worker.draft = runner.model
 
 
 def adapted(result: Any, runner: Any) -> None:

@@ -1,0 +1,225 @@
+"""Speculative decoding in SGLang without CUDA: drafts of one row of tokens, by a draft model or by n-grams.
+
+SGLang's own kernels for CPUs are in a build of sgl_kernel that is not on PyPI; what it calls of them is here, for rows alone, without
+branches. `torch_native` attention knows neither passes that verify drafts nor steps of a draft model.
+
+Without CUDA SGLang keeps a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), whatever the temperature. Here it
+draws a token at each place, and keeps the draft as far as it agrees: Gumbel noise on the logits makes the likeliest one a draw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.speculative.eagle_utils.eagle_sample", drawn, HookType.AROUND)
+    HookRegistry.register("sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", draft_backend, HookType.AROUND)
+    for model in ("glm4_moe.Glm4MoeForCausalLM", "deepseek_v2.DeepseekV2ForCausalLM", "qwen3_next.Qwen3NextForCausalLM"):
+        HookRegistry.register(f"sglang.srt.models.{model}.set_embed_and_head", share, HookType.AROUND)
+
+
+def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *arguments: Any, **named: Any) -> Any:
+    """Runs around the choice of the tokens that are kept. Log-probs are taken from the logits as they were."""
+    logits, info = logits_output.next_token_logits, batch.sampling_info
+    if batch.forward_mode.is_idle() or info.is_all_greedy:
+        return original(verify_input, batch, logits_output, *arguments, **named)
+    temperatures, greedy = (
+        each.view(-1, 1).repeat_interleave(verify_input.draft_token_num, 0) for each in (info.temperatures, info.top_ks == 1)
+    )
+    noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_().neg_()
+    logits_output.next_token_logits = torch.where(greedy, logits.float(), logits.float() / temperatures + noise)
+    try:
+        return original(verify_input, batch, logits_output, *arguments, **named)
+    finally:
+        logits_output.next_token_logits = logits
+
+
+def share(original: Callable[..., None], model: Any, embedding: torch.nn.Parameter, head: torch.nn.Parameter) -> None:
+    """Runs instead of the original, which waits for a GPU at its end."""
+    model.model.embed_tokens.weight, model.lm_head.weight = embedding, head
+
+
+def draft_backend(original: Callable[..., Any], factory: Any, kind: str, *_: Any, **__: Any) -> Any:
+    """Runs around the choice of a draft model's attention, which has none for `torch_native`."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if kind != "decode_attention_backend":
+        return TorchNativeAttnBackend(factory.draft_model_runner)
+    backends: list[Any] = [TorchNativeAttnBackend(factory.draft_model_runner) for _ in range(factory.speculative_num_steps - 1)]
+    for step, backend in enumerate(backends, start=1):
+        backend.drafted = step
+    return Steps(backends)
+
+
+class Steps:
+    """The attention of a draft model's steps, each of which sees one more drafted token."""
+
+    def __init__(self, attn_backends: list[Any]):
+        self.attn_backends = attn_backends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attn_backends[0], name)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+@contextlib.contextmanager
+def lengths(backend: Any, batch: Any) -> Iterator[None]:
+    """Around attention: of a pass that verifies a draft, or of a step of a draft model, the lengths that `torch_native` asks for.
+
+    `backend.tree` [b, n, n]: which of the tokens of a draft see each other; None: each sees those before it.
+    """
+    own = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
+    backend.tree = None
+    if batch.forward_mode.is_target_verify():
+        draft, tokens = batch.spec_info, batch.spec_info.draft_token_num
+        batch.seq_lens, batch.extend_prefix_lens = own[0] + tokens, own[0]
+        batch.extend_seq_lens = torch.full_like(own[0], tokens)
+        if draft.tree_topk != 1:
+            backend.tree = draft.custom_mask.view(-1, tokens, tokens).bool()
+    elif batch.forward_mode.is_decode():
+        batch.seq_lens = own[0] + getattr(backend, "drafted", 0)
+    try:
+        yield
+    finally:
+        batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = own
+
+
+# Kernels of sgl_kernel, by its names and in its order of arguments. They write to the argument that each describes.
+
+
+def assign_extend_cache_locs_cpu(
+    rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, out: torch.Tensor, *_: Any
+) -> None:
+    """`out`: the slots first .. end of each request, one after the other."""
+    found = [table[row, a:b] for row, a, b in zip(rows.tolist(), first.tolist(), end.tolist())]
+    packed = torch.cat(found)
+    out[: len(packed)] = packed
+
+
+def assign_req_to_token_pool_cpu(
+    rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, slots: torch.Tensor, width: int
+) -> None:
+    """`table`: the new `slots`, at first .. end of each request."""
+    for row, a, b, part in zip(rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())):
+        table[row, a:b] = part
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    rows: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, width: int, topk: int, count: int
+) -> None:
+    """`out`: the `count` slots of each request behind its `lengths`."""
+    assert topk == 1
+    assign_extend_cache_locs_cpu(rows, table, lengths, lengths + count, out)
+
+
+def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, row_bytes: torch.Tensor, to: torch.Tensor, of: torch.Tensor) -> None:
+    """Copies rows `of` of the cache's tensors to rows `to`."""
+    for address, size in zip(addresses.tolist(), row_bytes.tolist()):
+        rows = [ctypes.string_at(address + row * size, size) for row in of.tolist()]
+        for row, values in zip(to.tolist(), rows):
+            ctypes.memmove(address + row * size, values, size)
+
+
+def fill_accept_out_cache_loc_cpu(kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out`: the slots of the tokens that are kept, one after the other; -1 in `kept` stands for none."""
+    found = slots[kept.flatten()[kept.flatten() >= 0].long()]
+    out[: len(found)] = found
+
+
+def fill_bonus_tokens_cpu(tokens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, stride: int) -> None:
+    """`out`: the last token of each request that is kept, of `stride` each."""
+    out.copy_(tokens.flatten()[torch.arange(len(counts)) * stride + counts - 1])
+
+
+def verify_tree_greedy_cpu(
+    *,
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """`predicts`: the token behind each that is kept; `accept_index`: the places of these; `accept_token_num`: how many were drafted."""
+    drawn_tokens, most = target_predict.flatten(), accept_index.shape[1]
+    for request, drafted in enumerate(candidates.tolist()):
+        children, siblings, places = (each[request].tolist() for each in (retrive_next_token, retrive_next_sibling, retrive_index))
+        at, kept = 0, [places[0]]
+        while len(kept) < most:
+            token, child = int(drawn_tokens[kept[-1]]), children[at]
+            while child >= 0 and drafted[child] != token:
+                child = siblings[child]
+            if child < 0:
+                break
+            predicts[kept[-1]] = token
+            at = child
+            kept.append(places[child])
+        predicts[kept[-1]] = drawn_tokens[kept[-1]]
+        accept_index[request, : len(kept)] = torch.tensor(kept, dtype=accept_index.dtype)
+        accept_token_num[request] = len(kept) - 1
+
+
+def build_tree_kernel_efficient_cpu(
+    parents: torch.Tensor,
+    chosen: torch.Tensor,
+    lengths: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    places: torch.Tensor,
+    children: torch.Tensor,
+    siblings: torch.Tensor,
+    topk: int,
+    steps: int,
+    tokens: int,
+    mask_mode: Any,
+) -> None:
+    """All but the first three, of a draft that is a row: the token of the model, then the drafted ones."""
+    assert topk == 1
+    row = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool))
+    mask.copy_(row.expand(len(lengths), -1, -1).flatten())
+    _describe(mask, lengths, positions, places, children, siblings, len(lengths), tokens)
+
+
+def reconstruct_indices_from_tree_mask(*arguments: Any) -> None:
+    """As `_describe`."""
+    _describe(*arguments)
+
+
+def _describe(
+    mask: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    places: torch.Tensor,
+    children: torch.Tensor,
+    siblings: torch.Tensor,
+    requests: int,
+    tokens: int,
+) -> None:
+    """The tree of a `mask` [b * n * n] that says which tokens precede each: positions, and for each token its number among all of the
+    batch, its first child and its next sibling, or -1."""
+    before = mask.view(requests, tokens, tokens).bool().tril(-1)
+    positions.copy_((before.sum(-1) + lengths[:, None]).flatten())
+    places.copy_(torch.arange(requests * tokens).view(requests, tokens))
+    numbers = torch.arange(tokens)
+    parents = torch.where(before, numbers, -1).amax(-1)  # [b, n]
+    children.copy_(_first(parents[:, None] == numbers[:, None]))
+    alike = (parents[:, None] == parents[:, :, None]) & (numbers > numbers[:, None]) & (parents[:, :, None] >= 0)
+    siblings.copy_(_first(alike))
+
+
+def _first(found: torch.Tensor) -> torch.Tensor:
+    """The first true place in the last dim, or -1."""
+    return torch.where(found.any(-1), found.int().argmax(-1), -1)

@@ -1,0 +1,153 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a layer beside the model that predicts the token after the next.
+
+It sees the hidden states h of the model, after its last norm, and the embedding e of the next token:
+
+    logits = output layer(norm(decoder layer(projection([norm_e(e); norm_h(h)]))))
+
+The embedding and the output layer are the model's own. The decoder layer is one of the family's, with its attention and its experts; what
+is beside it, and what checkpoints and SGLang's draft model call it, is stated here. In layouts it is layer number `num_layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.config.errors import ConfigError
+from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Part, whole
+from megarl.models.spec import LM, ModelSpec
+from megarl.models.vocabulary import EMBED, HEAD
+
+PREDICTION = "PREDICTION"  # what a family with such a layer declares
+COUNT = "num_nextn_predict_layers"  # in config.json
+DRAFT = "draft."  # what names of SGLang's draft model begin with in layouts
+MEGATRON = "mtp_layer."  # Megatron's MultiTokenPredictionLayer, in the chunk that ends the model
+_LAYER, _MEGATRON_LAYER, _OWN_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", MEGATRON + "mtp_model_layer."
+_MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Names of a family's layer. `names` and `draft_names`: of the norms of embedding and hidden states, the projection, the last norm."""
+
+    layer: str  # what the decoder layer's names begin with in checkpoints
+    names: tuple[str, str, str, str]
+    draft_layer: str  # the same in SGLang's draft model
+    draft_names: tuple[str, str, str, str]
+    counted: bool = True  # whether config.json has COUNT; otherwise there is one
+    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these. No reader needs them
+
+
+NEXTN = Prediction(
+    layer=_LAYER,
+    names=(_LAYER + "enorm.weight", _LAYER + "hnorm.weight", _LAYER + "eh_proj.weight", _LAYER + "shared_head.norm.weight"),
+    draft_layer="model.decoder.",
+    draft_names=("model.enorm.weight", "model.hnorm.weight", "model.eh_proj.weight", "model.shared_head.norm.weight"),
+    copies=((_LAYER + "embed_tokens.weight", EMBED), (_LAYER + "shared_head.head.weight", HEAD)),
+)
+QWEN = Prediction(
+    layer="mtp.layers.0.",
+    names=("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight"),
+    draft_layer="model.layers.0.",
+    draft_names=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "model.norm.weight"),
+    counted=False,
+)
+
+
+def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family: ModuleType) -> int:
+    """How many such layers the checkpoint has. Raises ConfigError if it has none, or more than one."""
+    names: Prediction | None = getattr(family, PREDICTION, None)
+    if names is None:
+        raise ConfigError(
+            f"trainer.mtp: must be ignore for a {spec.family} model: its checkpoints have no layer for multi-token prediction"
+        )
+    count = values.get(COUNT) or 0 if names.counted else 1
+    if count != 1:
+        raise ConfigError(f"trainer.mtp: must be ignore: {source} has {COUNT} = {count}; exactly 1 is supported")
+    if spec.num_layers - 1 in spec.linear_layers:
+        raise ConfigError(f"trainer.mtp: must be ignore: {source}: the last layer has no attention to build the layer from")
+    if spec.tie_word_embeddings or spec.head != LM:
+        raise ConfigError(f"trainer.mtp: must be ignore: {source}: the layer needs an output layer of its own, for the vocabulary")
+    return 1
+
+
+def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
+    """The layer's tensors in a checkpoint, in forward order, without copies."""
+    if not spec.mtp_layers:
+        return
+    names, layers, hidden = family.PREDICTION, _layers(spec), spec.hidden_size
+    embedding, states, projection, norm = names.names
+    for name, shape in ((embedding, (hidden,)), (states, (hidden,)), (projection, (hidden, 2 * hidden))):
+        yield LogicalTensor(name, shape, LAYER, layers)
+    for tensor in family.logical_tensors(_one(spec)):
+        if tensor.place == LAYER:
+            yield replace(tensor, name=tensor.name.replace(_LAYER, names.layer), layers=layers)
+    yield LogicalTensor(norm, (hidden,), LAYER, layers)
+
+
+def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
+    """The tensors that a checkpoint repeats for the layer: name → logical tensor."""
+    if not spec.mtp_layers:
+        return {}
+    return {name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies}
+
+
+def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: ModuleType) -> Iterator[Parameter]:
+    if not spec.mtp_layers:
+        return
+    layers, names = _layers(spec), [MEGATRON + name + ".weight" for name in _MEGATRON_NAMES]
+    yield from _around(spec, family, names, topology.tp)
+    for each in family.megatron_parameters(_one(spec), topology, layer_spec):
+        if each.place == LAYER:
+            yield _moved(each, _MEGATRON_LAYER, _OWN_LAYER, layers, family)
+
+
+def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, family: ModuleType) -> Iterator[Parameter]:
+    """The draft model's own parameters. It shares the embedding and the output layer with the engine's model."""
+    if not spec.mtp_drafts:
+        return
+    layers, names = _layers(spec), family.PREDICTION
+    yield from _around(spec, family, [DRAFT + name for name in names.draft_names])
+    for each in family.sglang_parameters(_one(spec), topology, device):
+        if each.place == LAYER:
+            yield _moved(each, _LAYER, DRAFT + names.draft_layer, layers, family)
+
+
+def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
+    """Those of the draft model's parameters that a quantised engine keeps in fp8: as in the engine's model."""
+    if not spec.mtp_drafts:
+        return ()
+    own = DRAFT + family.PREDICTION.draft_layer
+    return tuple(name.replace(_LAYER, own) for name in family.quantised_parameters(_one(spec)))
+
+
+def _around(spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1) -> Iterator[Parameter]:
+    """What is beside the decoder layer; the projection is cut by rows into `tp`, if that is more than 1."""
+    layers = _layers(spec)
+    for name, of in zip(names, family.PREDICTION.names):
+        parameter = whole(name, LAYER, of, layers=layers)
+        if of == family.PREDICTION.names[2] and tp > 1:
+            parameter = replace(parameter, dim=0, groups=tp, units=(("hidden size", spec.hidden_size),))
+        yield parameter
+
+
+def _moved(parameter: Parameter, begin: str, own: str, layers: Layers, family: ModuleType) -> Parameter:
+    """`parameter` of the layer: its name begins with `own` instead of `begin`, and its parts are the layer's."""
+    parts = tuple(_of_layer(part, family) for part in parameter.parts)
+    return replace(parameter, name=parameter.name.replace(begin, own), parts=parts, layers=layers)
+
+
+def _of_layer(part: Part, family: ModuleType) -> Part:
+    return replace(part, logical_name=part.logical_name.replace(_LAYER, family.PREDICTION.layer))
+
+
+def _layers(spec: ModelSpec) -> Layers:
+    return spec.num_layers, spec.num_layers + spec.mtp_layers
+
+
+def _one(spec: ModelSpec) -> ModelSpec:
+    """The family's model with a single layer, like the last."""
+    return replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), windowed_layers=(), mtp_layers=0, mtp_drafts=False)

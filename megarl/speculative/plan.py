@@ -1,0 +1,51 @@
+"""What follows from `generator.speculative` before a run: all that is wrong with it, and the arguments of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megarl.config.schema import IGNORE, TRAIN, RunConfig
+from megarl.models.spec import ModelSpec
+from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM
+
+_NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # SGLang's NEXTN is a name of EAGLE's
+
+
+def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
+    own = config.generator.speculative
+    key = f"generator.speculative.algorithm={own.algorithm}"
+    if (own.path is not None) != (own.algorithm in (EAGLE, EAGLE3)):
+        yield f"generator.speculative.path={own.path or 'null'}: must be set for eagle and eagle3 alone; {key}"
+    if not own.drafts:
+        return
+    if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
+        yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
+    if config.rollout.truncated:  # srt/speculative/spec_sampling_mask.py:27
+        yield f"{key}: must be none with rollout.top_p, top_k or min_p: SGLang does not say which tokens it has kept"
+    if config.lora.rank:
+        yield f"{key}: must be none with lora.rank={config.lora.rank}: no draft is made with adapters"
+    if config.trainer.routing_replay and own.algorithm == NGRAM:  # srt/speculative/ngram_worker.py:544 returns none
+        yield f"{key}: must not be ngram with trainer.routing_replay: SGLang does not say which experts it chose"
+    if config.generator.dp_attention > 1 and own.algorithm == NGRAM:  # srt/arg_groups/speculative_hook.py:1368
+        yield f"{key}: must not be ngram with generator.dp_attention={config.generator.dp_attention}: SGLang refuses it"
+
+
+def arguments(config: RunConfig) -> dict[str, Any]:
+    """Those of SGLang's server. A draft is one row of tokens: of a tree the engine could keep others than were drawn."""
+    own = config.generator.speculative
+    if not own.drafts:
+        return {}
+    found = {"speculative_algorithm": _NAMES[own.algorithm], "speculative_num_draft_tokens": own.steps + 1}
+    if own.algorithm == NGRAM:
+        return found | {"speculative_ngram_max_bfs_breadth": 1}
+    found |= {"speculative_num_steps": own.steps, "speculative_eagle_topk": 1}
+    return found | ({"speculative_draft_model_path": own.path} if own.path else {})
+
+
+def never_trained(config: RunConfig) -> str:
+    """What drafts, if it stays as it was while the policy learns; otherwise empty."""
+    own = config.generator.speculative.algorithm
+    if own == NEXTN and config.trainer.mtp != TRAIN:
+        return f"the layer for multi-token prediction (trainer.mtp={config.trainer.mtp})"
+    return f"the draft model {config.generator.speculative.path}" if own in (EAGLE, EAGLE3) else ""

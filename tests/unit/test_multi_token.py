@@ -1,0 +1,148 @@
+"""The layer for multi-token prediction in configurations, and what speculative decoding asks for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.config.errors import ConfigError
+from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from megarl.generator.cpu_support import speculative as kernels
+from megarl.models.registry import load_spec, logical_tensors
+from megarl.plan.resolve import find_spec
+from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
+from megarl.speculative.acceptance import Acceptance
+from megarl.speculative.plan import arguments, check_speculative, never_trained
+from megarl.speculative.settings import SpeculativeConfig
+from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_tokens, predicting
+
+GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
+
+
+def config_of(algorithm: str, mtp: str = "keep", **more: object) -> RunConfig:
+    trainer, drafts = TrainerConfig(mtp=mtp), SpeculativeConfig(algorithm)
+    return RunConfig(model=ModelConfig(path=str(GLM)), trainer=trainer, generator=GeneratorConfig(speculative=drafts), **more)
+
+
+def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
+    without, has = load_spec(GLM), load_spec(GLM, mtp=True)
+    assert (without.mtp_layers, has.mtp_layers) == (0, 1) and replace(has, mtp_layers=0) == without
+    added = {t.name for t in hf_layout(has, "bfloat16").tensors(0)} - {t.name for t in hf_layout(without, "bfloat16").tensors(0)}
+    assert {f"model.layers.92.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")} <= added
+    assert all(name.startswith("model.layers.92.") for name in added)
+    assert len(logical_tensors(without)) < len(logical_tensors(has))
+    assert parameter_count(has) == 356_785_898_816  # 357B, as it is published
+
+
+def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
+    spec, pp = load_spec(GLM, mtp=True), 4
+    layout = trainer_layout(spec, TrainerTopology(pp=pp), "bfloat16")
+    holders = [rank for rank in range(pp) if any(tensor.name.startswith("mtp_layer.") for tensor in layout.tensors(rank))]
+    assert holders == [pp - 1]
+    for drafts in (False, True):
+        names = [t.name for t in generator_layout(replace(spec, mtp_drafts=drafts), GeneratorTopology(tp=8), "bfloat16").tensors(0)]
+        assert ("draft.model.eh_proj.weight" in names) == drafts
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "partial_rotary_factor": 1.0},
+            "must be ignore for a llama model",
+        ),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0; exactly 1"),
+        ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3; exactly 1"),
+        ({"tie_word_embeddings": True}, "needs an output layer of its own"),
+    ],
+)
+def test_checkpoints_without_such_a_layer_are_refused(change: dict[str, object], problem: str) -> None:
+    values = json.loads((GLM / "config.json").read_text()) | change
+    with pytest.raises(ConfigError, match=problem):
+        load_spec(values, mtp=True)
+
+
+def test_engines_have_the_layer_if_they_draft_with_it() -> None:
+    assert [find_spec(config_of(algorithm)).mtp_drafts for algorithm in ("none", "ngram", "nextn")] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (config_of("nextn", "ignore"), "needs trainer.mtp to be keep or train"),
+        (config_of("eagle"), "path=null: must be set for eagle and eagle3 alone"),
+        (config_of("ngram", rollout=RolloutConfig(top_p=0.9)), "must be none with rollout.top_p"),
+        (config_of("ngram", lora=LoraConfig(rank=4)), "must be none with lora.rank=4"),
+        (replace(config_of("ngram"), trainer=TrainerConfig(routing_replay=True)), "must not be ngram with trainer.routing_replay"),
+        (replace(config_of("ngram"), generator=GeneratorConfig(dp_attention=2, speculative=SpeculativeConfig("ngram"))), "dp_attention=2"),
+    ],
+)
+def test_what_drafts_do_not_go_with(config: RunConfig, problem: str) -> None:
+    [found] = check_speculative(config, load_spec(GLM))
+    assert problem in found
+
+
+def test_arguments_of_the_engine() -> None:
+    assert arguments(config_of("none")) == {}
+    row = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    assert arguments(config_of("nextn")) == row | {"speculative_algorithm": "EAGLE"}
+    assert arguments(config_of("ngram"))["speculative_ngram_max_bfs_breadth"] == 1
+    assert never_trained(config_of("nextn", "train")) == never_trained(config_of("ngram")) == ""
+    assert "trainer.mtp=keep" in never_trained(config_of("nextn"))
+
+
+def test_a_warning_once_where_what_drafts_grows_stale() -> None:
+    stale, trained = Acceptance("the layer"), Acceptance()
+    told = []
+    for version, accepted in enumerate((60, 58, 40, 30), start=1):
+        found = [each.metrics(version, 90, accepted, 30) for each in (stale, trained)]
+        assert found[0]["speculative/accept_length"] == pytest.approx(1 + accepted / 30)
+        assert ("speculative/untrained_versions" in found[0], "speculative/untrained_versions" in found[1]) == (True, False)
+        told.append([each.warning(version, accepted / 90) for each in (stale, trained)])
+    assert [bool(of_stale) for of_stale, _ in told] == [False, False, True, False] and not any(of_trained for _, of_trained in told)
+    assert "engines keep 44% of what is drafted, at first 67%" in told[2][0]
+    assert stale.metrics(5, 0, 0, 0) == {}
+
+
+def test_nothing_is_predicted_beyond_the_end_of_a_sequence() -> None:
+    scored = np.array([0, 1, 1, 1, 1, 0, 1], bool)  # sequences of 3, 1 and 3 positions
+    fields = dict.fromkeys(MicroBatch.__dataclass_fields__)
+    fields |= {"targets": torch.arange(7), "loss_mask": torch.from_numpy(scored), "scored": scored, "kept": None}
+    microbatch = MicroBatch(**fields | {"plan": MicrobatchPlan((0, 1, 2), (0, 3, 4, 7))})
+    found = predicting(microbatch)
+    assert found.scored.tolist() == found.loss_mask.tolist() == [True, True, False, False, False, True, False]
+    assert found.targets[found.scored].tolist() == [1, 2, 6]
+    assert predicted_tokens([SimpleNamespace(loss_mask=[0, 0, 1, 1]), SimpleNamespace(loss_mask=[0, 1])]) == 2
+
+
+def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
+    n, lengths = 4, torch.tensor([10, 20])
+    mask, positions = torch.zeros(2 * n * n, dtype=torch.bool), torch.zeros(2 * n, dtype=torch.long)
+    places, children, siblings = (torch.zeros(2, n, dtype=torch.long) for _ in range(3))
+    empty = torch.empty(0)
+    kernels.build_tree_kernel_efficient_cpu(empty, empty, lengths, mask, positions, places, children, siblings, 1, n - 1, n, None)
+    assert positions.tolist() == [10, 11, 12, 13, 20, 21, 22, 23] and children.tolist() == [[1, 2, 3, -1]] * 2
+    assert (siblings == -1).all() and places.flatten().tolist() == [*range(8)]
+    candidates, drawn = torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6]]), torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
+    predicts, kept, counts = torch.zeros(8, dtype=torch.int32), torch.full((2, n), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    kernels.verify_tree_greedy_cpu(
+        predicts=predicts, accept_index=kept, accept_token_num=counts, candidates=candidates, retrive_index=places,
+        retrive_next_token=children, retrive_next_sibling=siblings, target_predict=drawn,
+    )  # fmt: skip
+    assert counts.tolist() == [2, 3] and kept.tolist() == [[0, 1, 2, -1], [4, 5, 6, 7]]
+    assert predicts[kept[0, :3].long()].tolist() == [1, 2, 9] and predicts[kept[1].long()].tolist() == [4, 5, 6, 7]
+
+
+def test_a_branch_is_found_among_siblings() -> None:
+    """Token 0 has children 1 and 3; 2 follows 1."""
+    before = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
+    positions, (places, children, siblings) = torch.zeros(4, dtype=torch.long), (torch.zeros(1, 4, dtype=torch.long) for _ in range(3))
+    kernels.reconstruct_indices_from_tree_mask(before.flatten(), torch.tensor([5]), positions, places, children, siblings, 1, 4)
+    assert positions.tolist() == [5, 6, 7, 6] and children.tolist() == [[1, 2, -1, -1]] and siblings.tolist() == [[-1, 3, -1, -1]]
