@@ -179,7 +179,8 @@ def read_begun_with(config: RunConfig) -> Weights | None:
 def _read(path: Path, needed: str) -> dict[str, Any] | None:
     try:
         values = json.loads(path.read_text())
-        values[needed] + ""
+        if not isinstance(values[needed], str):
+            raise TypeError(f"{needed} is no text")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -59,7 +59,7 @@ def test_extend_equals_reference(monkeypatch, totals, news, chunk, window, sinks
     query, *cache, rows, total, new = setting(len(totals), totals, news)
     output = torch.full_like(query, float("nan"))
     options = {"scaling": 0.3, "enable_gqa": True, "causal": True, "is_cross_attn": False, "sliding_window_size": window}
-    attention.extend(never, SimpleNamespace(sinks=sinks), query, output, *cache, rows, total, total - new, new, **options)
+    attention.extend(never, SimpleNamespace(sinks=sinks, tree=None), query, output, *cache, rows, total, total - new, new, **options)
     assert (output - reference(query, *cache, rows, total, new, 0.3, window, sinks)).abs().max() < 1e-5
 
 
