@@ -75,7 +75,7 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
         print(f"{name:<10} {sides.sizes(role)}: {ranks}; weights {sides.gib_range(role)} a rank")
         for group, own in groups.items():
             precision = own["quantization"] or facts["dtype"]
-            print(f"           {group}: {own['ranks']} ranks, {precision}; weights {sides.gib_range(own)} a rank")
+            print(f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {sides.gib_range(own)} a rank")
     if evaluating := sides.evaluating(plan):
         ranks = f"{evaluating} rank{'s' * (evaluating > 1)}"
         print(f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's")

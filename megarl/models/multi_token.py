@@ -62,11 +62,11 @@ def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family:
     names: Prediction | None = getattr(family, PREDICTION, None)
     if names is None:
         raise ConfigError(
-            f"trainer.mtp: must be ignore for a {spec.family} model: its checkpoints have no layer for multi-token prediction"
+            f"trainer.mtp: must be ignore for a {spec.family} model: no layer for multi-token prediction is known of this family"
         )
     count = values.get(COUNT) or 0 if names.counted else 1
-    if count != 1:
-        raise ConfigError(f"trainer.mtp: must be ignore: {source} has {COUNT} = {count}; exactly 1 is supported")
+    if count != 1 or isinstance(count, bool):
+        raise ConfigError(f"trainer.mtp: must be ignore: {source} has {COUNT} = {count!r}; exactly 1 is supported")
     if spec.num_layers - 1 in spec.linear_layers:
         raise ConfigError(f"trainer.mtp: must be ignore: {source}: the last layer has no attention to build the layer from")
     if spec.tie_word_embeddings or spec.head != LM:

@@ -1,8 +1,8 @@
 """Qwen3.5: as Qwen3-Next, but the projections of gated delta nets lie kind by kind, and smaller models are dense.
 
 Checkpoints are published with a vision tower, beside which the language model has names of its own. It alone is trained and served; exports
-carry the tower through. Those without one (`…ForCausalLM`) are another architecture of Hugging Face's and SGLang's. Layers for multi-token
-prediction are left out as in Qwen3-Next.
+carry the tower through. Those without one (`…ForCausalLM`) are another architecture of Hugging Face's and SGLang's. Their layer for
+multi-token prediction (`mtp.*`) is left out.
 """
 
 from __future__ import annotations

@@ -312,6 +312,7 @@ FIXED_KEYS = (
     "model.path",
     "model.tokenizer",
     "model.dtype",
+    "trainer.mtp",
     *(f"lora.{key}" for key in ("rank", "alpha", "targets", "experts", "init")),
     *(key for key in settings() if key.startswith(("data.train.", "data.curriculum."))),
     "data.shuffle",

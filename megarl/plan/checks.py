@@ -42,7 +42,7 @@ from megarl.reshard.layout import QUANTISATIONS, generator_parameters, stage_of_
 from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
-from megarl.speculative.plan import check_speculative
+from megarl.speculative.plan import check_draft_model, check_speculative
 from megarl.teachers.plan import check_distillation
 
 # Unlike engines (`generator.groups`): each group is checked as if the run had no other engines.
@@ -67,15 +67,18 @@ def problems_by_group(config: RunConfig, checks: Iterable[Callable[[RunConfig], 
 def _in_keys_of(name: str, own: GroupConfig | None, problem: str) -> str:
     """`problem`, with the keys of the group that sets them."""
     given = [each.name for each in fields(own) if getattr(own, each.name)] if own else []
-    return re.sub(rf"\bgenerator\.({'|'.join(given)})\b", rf"generator.groups.{name}.\1", problem) if given else problem
+    own_key = f"generator.groups.{name}."
+    return re.sub(rf"\bgenerator\.({'|'.join(given)})\b", lambda found: own_key + found[1], problem) if given else problem
 
 
 def check_groups(config: RunConfig) -> Iterable[str]:
     """What no group shows alone. Both fp8 values and amax are kept by tensor, so there is one rule for them."""
-    groups = {name: shape for name, shape in config.generator.shapes.items() if name}
+    groups = config.generator.shapes if any(group is not None for group in config.generator.groups.values()) else {}
     for name in groups:
         if not GROUP_NAME.fullmatch(name):
-            yield f"generator.groups.{name}: its name must be letters, digits, - and _"
+            yield f"generator.groups.{name or repr(name)}: its name must be letters, digits, - and _"
+    if (ranks := sum(shape.engines * shape.tp for shape in groups.values())) > MAX_RANKS and len(groups) > 1:
+        yield f"generator.groups: {ranks} ranks; at most {MAX_RANKS} can be planned"
     if groups and config.weights.relay == ENGINES:
         yield f"weights.relay={ENGINES}: must be auto or off with generator.groups"
     formats = {shape.quantization: name for name, shape in groups.items() if shape.quantization}
@@ -504,12 +507,12 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
 )
 PLANNING_COMMANDS = ("plan", "reshard")
 OF_GPUS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks)  # of `cluster.gpu`; a plan says them, and goes on
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (*OF_GPUS, check_resume)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (*OF_GPUS, check_resume, check_draft_model)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),
     "train": (check_run_dir, *_TRAIN_CHECKS),
     "dry-run": (check_run_dir_here, *_TRAIN_CHECKS),
-    "eval": (check_run_dir, check_evaluated_format, check_eval_command),
+    "eval": (check_run_dir, check_evaluated_format, check_eval_command, check_draft_model),
     "export": (check_run_dir, check_exported),
 }

@@ -121,6 +121,9 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     problems += problems_of(lambda: check_served_teachers(config, find_served(config, command), spec))
     if spec.head == SCALAR and command not in (None, "reward-model"):
         problems.append(f"model.path={config.model.path}: is a reward model or critic ({CLASSIFICATION}), which generates no text")
+    if spec.vision_tower and command == "reward-model":
+        told = "must have no vision tower for megarl reward-model: what it writes would keep the name of a model that generates text"
+        problems.append(f"model.path={config.model.path}: {told}")
     if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
         of_sizes = problems_by_group(with_own_sizes(config, "sft"), [partial(_with_model, check_sizes, spec)])
         of_warm_start = _in_keys_of("sft", config, of_sizes)

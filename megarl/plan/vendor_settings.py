@@ -383,12 +383,18 @@ _MOVED = "weights are written to the experts where the layout has them, and it w
 _COPIES = "it may compute with copies of the weights, which no update writes"
 _NO_LAYOUT = "the layout by which weights are written does not know it"
 _NO_KEYS = "requests go by HTTP with a key, and this would serve them in another way"
+_ROW = "a draft is one row of tokens"
 SGLANG_REFUSED = {
     "enable_eplb": f"{_MOVED}move them",
     "init_expert_location": f"{_MOVED}place them elsewhere",
     "ep_num_redundant_experts": "only one copy of an expert is written to",
     "elastic_ep_backend": f"{_MOVED}move them",
-    "speculative_eagle_topk": "a draft is one row of tokens",
+    "speculative_eagle_topk": _ROW,
+    "speculative_ngram_min_bfs_breadth": _ROW,
+    "speculative_ngram_max_bfs_breadth": _ROW,
+    "speculative_token_map": "the draft model would keep its own copy of the output layer, which no update writes",
+    "speculative_draft_model_quantization": "the draft model has the format of the engine",
+    "speculative_draft_load_format": "the launcher decides where the draft model's weights come from",
     "speculative_accept_threshold_single": "tokens would be kept that the policy would not have sampled",
     "speculative_accept_threshold_acc": "tokens would be kept that the policy would not have sampled",
     "enable_multi_layer_eagle": "one layer for multi-token prediction is known",
@@ -465,7 +471,7 @@ def _refused(name: str, value: Any, truncated: bool) -> str | None:
         return f"must be left out; {SGLANG_REFUSED[name]}"
     if name == "sampling_backend" and value == "ascend" and truncated:
         return "must not be ascend with rollout.top_p, top_k or min_p: it does not record which tokens it keeps"
-    if name == "moe_runner_backend" and value not in MOE_RUNNERS:
+    if name in ("moe_runner_backend", "speculative_moe_runner_backend") and value not in MOE_RUNNERS:
         return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import IGNORE, TRAIN, RunConfig
+from megarl.models.registry import missing_folder
 from megarl.models.spec import ModelSpec
-from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM
+from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
 
 _NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # SGLang's NEXTN is a name of EAGLE's
 
@@ -19,6 +21,15 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"generator.speculative.path={own.path or 'null'}: must be set for eagle and eagle3 alone; {key}"
     if not own.drafts:
         return
+    if own.path is not None and Path(own.path) == Path(config.model.path):
+        yield f"generator.speculative.path={own.path}: must be another model than model.path, whose own layer {NEXTN} drafts with; {key}"
+    if own.algorithm in (EAGLE, EAGLE3) and config.generator.quantization is not None:
+        quantization = f"generator.quantization={config.generator.quantization}"
+        yield f"{key}: must be {NONE}, {NGRAM} or {NEXTN} with {quantization}: SGLang would give the draft model that format too"
+    if own.steps >= config.rollout.max_tokens:
+        yield f"generator.speculative.steps={own.steps}: must be less than rollout.max_tokens={config.rollout.max_tokens}"
+    if (length := config.plan.accept_length or 0) > own.steps + 1:
+        yield f"plan.accept_length={length:g}: must be at most {own.steps + 1}, generator.speculative.steps and the token that is sampled"
     if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
         yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
     if config.rollout.truncated:  # srt/speculative/spec_sampling_mask.py:27
@@ -31,6 +42,16 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"{key}: must not be ngram with generator.dp_attention={config.generator.dp_attention}: SGLang refuses it"
 
 
+def check_draft_model(config: RunConfig) -> Iterable[str]:
+    """Whether the folder of the draft model is there."""
+    key, path = "generator.speculative.path", config.generator.speculative.path
+    if path is None:
+        return
+    yield from (missing := list(missing_folder(key, path)))
+    if not missing and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        yield f"{key}={path}: the folder holds no config.json"
+
+
 def arguments(config: RunConfig) -> dict[str, Any]:
     """Those of SGLang's server. A draft is one row of tokens: of a tree the engine could keep others than were drawn."""
     own = config.generator.speculative
@@ -40,7 +61,8 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     if own.algorithm == NGRAM:
         return found | {"speculative_ngram_max_bfs_breadth": 1}
     found |= {"speculative_num_steps": own.steps, "speculative_eagle_topk": 1}
-    return found | ({"speculative_draft_model_path": own.path} if own.path else {})
+    # Without a format of its own the draft model would begin with random weights where the engine does, and no update writes it.
+    return found | ({"speculative_draft_model_path": own.path, "speculative_draft_load_format": "auto"} if own.path else {})
 
 
 def never_trained(config: RunConfig) -> str:

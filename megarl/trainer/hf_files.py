@@ -116,7 +116,20 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _absent_layer(spec: ModelSpec, files: Collection[str]) -> set[str]:
+    """The tensors of the layer for multi-token prediction, if none of them is there: exports of runs that ignored it do not have it."""
+    if not spec.mtp_layers:
+        return set()
+    alone = {tensor.name for tensor in filed(replace(spec, mtp_layers=0, mtp_drafts=False), files)}
+    own = {tensor.name for tensor in filed(spec, files)} - alone
+    return own if own.isdisjoint(files) else set()
+
+
 def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Collection[str]) -> Iterator[str]:
+    if absent := _absent_layer(spec, files):
+        told = f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
+        yield f"{folder}: has no layer for multi-token prediction: {told}"
+    without = {*without, *absent}
     expected: dict[str, tuple[int, ...]] = {}
     in_fp4: set[str] = set()
     for tensor in filed(spec, files):

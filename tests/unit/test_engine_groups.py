@@ -138,6 +138,12 @@ def test_none_is_a_format_and_arguments_add_up():
         ("generator.groups.a.pp=1", "generator.groups.a.pp=1: unknown key"),
         ("generator.groups.a.quantization=int4", "generator.groups.a.quantization=int4: must be one of none, fp8_block"),
         ("generator.groups.a_b!.engines=1", "generator.groups.a_b!: its name must be letters, digits, - and _"),
+        ("generator.groups.a\\d.tp=3", "generator.groups.a\\d: its name must be letters"),
+        ('generator.groups={"":{"tp":2}}', "generator.groups.'': its name must be letters"),
+        (
+            "generator.groups.a.engines=60000 generator.groups.b.engines=60000",
+            "generator.groups: 120000 ranks; at most 100000 can be planned",
+        ),
         (
             "generator.groups.a.quantization=fp8_block generator.groups.b.quantization=fp8_channel",
             "generator.groups.a.quantization=fp8_block and generator.groups.b.quantization=fp8_channel: must be one format",

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
-from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, PlanConfig, RolloutConfig, RunConfig, TrainerConfig
 from megarl.generator.cpu_support import speculative as kernels
 from megarl.models.registry import load_spec, logical_tensors
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
 from megarl.speculative.acceptance import Acceptance
-from megarl.speculative.plan import arguments, check_speculative, never_trained
+from megarl.speculative.plan import arguments, check_draft_model, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
+from megarl.trainer.hf_files import check_checkpoint
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_tokens, predicting
 
 GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
@@ -29,6 +31,11 @@ GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
 def config_of(algorithm: str, mtp: str = "keep", **more: object) -> RunConfig:
     trainer, drafts = TrainerConfig(mtp=mtp), SpeculativeConfig(algorithm)
     return RunConfig(model=ModelConfig(path=str(GLM)), trainer=trainer, generator=GeneratorConfig(speculative=drafts), **more)
+
+
+def drafting(algorithm: str, quantization: str | None = None, path: str = "owner/draft") -> RunConfig:
+    generator = GeneratorConfig(quantization=quantization, speculative=SpeculativeConfig(algorithm, path))
+    return replace(config_of(algorithm), generator=generator)
 
 
 def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
@@ -60,6 +67,8 @@ def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
         ),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0; exactly 1"),
         ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3; exactly 1"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers = '1'; exactly 1"),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers = True; exactly 1"),
         ({"tie_word_embeddings": True}, "needs an output layer of its own"),
     ],
 )
@@ -78,6 +87,10 @@ def test_engines_have_the_layer_if_they_draft_with_it() -> None:
     [
         (config_of("nextn", "ignore"), "needs trainer.mtp to be keep or train"),
         (config_of("eagle"), "path=null: must be set for eagle and eagle3 alone"),
+        (drafting("eagle", "fp8_block"), "must be none, ngram or nextn with generator.quantization=fp8_block"),
+        (drafting("eagle", path=f"{GLM}/"), "must be another model than model.path"),
+        (config_of("ngram", rollout=RolloutConfig(max_tokens=3)), "generator.speculative.steps=3: must be less than rollout.max_tokens=3"),
+        (config_of("ngram", plan=PlanConfig(accept_length=4.5)), "plan.accept_length=4.5: must be at most 4"),
         (config_of("ngram", rollout=RolloutConfig(top_p=0.9)), "must be none with rollout.top_p"),
         (config_of("ngram", lora=LoraConfig(rank=4)), "must be none with lora.rank=4"),
         (replace(config_of("ngram"), trainer=TrainerConfig(routing_replay=True)), "must not be ngram with trainer.routing_replay"),
@@ -89,11 +102,34 @@ def test_what_drafts_do_not_go_with(config: RunConfig, problem: str) -> None:
     assert problem in found
 
 
+def test_a_draft_model_is_looked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    of_folder = drafting("eagle", path=str(folder))
+    assert ["no such folder" in problem for problem in check_draft_model(of_folder)] == [True]
+    folder.mkdir()
+    assert ["holds no config.json" in problem for problem in check_draft_model(of_folder)] == [True]
+    (folder / "config.json").write_text("{}")
+    assert not [*check_draft_model(of_folder), *check_draft_model(drafting("eagle")), *check_draft_model(config_of("ngram"))]
+
+
+def test_an_export_without_the_layer_is_named_in_one_line(tmp_path: Path) -> None:
+    values = json.loads((GLM / "config.json").read_text())
+    small = dict.fromkeys(("num_hidden_layers", "n_routed_experts", "num_experts_per_tok", "hidden_size", "vocab_size"), 2)
+    spec = load_spec(values | small, mtp=True)
+    without = hf_layout(replace(spec, mtp_layers=0), "float32").tensors(0)
+    save_file({tensor.name: torch.zeros(tensor.shape) for tensor in without}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        check_checkpoint(spec, tmp_path)
+    assert [f"{tmp_path}: has no layer for multi-token prediction" in problem for problem in raised.value.problems] == [True]
+    assert "trainer.mtp must be ignore" in str(raised.value)
+
+
 def test_arguments_of_the_engine() -> None:
     assert arguments(config_of("none")) == {}
     row = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
     assert arguments(config_of("nextn")) == row | {"speculative_algorithm": "EAGLE"}
     assert arguments(config_of("ngram"))["speculative_ngram_max_bfs_breadth"] == 1
+    assert arguments(drafting("eagle"))["speculative_draft_load_format"] == "auto", "weights of engines may be dummies"
     assert never_trained(config_of("nextn", "train")) == never_trained(config_of("ngram")) == ""
     assert "trainer.mtp=keep" in never_trained(config_of("nextn"))
 

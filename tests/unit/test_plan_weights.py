@@ -132,6 +132,8 @@ class TestResume:
             f"data.shuffle=false: the run in run_dir={run} began with true; keep that, or use another run_dir",
             f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
         ]
+        told = f"trainer.mtp=keep: the run in run_dir={run} began with ignore; keep that, or use another run_dir"
+        assert told in problems_of(tmp_path, "trainer.mtp=keep", command="train"), "checkpoints have what the setting asked for"
 
     def test_what_may_change(self, tmp_path: Path) -> None:
         self.begin(tmp_path)

@@ -184,6 +184,12 @@ def test_a_reward_model_is_no_policy(tmp_path: Path) -> None:
     assert resolve(config_of(*overrides), "reward-model").spec.head == "scalar"
 
 
+def test_no_reward_model_is_made_beside_a_vision_tower(tmp_path: Path) -> None:
+    seeing = [f"model.path={ROOT}/configs/models/qwen3.5-397b-a17b", f"model.tokenizer={TINY}", f"run_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="must have no vision tower for megarl reward-model"):
+        resolve(config_of(*seeing), "reward-model")
+
+
 def test_the_last_line_tells_how_held_out_pairs_are_ordered() -> None:
     assert accuracy_line('{"step": 0, "loss": 1}\n') == ""
     one = {"before/accuracy": 0.5, "before/loss": 0.7, "eval/accuracy": 0.75, "eval/loss": 0.25}
