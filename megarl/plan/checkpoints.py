@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -342,7 +343,17 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     except ConfigError as error:
         yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
         return
-    fixed = (*FIXED_KEYS, *_ROOM_KEYS) if config.data.bad_rows == DROP else FIXED_KEYS
+    yield from _begun_otherwise(before, config, (*FIXED_KEYS, *_ROOM_KEYS) if config.data.bad_rows == DROP else FIXED_KEYS)
+
+
+def check_exported(config: RunConfig) -> Iterable[str]:
+    """An export has the layer for multi-token prediction if its checkpoint has it: the command must not leave it out unasked."""
+    yield from check_names(config.run_dir)
+    with contextlib.suppress(ConfigError):  # what a checkpoint holds can be exported without the run's settings
+        yield from _begun_otherwise(_earlier(config), config, ("trainer.mtp",))
+
+
+def _begun_otherwise(before: Mapping[str, Any], config: RunConfig, fixed: Collection[str]) -> Iterable[str]:
     for key, value in differences(before, config).items():
         if general(key) in fixed:
             now = yaml_text(value_at(config, key))

@@ -33,7 +33,7 @@ from megarl.data.rows import LIVECODEBENCH, held_out
 from megarl.lora.plan import check_lora
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
-from megarl.plan.checkpoints import check_best, check_names, check_resume
+from megarl.plan.checkpoints import check_best, check_exported, check_resume
 from megarl.plan.topologies import generator_topology, trainer_topology
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
@@ -475,10 +475,6 @@ def check_run_dir_here(config: RunConfig) -> Iterable[str]:
 def check_eval_command(config: RunConfig) -> Iterable[str]:
     if not held_out(config):
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
-
-
-def check_exported(config: RunConfig) -> Iterable[str]:
-    return check_names(config.run_dir)
 
 
 WHOLE_CHECKS: tuple[ConfigCheck, ...] = (check_groups, check_resume)  # of all groups of engines together

@@ -133,7 +133,10 @@ class TestResume:
             f"seed=1: the run in run_dir={run} began with 0; keep that, or use another run_dir",
         ]
         told = f"trainer.mtp=keep: the run in run_dir={run} began with ignore; keep that, or use another run_dir"
-        assert told in problems_of(tmp_path, "trainer.mtp=keep", command="train"), "checkpoints have what the setting asked for"
+        for command in ("train", "export"):
+            assert told in problems_of(tmp_path, "trainer.mtp=keep", command=command), "checkpoints have what the setting asked for"
+        (run / "config.yaml").write_text("damaged: [")
+        resolve(config(tmp_path, "seed=1"), "export")
 
     def test_what_may_change(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
