@@ -71,9 +71,9 @@ class ConfigReader:
 
     def rope(self) -> tuple[float, Mapping[str, Any] | None]:
         """(theta, scaling or None) from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
-        values = self.values.get("rope_parameters") or {}
+        values = self._mapping("rope_parameters")
         theta = values.get("rope_theta") or self.number("rope_theta", 10000.0)
-        scaling = values or self.values.get("rope_scaling") or {}
+        scaling = values or self._mapping("rope_scaling")
         scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "partial_rotary_factor")}
         if scaling.get("rope_type", scaling.get("type", "default")) == "default":
             return float(theta), None
@@ -81,8 +81,17 @@ class ConfigReader:
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
         """From `rope_parameters` (transformers 5) or from the key of its own."""
-        of_rope = ConfigReader(self.source, self.values.get("rope_parameters") or {})
-        return of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
+        of_rope = ConfigReader(self.source, self._mapping("rope_parameters"))
+        factor = of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
+        if not 0 < factor <= 1:
+            raise ConfigError(f"{self.source}: partial_rotary_factor = {factor} must be above 0, and at most 1")
+        return factor
+
+    def _mapping(self, key: str) -> Mapping[str, Any]:
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not a mapping")
+        return value
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
         """Notes a problem if the value is not `allowed`. All are reported together, when the family has read what it needs."""
@@ -182,6 +191,8 @@ def _read_model(source: str, values: Mapping[str, Any], own_family: str | None) 
     names = values.get("architectures")
     if not names:
         raise ConfigError(f"{source}: architectures is missing")
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(f"{source}: architectures = {names!r} is not a list of names")
     if not names[0].endswith(CLASSIFICATION):
         return _read_decoder(source, values, names[0], own_family)
     spec = _read_decoder(source, values, names[0].removesuffix(CLASSIFICATION) + CAUSAL_LM, own_family)

@@ -251,6 +251,22 @@ def test_what_the_language_model_beside_a_vision_tower_computes_otherwise_is_ref
         load_spec({**config, "text_config": config["text_config"] | change})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": [3]}, r"architectures = \[3\] is not a list of names"),
+        ({"architectures": "Glm4MoeForCausalLM"}, "architectures = 'Glm4MoeForCausalLM' is not a list of names"),
+        ({"rope_parameters": [1]}, r"rope_parameters = \[1\] is not a mapping"),
+        ({"rope_scaling": "x"}, "rope_scaling = 'x' is not a mapping"),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor = 2.0 must be above 0, and at most 1"),
+    ],
+)
+def test_values_of_another_kind_are_refused(change, message):
+    config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "glm-4.6" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_spec(config | change)
+
+
 def test_a_language_model_beside_a_vision_tower_is_the_one_alone_but_for_names_in_files():
     config = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3.5-397b-a17b" / "config.json").read_text())
     beside = load_spec(config)
