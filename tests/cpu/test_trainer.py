@@ -24,6 +24,7 @@ from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.trainer.hf_files import tensor_files
 
+pytestmark = pytest.mark.timeout(2400)  # the first test waits for all scenarios, in make test-all some two hundred
 BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {
     "lr": 1e-2,

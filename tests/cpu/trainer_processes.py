@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nursery import Run, script
 
-DEADLINE_S = 400  # generous, but less than that of a test
+START_S, SCENARIO_S = 200, 10  # generous: a busy machine takes four seconds for a scenario
 
 
 def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:
@@ -27,7 +27,7 @@ def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_
         text=True,
     )
     try:
-        said, _ = ranks.communicate(timeout=DEADLINE_S)
+        said, _ = ranks.communicate(timeout=START_S + SCENARIO_S * len(scenarios))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
