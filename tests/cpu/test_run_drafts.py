@@ -16,8 +16,8 @@ GLM = {
     "routed_scaling_factor": 1.5, "norm_topk_prob": True, "num_hidden_layers": 5,
 }  # fmt: skip
 TRAINED = ["trainer.mtp=train", "trainer.pp=2", "trainer.tp=1", "trainer.dp=1", "generator.speculative.algorithm=nextn"]
-KEPT = ["trainer.mtp=keep", "generator.speculative.algorithm=nextn", "trainer.routing_replay=true"]
-NGRAMS = ["generator.speculative.algorithm=ngram"]
+KEPT = ["trainer.sequence_parallel=true", "trainer.mtp=keep", "generator.speculative.algorithm=nextn", "trainer.routing_replay=true"]
+NGRAMS = ["trainer.sequence_parallel=true", "generator.speculative.algorithm=ngram"]
 
 
 @pytest.fixture(scope="module")
