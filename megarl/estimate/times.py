@@ -85,7 +85,7 @@ class Group:
     def all_to_all_s(self, size_bytes: float, copies: int = 1) -> float:
         """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC.
 
-        `copies`: above 1, so many members get the same bytes, which go to a node, or to a member, only once.
+        `copies`: how many members get the same bytes. Above 1, a node or a member gets them only once.
         """
         if self.size == 1:
             return 0.0

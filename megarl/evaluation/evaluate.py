@@ -107,8 +107,8 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
 async def evaluate_sets(
     plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: Sequence[int]
 ) -> dict[str, Any]:
-    """Evaluates one set after the other, by so many `engines` of each group: returns the scores of data.eval and, under "suites", those of
-    each set of eval.suites."""
+    """Evaluates one set after the other. `engines`: how many of each group do it. Returns the scores of data.eval and, under "suites",
+    those of each set of eval.suites."""
     places = at_once(plan.groups, engines)
     found = {held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}

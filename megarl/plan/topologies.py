@@ -50,8 +50,8 @@ def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
 
 
 def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: str, device: str, engines: Sequence[int] = ()) -> Layout:
-    """The layout of all engines, or of so many `engines` of each group. Their ranks follow each other, group by group. `device` as of
-    `generator_layout`."""
+    """The layout of the engines, whose ranks follow each other, group by group. `engines`: how many of each group; empty: all. `device`:
+    as in `generator_layout`."""
     counts = engines or [group.settings.engines for group in groups]
     return side_by_side([
         generator_layout(spec, replace(g.topology, engines=count), g.dtype(model_dtype), device, g.settings.quantization)
@@ -61,7 +61,7 @@ def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: 
 
 
 def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
-    """How many requests all engines run together, or so many `engines` of each group."""
+    """How many requests the engines run together. `engines`: how many of each group; empty: all."""
     counts = engines or [group.settings.engines for group in groups]
     return sum(count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True))
 

@@ -170,7 +170,7 @@ class EngineSessions:
         return Workers(clients, tp, self._link, self._plan.config.timeouts.weights_s)
 
     def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
-        """Of each engine, where there are so many `engines` of each group."""
+        """The topology of each engine, in order. `engines`: how many of each group."""
         return [group.topology for group, count in zip(self._plan.groups, engines, strict=True) for _ in range(count)]
 
     async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]) -> Opened:

@@ -102,7 +102,7 @@ def _first_update_s(events: dict[str, Any], after_s: float) -> float:
 
 
 def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
-    """Makes the run of `config` in `folder`, kills processes when it has done so many steps, and starts it again when it ends of it."""
+    """Makes the run of `config` in `folder`. Kills each process of KILLS at its step, and starts the run again when that ends it."""
     command = [sys.executable, "-P", "-m", "megarl", "train", config, f"run_dir={folder}", *overrides]
     kills = list(KILLS)
     for _ in range(MOST_STARTS):
