@@ -149,7 +149,8 @@ NOT_RUN = {
     ),
     "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does it with a run of its own",
     "python tests/studies simulated --kills configs/quickstart.yaml runs/kills model.path=runs/quickstart/sft/hf model.random_init=false "
-    "max_steps=60 generator.engines=2 checkpoint.every=10 async.partial_rollout=in_flight observe.rollouts_per_step=32 eval.every=0": "takes two minutes; test_simulation.py simulates failures",
+    "max_steps=60 generator.engines=2 checkpoint.every=10 async.partial_rollout=in_flight "
+    "observe.rollouts_per_step=32 eval.every=0": "takes two minutes; test_simulation.py simulates failures",
     "megarl report runs/q0 runs/q1 --output compared.html": PAGES,
     "megarl report runs/quickstart --serve": PAGES,
     "sbatch slurm/quickstart.sbatch": SLURM,
