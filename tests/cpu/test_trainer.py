@@ -58,7 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Folder with everything the ranks saved. Models are trained under the layouts that a selected test asks for."""
     out = tmp_path_factory.mktemp("runs")
-    chosen = [item.callspec.params for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    of_module = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    chosen = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
     asked = {(params.get("model", params.get("name")), params.get("layout")) for params in chosen}
 
     saves = {name: layout for name, (_, layout, _) in CHECKPOINTS.items() if name == "zero1" or name in {other for other, _ in asked}}
