@@ -37,7 +37,9 @@ def errors_of(processes: list[subprocess.Popen], timeout_s: float = 90) -> list[
             process.wait(10)
 
 
-@pytest.mark.parametrize("quantization, dp", [("fp8_block", 2), ("fp8_channel", 1), ("fp8_tensor", 1)])
+@pytest.mark.parametrize(
+    "quantization, dp", [("fp8_block", 2), *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("fp8_channel", "fp8_tensor"))]
+)
 def test_cut_tiles_equal_quantising_the_gathered_tensors(quantization: str, dp: int, tmp_path: Path):
     processes = start(Job(free_port(), quantization, dp, str(tmp_path)))
     errors = errors_of(processes)

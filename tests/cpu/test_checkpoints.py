@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_cases import KNOWN, Chain, known_chains, random_chains
+from checkpoint_cases import Chain, known_chains, random_chains
 from nursery import Run, script
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
@@ -46,11 +46,12 @@ def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_every_tensor_and_moment_is_the_same_under_other_layouts(tmp_path: Path) -> None:
-    """Those that were wrong once, and some at random."""
-    chains = [*known_chains(tmp_path), *random_chains(tmp_path, seed=0, count=1, layouts=4)]
-    assert sum(len(chain["layouts"]) - 1 for chain in chains) == 12
-    assert {name for name, *_ in KNOWN} < {chain["name"] for chain in chains}
+@pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_tensor_and_moment_is_the_same_under_other_layouts(seldom: bool, tmp_path: Path) -> None:
+    """Those that were wrong once, one of each cause soon; and some at random."""
+    known = {chain["name"]: chain for chain in known_chains(tmp_path)}
+    soon = [known.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
+    chains = [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
     assert_equal_under_all_layouts(tmp_path, chains)
 
 

@@ -37,7 +37,7 @@ def scored(asked: Sequence[tuple[dict, str]], test_timeout_s: float = 6.0, timeo
     return asyncio.run(asyncio.wait_for(run(), 500))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
 def test_programs_are_told_right_from_wrong(count: int) -> None:
     made = pairs()[:count]
     found = scored([(record, text) for record, text, _ in made])
@@ -156,7 +156,7 @@ def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
 STOPS = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\nfile = os.open(f'/proc/{os.getppid()}/fd/1', 1)\nwhile True:\n"
 
 
-@pytest.mark.parametrize(("said", "why"), [("' '", "slow"), (r"'\n'", "crashed")])
+@pytest.mark.parametrize(("said", "why"), [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)])
 def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(said: str, why: str) -> None:
     """Not for that of all tests, an hour here, whatever it writes in the place of the process."""
     hostile = f"{STOPS} os.write(file, {said}.encode())\n time.sleep(0.5)"

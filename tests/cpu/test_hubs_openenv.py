@@ -105,12 +105,14 @@ def test_a_policy_whose_texts_are_actions(boards: Played):
     assert sample.reward == 0.25 + 0.5 + 0.75 and sample.metrics["env_steps"] == 3 and sample.metrics["env_ended"] == 1
 
 
+@pytest.mark.long
 def test_the_reward_of_the_last_step_after_the_most_turns():
     with opened(reward="last", max_turns=2, **TEXT) as played:
         [sample] = played(Saying("ab"), {"reset": {}}).samples
     assert sample.reward == 0.5 and sample.metrics["env_steps"] == 2 and sample.metrics["env_ended"] == 0
 
 
+@pytest.mark.long
 def test_actions_of_an_environment_without_tools_are_calls_of_one_tool():
     policy = Saying(call("step", {"text": "ab", "times": 2}), call("step", {"texts": "ab"}), "enough")
     with opened() as played:
@@ -138,7 +140,8 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: p
         assert sample.reward == 1.5
 
 
-@pytest.mark.parametrize("server", ["boards:threads", pytest.param("boards:app", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
 def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
     """Also where one holds up the whole server."""
     with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
@@ -166,6 +169,7 @@ def test_an_episode_ends_where_the_conversation_has_no_room(boards: Played):
     assert sample.reward == 0.25 and sample.metrics["out_of_room"] == 1 and not any(map(sample.metrics.get, FAILED))
 
 
+@pytest.mark.long
 def test_a_server_that_is_full_is_asked_again():
     with opened(server="boards:narrow", **TEXT) as played:
         samples = played(Saying("ab"), {"reset": {}}, n=5).samples
@@ -201,6 +205,7 @@ def servers(urls: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
             server.wait()
 
 
+@pytest.mark.long
 def test_servers_that_run_already_share_the_episodes(urls: list[str], servers: list[Any]):
     with opened(server=urls, folder=None, **TEXT) as played:
         samples = played(Saying("ab"), {"reset": {}}, n=4).samples
@@ -327,8 +332,8 @@ def test_what_is_not_there_is_refused_before_anything_starts(arguments: dict[str
     "arguments, told",
     [
         ({"text_field": "move"}, "text_field=move: an action has text, times"),
-        ({"text_field": "times"}, "text_field=times: an action needs text too"),
-        ({"server": "boards:nothing"}, "boards:nothing cannot be loaded: AttributeError"),
+        pytest.param({"text_field": "times"}, "text_field=times: an action needs text too", marks=pytest.mark.long),
+        pytest.param({"server": "boards:nothing"}, "boards:nothing cannot be loaded: AttributeError", marks=pytest.mark.long),
         pytest.param({"server": "http://127.0.0.1:9", "start_s": 15.0}, "http://127.0.0.1:9/health: ConnectError", marks=pytest.mark.long),
     ],
 )

@@ -14,7 +14,10 @@ RANK = Path(__file__).with_name("waiting_rank.py")
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("how, doing", [("stopped", "is stopped (SIGSTOP, or a debugger)"), ("busy", "was in busy (cpu/waiting_rank.py:")])
+@pytest.mark.parametrize(
+    "how, doing",
+    [("stopped", "is stopped (SIGSTOP, or a debugger)"), pytest.param("busy", "was in busy (cpu/waiting_rank.py:", marks=pytest.mark.long)],
+)
 def test_a_rank_that_does_not_come_is_named(tmp_path, how, doing):
     with ProcessGroup(tmp_path / "logs") as group:
         for rank in range(3):

@@ -42,7 +42,11 @@ def requests() -> list[ScoreRequest]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tp"), [*((architecture, 1) for architecture in SERVED), pytest.param(SERVED[1], 2, marks=pytest.mark.long)]
+    ("architecture", "tp"),
+    [
+        (SERVED[0], 1),
+        *(pytest.param(architecture, tp, marks=pytest.mark.long) for architecture, tp in [*((a, 1) for a in SERVED[1:]), (SERVED[1], 2)]),
+    ],
 )
 def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) -> None:
     folder = make_scores(tmp_path / "scores", architecture)

@@ -39,7 +39,7 @@ def hf_distribution(folder: Path, sample: Sample) -> torch.Tensor:
         return hf_model(folder, torch.float32).double()(torch.tensor([ids])).logits[0, len(PROMPT.token_ids) - 1 : -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "teacher", 4, torch.float32, tied=False)
 

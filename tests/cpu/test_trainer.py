@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, VOCAB, marked, save_model
+from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, TESTED, VOCAB, cases, save_model
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_rig import LENGTHS, sequences
@@ -70,7 +70,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, requ
         return {"run": "gradients", "name": f"{model}.{layout}", "model": str(models[model]), "topology": topology, "trainer": settings}
 
     def gradients(world: int) -> list[dict[str, Any]]:
-        return [of_case(model, layout) for model, layout in CASES if LAYOUTS[layout][0] == world and (model, layout) in asked]
+        return [of_case(*case.values) for case in CASES if case.values in asked and LAYOUTS[case.values[1]][0] == world]
 
     def checkpoint(run: str, name: str, layout: str) -> dict[str, Any]:
         _, topology, settings = LAYOUTS[layout]
@@ -79,7 +79,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, requ
         return dict(run=run, name=f"{run}.{name}" + (f".{layout}" if run == "load" else ""), **of_layout)
 
     def loads(world: int) -> list[dict[str, Any]]:
-        return [checkpoint("load", name, layout) for name, layout in LOADS if LAYOUTS[layout][0] == world and (name, layout) in asked]
+        return [checkpoint("load", *case.values) for case in LOADS if case.values in asked and LAYOUTS[case.values[1]][0] == world]
 
     untied = str(models["untied"])
     torch.save(LOGPROBS, out / "logprob_inputs.pt")
@@ -115,7 +115,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, requ
     return out
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
     expected = reference(models[model])
     ranks = saved(runs, f"{model}.{layout}")
@@ -132,7 +132,7 @@ def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model
             assert masked == pytest.approx([x if m else 0.0 for x, m in zip(row, sequence.loss_mask)], abs=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("which", ["all", "dropped", "microbatches"])
 def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: Path, model: str, layout: str, which: str) -> None:
     """`dropped`: without the sequences of zero advantage, same denominator; `microbatches`: several, of different shapes."""
@@ -150,7 +150,7 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
             assert step["entropy"] == pytest.approx(expected["entropy"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None:
     """The trainer counts what its model was given. Context parallelism pads each sequence to 2 cp chunks, sequence parallelism each
     microbatch, here of at most 11, to as many parts; a rank without sequences computes the least that can be cut."""
@@ -167,7 +167,7 @@ def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None
         assert in_sequences <= rank["microbatches"]["padded"] <= in_sequences + 11 * topology.cp * parts
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(REPLAYED))
+@pytest.mark.parametrize(("model", "layout"), cases(TESTED, REPLAYED))
 def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
@@ -185,7 +185,7 @@ def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     assert_same_gradients(found, expected["grads"])
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layout: str) -> None:
     for rank in saved(runs, f"{model}.{layout}"):
         assert rank["none"]["loss"] == 0.0 and rank["none"]["grad_norm"] == 0.0
@@ -193,7 +193,7 @@ def test_a_step_without_sequences_has_zero_gradient(runs: Path, model: str, layo
         assert all((grad.isnan() | (grad == 0)).all() for grad in rank["none"]["grads"].values())
 
 
-@pytest.mark.parametrize(("model", "layout"), marked(CASES))
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
     want = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
     got = AutoModelForCausalLM.from_pretrained(runs / f"{model}.{layout}.hf", dtype=torch.float32)
@@ -202,7 +202,7 @@ def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: st
         assert torch.equal(got.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize(("model", "layout"), marked([case for case in CASES if case[0] == "qwen3_5_moe"]))
+@pytest.mark.parametrize(("model", "layout"), cases({"qwen3_5_moe": TESTED["qwen3_5_moe"]}))
 def test_a_vision_tower_is_in_the_export_as_it_was(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
     """And Hugging Face finds all tensors of the whole model in it, and no others."""
     source, exported = models[model], runs / f"{model}.{layout}.hf"

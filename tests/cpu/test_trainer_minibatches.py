@@ -35,7 +35,12 @@ ALGORITHMS = {
 }
 PENALISED = ("proximal", "proximal_rloo")  # by the KL divergence, which acts where advantages are 0 too
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
-CASES = [(ratio, layout) for ratio in ALGORITHMS for layout in LAYOUTS]
+# A loss does not see the layout, only its own rank's samples; how ranks' sums become one is seen with two of the losses.
+CASES = [
+    ("behavior", "dp2"), ("behavior", "tp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("proximal_rloo", "dp2"), ("proximal_rloo", "tp2"),
+    ("entropy", "dp2"), ("online_dpo", "tp2"),
+]  # fmt: skip
+RESUMED = [("behavior", "dp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("online_dpo", "tp2")]
 
 
 def logprobs_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tensor:
@@ -166,8 +171,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     cases = [
         scenario("several_steps", f"{ratio}.{layout}{suffix}", layout, [*several, *ALGORITHMS[ratio]])
-        for ratio, layout in CASES
-        for suffix in ("", ".resumed")
+        for suffix, made in (("", CASES), (".resumed", RESUMED))
+        for ratio, layout in made
     ]
     alone = [scenario("one_optimizer_step", f"one.{layout}", layout, [*common, *ALGORITHMS["decoupled"]]) for layout in LAYOUTS]
     spawn(2, out, [*cases, *alone])
@@ -203,7 +208,7 @@ def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[B
             torch.testing.assert_close(got[name].double(), tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{step} {name}: {m}")
 
 
-@pytest.mark.parametrize(("ratio", "layout"), CASES)
+@pytest.mark.parametrize(("ratio", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, ratio: str, layout: str) -> None:
     """Bit for bit."""
     for whole, resumed in zip(saved(runs, f"{ratio}.{layout}"), saved(runs, f"{ratio}.{layout}.resumed"), strict=True):

@@ -19,7 +19,7 @@ import torch
 from fault_site import Site, kill_worker, threads, unusable_after
 from faulty_transports import HOOKED
 from held_weights import as_process, as_thread
-from test_weights_faults import KINDS, WRITE_S, hub, site, whole_site  # noqa: F401  fixtures
+from test_weights_faults import KINDS, REST_IN_LONG, WRITE_S, hub, site, whole_site  # noqa: F401  fixtures
 from weights_rig import receiver, unequal
 from weights_worker import DEADLINE_S
 
@@ -72,7 +72,7 @@ def begin(site: Site, hub, kind: str, versions: int, **changes: Any):  # noqa: F
     return receiver(job.plan(kind), hub, job.key_file), [as_thread(rank, job, go) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REST_IN_LONG)
 def test_the_memory_is_that_of_full_updates(site, hub, granted, kind):  # noqa: F811
     ends, ranks = begin(site, hub, kind, 5)
     with threads(*ranks, hub=hub):
@@ -110,7 +110,7 @@ def test_an_engine_that_comes_back_gets_everything_and_then_changes(site, hub, g
     assert granted == ["F", "d", "F", "d", "d"] and generator.fleet.serving == {0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REST_IN_LONG)
 def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch):  # noqa: F811
     ends, ranks = begin(site, hub, HOOKED[kind], 2)
     with threads(*ranks, hub=hub):
@@ -124,6 +124,7 @@ def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch
     assert granted == ["F", "d"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):  # noqa: F811
     """Nothing half-written generates: the engine stays paused, and requests are refused."""

@@ -51,6 +51,7 @@ ROTARY = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
 WRITE_S = 8.0  # deadline of an update in which a trainer rank falls silent
 WITH_MOONCAKE = pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)
 KINDS = [SHARED_MEMORY, GLOO, pytest.param(MOONCAKE, marks=WITH_MOONCAKE)]
+REST_IN_LONG = [SHARED_MEMORY, pytest.param(GLOO, marks=pytest.mark.long), pytest.param(MOONCAKE, marks=[WITH_MOONCAKE, pytest.mark.long])]
 REST_IN_MATRIX = [  # seconds of waiting, or an engine, each
     SHARED_MEMORY,
     pytest.param(GLOO, marks=pytest.mark.matrix),

@@ -24,7 +24,10 @@ from megarl.weight_sync.workers import Workers, connect, watch
 DOWN = "model.layers.0.mlp.down_proj"
 SHARED = "model.layers.0.mlp.activation_quant.quant_method"  # the one of DOWN: SGLang 0.5.23 gives it to what comes before DOWN too
 UNPROVEN = [f"{DOWN}.packed", f"{SHARED}.scales['orders'][0]", f"{DOWN}.repacked"]
-CASES = [("deepseek_v3", "fp8_block"), ("qwen3_moe", "fp8_tensor"), ("qwen2", None)]
+CASES = [
+    ("deepseek_v3", "fp8_block"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3_moe", "fp8_tensor"), ("qwen2", None))),
+]
 ELSEWHERE = ["outside the model, 0", "outside the model, 1"]
 
 

@@ -171,25 +171,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "dp2_tp2_etp2_ep2": (4, {"tp": 2, "dp": 2, "etp": 2, "ep": 2}, SP),
     "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, {"recompute": True}),
 }
-# What each model is tested with: its own traits on every axis that treats them in its own way.
+# What each model is tested with: its own traits on every axis that treats them in its own way. Tests of what is after the bar are marked
+# `long`; before it stand each model and each way to cut one.
 TESTED = {
-    "untied": "single selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_vpp2 cp2",
-    "tied": "single dp2_zero0_overlap dp2_pp2_vpp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 tp2_pp2 pp2_uneven pp2_vpp2",
-    "mistral": "single tp2_pp2 cp2",
-    "gemma3": "single tp2_sp_recompute cp2 tp2_pp2",
-    "olmo2": "single tp2 tp2_sp_recompute cp2 tp2_pp2",
-    "phi3": "single tp2_pp2 tp2_cp2",
-    "qwen2": "single tp2_sp_recompute",
-    "qwen3": "single tp2 tp2_cp2",
-    "qwen3_moe": "single pp2_vpp2 ep2 ep2_zero0 cp2_ep2 tp2_etp1 tp2_ep2 tp2_dp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
-    "mixtral": "single ep2",
-    "deepseek_v3": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2",
-    "glm4_moe": "single tp2_ep2 cp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
+    "untied": "single tp2_pp2 cp2 | selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 pp2_vpp2",
+    "tied": "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 | single dp2_zero0_overlap tp2 pp2 dp2_zero0 tp2_pp2 pp2_vpp2",
+    "mistral": "single | tp2_pp2 cp2",
+    "gemma3": "cp2 | single tp2_sp_recompute tp2_pp2",
+    "olmo2": "tp2 | single tp2_sp_recompute cp2 tp2_pp2",
+    "phi3": "tp2_cp2 | single tp2_pp2",
+    "qwen2": "tp2_sp_recompute | single",
+    "qwen3": "tp2 | single tp2_cp2",
+    "qwen3_moe": "pp2_vpp2 ep2_zero0 tp2_dp2_ep2 | single ep2 cp2_ep2 tp2_etp1 tp2_ep2 dp2_tp2_etp2_ep2 pp2_vpp2_ep2",
+    "mixtral": "ep2 | single",
+    "deepseek_v3": "tp2_ep2 | single cp2_ep2 pp2_vpp2_ep2",
+    "glm4_moe": "cp2_ep2 | single tp2_ep2 pp2_vpp2_ep2 dp2_tp2_etp2_ep2",
     "glm4_moe_air": "single",
-    "gpt_oss": "single cp2_ep2 tp2_etp1 tp2_ep2 pp2_vpp2_ep2",
-    "qwen3_next": "single tp2_ep2 cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
-    "qwen3_5": "single tp2 tp2_cp2 pp2",
-    "qwen3_5_moe": "single tp2_ep2 pp2_vpp2_ep2",
+    "gpt_oss": "tp2_etp1 | single cp2_ep2 tp2_ep2 pp2_vpp2_ep2",
+    "qwen3_next": "tp2_ep2 | single cp2_ep2 tp2_cp2 pp2_vpp2_ep2",
+    "qwen3_5": "single | tp2 tp2_cp2 pp2",
+    "qwen3_5_moe": "tp2_ep2 | single pp2_vpp2_ep2",
 }
 # Of these: with routing replay on.
 REPLAYED = [
@@ -199,29 +200,30 @@ REPLAYED = [
     ("qwen3_next", "tp2_ep2"), ("qwen3_5_moe", "tp2_ep2"),
 ]  # fmt: skip
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-CASES = [(model, layout) for model, layouts in TESTED.items() for layout in layouts.split()]
-# Of these, tests that are marked `long`: the slowest, whose model and layout each have a quick one too.
-LONG = [
-    ("glm4_moe", "pp2_vpp2_ep2"), ("glm4_moe", "dp2_tp2_etp2_ep2"), ("gpt_oss", "pp2_vpp2_ep2"), ("qwen3_next", "tp2_cp2"),
-    ("qwen3_5", "tp2"), ("qwen3_5", "tp2_cp2"), ("qwen3_5", "pp2"), ("qwen3_5_moe", "single"), ("qwen3_5_moe", "pp2_vpp2_ep2"),
-]  # fmt: skip
-
-# name -> (model, layout that saves, layouts that load)
+# name -> (model, layout that saves, layouts that load; after the bar as above)
 CHECKPOINTS = {
-    "zero1": ("tied", "tp2_zero1", "single tp2_zero1 pp2 dp2_zero1 tp2_pp2 pp2_vpp2"),
-    "zero0": ("tied", "tp2", "pp2_zero0 dp2_zero0"),
-    "experts": ("deepseek_v3", "ep2", "single ep2 pp2_vpp2_ep2"),
-    "dense_first": ("glm4_moe", "ep2", "tp2_ep2"),
-    "sinks": ("gpt_oss", "ep2", "tp2_ep2"),
-    "gated_delta_nets": ("qwen3_next", "ep2", "tp2_ep2"),
-    "experts_zero0": ("qwen3_moe", "ep2_zero0", "dp2_zero0"),
+    "zero1": ("tied", "tp2_zero1", "dp2_zero1 pp2_vpp2 | single tp2_zero1 pp2 tp2_pp2"),
+    "zero0": ("tied", "tp2", "pp2_zero0 | dp2_zero0"),
+    "experts": ("deepseek_v3", "ep2", "pp2_vpp2_ep2 | single ep2"),
+    "dense_first": ("glm4_moe", "ep2", "| tp2_ep2"),
+    "sinks": ("gpt_oss", "ep2", "| tp2_ep2"),
+    "gated_delta_nets": ("qwen3_next", "ep2", "tp2_ep2 |"),
+    "experts_zero0": ("qwen3_moe", "ep2_zero0", "| dp2_zero0"),
 }
-LOADS = [(name, layout) for name, (_, _, layouts) in CHECKPOINTS.items() for layout in layouts.split()]
 
 
-def marked(cases: list[tuple[str, str]]) -> list[Any]:
-    """As parameters of a test: model, layout."""
-    return [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in cases]
+def cases(layouts_of: dict[str, str], of: list[tuple[str, str]] | None = None) -> list[Any]:
+    """(name, layout) as parameters of a test, those after a bar marked `long`; all, or those in `of`."""
+    made = []
+    for name, layouts in layouts_of.items():
+        quick, _, long = layouts.partition("|")
+        marked = [(layout, []) for layout in quick.split()] + [(layout, [pytest.mark.long]) for layout in long.split()]
+        made += [pytest.param(name, layout, marks=marks) for layout, marks in marked if of is None or (name, layout) in of]
+    return made
+
+
+CASES = cases(TESTED)
+LOADS = cases({name: layouts for name, (_, _, layouts) in CHECKPOINTS.items()})
 
 
 def is_zero_centred(name: str, key: str) -> bool:

@@ -53,7 +53,7 @@ def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("nodes", ["--nodes=4", TWO_COMPONENTS], ids=["plain", "heterogeneous"])
+@pytest.mark.parametrize("nodes", [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS], ids=["plain", "heterogeneous"])
 def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
     """The job script alone; that a launcher saves on SIGTERM is tested in tests/cpu/test_run_stopping.py."""
     checkout, log = tmp_path / "checkout", tmp_path / "log"

@@ -200,6 +200,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.long
 def test_hostile_responses_are_outlived_by_the_worker_pool() -> None:
     async def graded() -> list[Score]:
         async with RewardPool(RewardConfig(name="ifeval", timeout_s=2.0)) as pool:
