@@ -43,7 +43,8 @@ check: setup .venv/.megarl-check
 test: MARKS = (not matrix or sample) and not long
 test-all: MARKS = not matrix or sample
 test test-all: setup libraries interpreters
-	@tests() { .venv/bin/pytest -m "$(MARKS)" "$$@"; }
+	@unset PYTHONDONTWRITEBYTECODE  # with which hundreds of processes would each compile the same files
+	tests() { .venv/bin/pytest -m "$(MARKS)" "$$@"; }
 	$(if $(ARGS),tests $(ARGS); exit)
 	folder=$$(mktemp -d)
 	trap 'rm -rf "$$folder"' EXIT

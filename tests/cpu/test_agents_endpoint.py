@@ -155,7 +155,7 @@ def test_the_policys_last_message_is_scored():
     ("code", "arguments", "kind"),
     [
         ("call(); sys.exit(3)", {}, "exit"),
-        ("call(); import time; time.sleep(60)", {"deadline_s": 15.0}, "deadline"),
+        pytest.param("call(); import time; time.sleep(60)", {"deadline_s": 15.0}, "deadline", marks=pytest.mark.long),
         ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # one process cannot have it
         ("call(); print('no number')", {"reward": "program"}, "reward"),
     ],

@@ -219,6 +219,7 @@ def serve_at(url: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=FOLDER)
 
 
+@pytest.mark.long
 def test_episodes_go_to_the_servers_that_are_left_and_wait_for_one_that_comes_back(urls: list[str], servers: list[Any]):
     with opened(server=urls, folder=None, retries=0, **TEXT) as played:
         played(Saying("ab"), {"reset": {}})

@@ -59,7 +59,7 @@ def test_reward_and_metrics_are_the_environments():
         ("large", "failed_reward", {}, "there can be 32768"),
         ("many", "failed_reward", {}, "with at most 32 names"),
         pytest.param("hangs", "failed_worker", SILENT, "it did not answer within 10 s", marks=pytest.mark.long),
-        ("leaves", "failed_worker", SILENT, "it did not answer within 10 s"),
+        pytest.param("leaves", "failed_worker", SILENT, "it did not answer within 10 s", marks=pytest.mark.long),
         ("dies", "failed_worker", {"retries": 0}, "it ended with status 3"),
     ],
 )

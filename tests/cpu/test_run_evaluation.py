@@ -74,6 +74,7 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
         assert [json.loads(scored.stdout)[key] for key in alike] == of_versions[version]
 
 
+@pytest.mark.long
 def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
     """That of the first version is held up from the beginning to the end."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))

@@ -37,8 +37,9 @@ def model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("steps", "written", "more"),
     [
-        pytest.param(20, 2 * PLAIN + FP8, [], id="shared memory", marks=pytest.mark.sample),
-        pytest.param(6, PLAIN + FP8, ["weights.transport=gloo"], id="gloo"),  # one of the plain engines passes weights on to the other
+        pytest.param(20, 2 * PLAIN + FP8, [], id="shared memory", marks=[pytest.mark.sample, pytest.mark.long]),
+        # One of the plain engines passes weights on to the other.
+        pytest.param(6, PLAIN + FP8, ["weights.transport=gloo"], id="gloo", marks=pytest.mark.sample),
         pytest.param(6, PLAIN + FP8, ["weights.transport=mooncake"], id="mooncake"),
     ],
 )

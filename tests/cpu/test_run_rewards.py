@@ -54,6 +54,7 @@ def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: 
     assert "scored one of level 1\n" in (run_dir / "logs/reward.0.log").read_text()
 
 
+@pytest.mark.long
 def test_a_function_that_raises_ends_the_run_by_its_own_line(model: Path, tmp_path: Path) -> None:
     done = run(arguments(model, tmp_path / "run", "reward.name=reward_functions:broken"))
     assert done.returncode == 1

@@ -49,7 +49,9 @@ def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> li
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
+@pytest.mark.parametrize(
+    "name", ["tensorboard", *(pytest.param(each, marks=pytest.mark.long) for each in ("wandb", "mlflow", "swanlab", "trackio"))]
+)
 def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -96,6 +98,7 @@ def test_a_killed_tracker_is_told_of_once_and_made_anew(tmp_path: Path) -> None:
     assert read_tensorboard(tmp_path, "") == curves_of(tmp_path)
 
 
+@pytest.mark.long
 def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tb").write_text("a file where its folder should be")
     told: list[str] = []
