@@ -38,8 +38,9 @@ check: setup .venv/.megarl-check
 	@$(INSTALL) --no-deps --only-binary :all: -r requirements/check.txt
 	touch $@
 
-# Two processes at once, one from the first file on and one from the last, until they meet (tests/conftest.py). What the second one prints
-# comes when both are done; the last lines name what failed in either.
+# Several processes at once, each from another file on and past those that others have begun (tests/conftest.py). What all but the first print
+# comes when all are done; the last lines name what failed in any.
+WORKERS ?= 2
 test: MARKS = (not matrix or sample) and not long
 test-all: MARKS = not matrix or sample
 test test-all: setup libraries interpreters
@@ -49,13 +50,15 @@ test test-all: setup libraries interpreters
 	folder=$$(mktemp -d)
 	trap 'rm -rf "$$folder"' EXIT
 	mkdir "$$folder/begun"
-	tests --meet="$$folder/begun" --backwards >"$$folder/second" 2>&1 &
 	failed=0
-	second=$$!
-	tests --meet="$$folder/begun" | tee "$$folder/first" || failed=$$?
-	wait $$second || failed=$$?
-	cat "$$folder/second"
-	grep -hE '^(FAILED|ERROR) ' "$$folder/first" "$$folder/second" || true
+	for ((share = 2; share <= $(WORKERS); share++)); do
+	    tests --meet="$$folder/begun" --share="$$share/$(WORKERS)" >"$$folder/said.$$share" 2>&1 &
+	    others+=" $$!"
+	done
+	tests --meet="$$folder/begun" --share="1/$(WORKERS)" | tee "$$folder/first" || failed=$$?
+	for process in $${others:-}; do wait "$$process" || failed=$$?; done
+	cat "$$folder"/said.* 2>/dev/null || true
+	grep -hE '^(FAILED|ERROR) ' "$$folder/first" "$$folder"/said.* 2>/dev/null || true
 	exit $$failed
 
 matrix: setup libraries

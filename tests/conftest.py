@@ -1,7 +1,7 @@
 """What every test gets: one thread per process, a working directory without leftovers, an end to a test that hangs, and no process left
 behind.
 
-    pytest --meet=FOLDER & pytest --meet=FOLDER --backwards      each file by the one that comes to it first
+    pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      each file by the one that comes to it first
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--meet", type=Path, metavar="FOLDER", help="leave out files that another pytest with this empty folder has begun")
     parser.addoption("--linger", type=float, default=20.0, help="seconds for processes to end after the last test")
-    parser.addoption("--backwards", action="store_true", help="the last file first")
+    parser.addoption("--share", default="1/1", metavar="I/N", help="begin with the I-th of N parts of the files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,9 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--backwards"):
-        files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: -files[item.path])
+    part, parts = map(int, config.getoption("--share").split("/"))
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    first = len(files) * (part - 1) // parts
+    items.sort(key=lambda item: (files[item.path] - first) % len(files))
 
 
 @pytest.hookimpl(tryfirst=True)

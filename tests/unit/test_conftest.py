@@ -46,13 +46,14 @@ def test_tests_see_nothing_of_what_was_made_in_the_checkout(checkout: Path) -> N
     assert not (checkout / "runs").exists()
 
 
-def test_two_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
+def test_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
+    """The second of two begins in the middle, and leaves out what the first has begun."""
     (tmp_path / "begun").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d"):
         (tmp_path / f"test_{name}.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
-    (tmp_path / "begun" / str(tmp_path / "test_c.py").replace("/", "_")).touch()  # as the other one has it
-    command = [sys.executable, "-P", "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--backwards", str(tmp_path)]
+    (tmp_path / "begun" / str(tmp_path / "test_a.py").replace("/", "_")).touch()  # as the other one has it
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--share=2/2", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     ran = [line.split()[0] for line in done.stdout.splitlines() if " PASSED " in line]
-    assert ran == ["test_b.py::test_1", "test_b.py::test_2", "test_a.py::test_1", "test_a.py::test_2"]
+    assert ran == [f"test_{name}.py::test_{number}" for name in "cdb" for number in (1, 2)]
