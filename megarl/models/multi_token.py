@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ class Prediction:
     draft_layer: str  # the same in SGLang's draft model
     draft_names: tuple[str, str, str, str]
     counted: bool = True  # whether config.json has COUNT; otherwise there is one
-    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these. No reader needs them
+    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these; a loader compares them
 
 
 NEXTN = Prediction(
@@ -93,6 +94,13 @@ def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
     if not spec.mtp_layers:
         return {}
     return {name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies}
+
+
+def other_copy(file: Path, name: str, of: str) -> str:
+    return (
+        f"trainer.mtp: must be ignore: {file}: {name} differs from {of}; a layer for multi-token prediction with an embedding or an output "
+        "layer of its own is not supported"
+    )
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str, family: ModuleType) -> Iterator[Parameter]:

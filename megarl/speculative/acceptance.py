@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.errors import RunError
+
 ACCEPTED = "speculative/accept_rate"
 FALLEN = 0.8  # of the first acceptance: what drafts has grown stale
 
@@ -17,7 +19,10 @@ class Acceptance:
     told: bool = False
 
     def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
-        """Of the tokens since the version before: `drafted` ones, those of them that were kept, and in how many passes."""
+        """Of the tokens since the version before: `drafted` ones, those of them that were kept, and in how many passes. Raises RunError if
+        more were kept than drafted."""
+        if accepted > drafted:
+            raise RunError(f"weights version {version}: engines say that they kept {accepted} of {drafted} drafted tokens")
         if not verified:
             return {}
         rate = accepted / max(1, drafted)

@@ -180,7 +180,8 @@ def load_hf(
     (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
 
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
-    (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor.
+    (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor. So does one that
+    reads a copy for the layer for multi-token prediction which is no copy.
     """
     from safetensors import safe_open  # compiled, and needed here alone: a trainer that starts from random weights runs without it
 
@@ -188,6 +189,8 @@ def load_hf(
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(filed(spec, files))
     held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
+    copies = {of: name for name, of in multi_token.copies(spec, family(spec)).items() if name in files}
+    held |= {copies[name] for name in held if name in copies}
     held |= {name + suffix for name in held for suffix in (SCALE, FP4_CODES, FP4_SCALES)}
     opened = {file: safe_open(folder / file, framework="pt") for file in sorted({files[name] for name in held if name in files})}
 
@@ -217,6 +220,10 @@ def load_hf(
             if not local.isfinite().all():
                 name = place.name if place.name in files else place.name + FP4_SCALES
                 raise ConfigError(not_finite(folder / files[name], name))
+            if copy := copies.get(piece.logical_name):
+                there = values_of(replace(place, name=copy), place.place(piece.logical))
+                if there.shape != piece.logical.shape or not torch.equal(there.to(local.dtype).view(local.shape), local):
+                    raise ConfigError(multi_token.other_copy(folder / files[copy], copy, piece.logical_name))
 
 
 def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:

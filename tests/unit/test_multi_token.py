@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, PlanConfig, RolloutConfig, RunConfig, TrainerConfig
 from megarl.generator.cpu_support import speculative as kernels
+from megarl.models import glm4_moe, multi_token
 from megarl.models.registry import load_spec, logical_tensors
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
@@ -23,6 +25,7 @@ from megarl.speculative.acceptance import Acceptance
 from megarl.speculative.plan import arguments, check_draft_model, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
 from megarl.trainer.hf_files import check_checkpoint
+from megarl.trainer.hf_io import load_hf
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_tokens, predicting
 
 GLM = Path(__file__).parents[2] / "configs/models/glm-4.6"
@@ -124,6 +127,30 @@ def test_an_export_without_the_layer_is_named_in_one_line(tmp_path: Path) -> Non
     assert "trainer.mtp must be ignore" in str(raised.value)
 
 
+@pytest.mark.parametrize("repeated", [("model.layers.2.embed_tokens.weight", 0), ("model.layers.2.shared_head.head.weight", 1)])
+def test_a_copy_that_is_no_copy_is_refused_by_the_rank_that_holds_it(repeated: tuple[str, int], tmp_path: Path, monkeypatch) -> None:
+    """And not replaced by what it should be. With two stages the first holds the embedding, the second the output layer."""
+    (name, stage), values = repeated, json.loads((GLM / "config.json").read_text())
+    values |= dict.fromkeys(
+        ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2
+    )
+    values |= {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "vocab_size": 11, "num_attention_heads": 2}
+    values |= {"num_key_value_heads": 2, "head_dim": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    spec, topology = load_spec(values, mtp=True), TrainerTopology(pp=2)
+    layout = trainer_layout(spec, topology, "bfloat16")
+    tensors = {tensor.name: torch.randn(tensor.shape) for tensor in hf_layout(spec, "float32").tensors(0)}
+    tensors |= {copy: tensors[of].clone() for copy, of in multi_token.copies(spec, glm4_moe).items()}
+    for changed in (False, True):
+        tensors[name][-1, -1] += changed
+        save_file(tensors, tmp_path / "model.safetensors")
+        for rank in range(2):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            held = {tensor.name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in layout.tensors(rank)}
+            refused = pytest.raises(ConfigError, match=f"trainer.mtp: must be ignore: .*: {name} differs from ")
+            with refused if changed and rank == stage else contextlib.nullcontext():
+                load_hf(spec, layout, held, str(tmp_path))
+
+
 def test_arguments_of_the_engine() -> None:
     assert arguments(config_of("none")) == {}
     row = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
@@ -145,6 +172,8 @@ def test_a_warning_once_where_what_drafts_grows_stale() -> None:
     assert [bool(of_stale) for of_stale, _ in told] == [False, False, True, False] and not any(of_trained for _, of_trained in told)
     assert "engines keep 44% of what is drafted, at first 67%" in told[2][0]
     assert stale.metrics(5, 0, 0, 0) == {}
+    with pytest.raises(RunError, match="weights version 6: engines say that they kept 91 of 90 drafted tokens"):
+        trained.metrics(6, 90, 91, 30)
 
 
 def test_nothing_is_predicted_beyond_the_end_of_a_sequence() -> None:
