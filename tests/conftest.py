@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Runs nothing of a file that another process has begun."""
     if folder := item.config.getoption("--meet"):
         ours = item.config.stash.setdefault(BEGUN, {})
@@ -62,7 +62,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
                 ours[item.path] = True
             except FileExistsError:
                 ours[item.path] = False
-        return None if ours[item.path] else True
+        if not ours[item.path]:
+            # The test before has kept what this one would have used, a folder's fixtures for example.
+            item.session._setupstate.teardown_exact(nextitem)
+            return True
     return None
 
 
