@@ -8,7 +8,8 @@ from dataclasses import asdict
 from megarl.config.errors import ConfigError
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.sides import describe, gpus, layouts, sizes
-from megarl.estimate.times import adapters_s, link_bytes_per_s
+from megarl.estimate.times import link_bytes_per_s
+from megarl.lora.estimate import adapters_s
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.forwarding import foreseen
 from megarl.reshard.map import ReshardMap
@@ -35,7 +36,7 @@ def run(
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
     rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
     facts = to_json(reshard_map, forwarding, rate, delta) if as_json else None
-    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if config.lora.rank else {}
+    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if plan.adapters else {}
     if facts is None:
         prove_exactly_once(reshard_map)
     if dump:

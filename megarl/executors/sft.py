@@ -11,8 +11,7 @@ from megarl.algorithms.losses import nll_loss
 from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import RunError
 from megarl.data.batches import sft_batches, sft_held_out
-from megarl.executors.saving import load_checkpoint
-from megarl.lora.trainer import make_trainer
+from megarl.executors.policy import load_checkpoint, make_policy
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
@@ -35,17 +34,7 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    trainer = make_trainer(
-        plan.spec,
-        plan.trainer_topology,
-        config.trainer,
-        config.model.dtype,
-        config.seed,
-        total_steps=config.sft.steps,
-        timeout_s=config.timeouts.collective_s,
-        lora=config.lora,
-        optimizer=config.sft.optimizer,
-    )
+    trainer = make_policy(plan, config.sft.steps, config.sft.optimizer)
     if config.model.random_init:
         trainer.init_random(config.seed)
     else:

@@ -664,7 +664,7 @@ class MegatronModel:
         """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
-    merged_parameters = local_parameters  # as engines and exports get them
+    sent_parameters = merged_parameters = local_parameters  # as engines and exports get them
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.

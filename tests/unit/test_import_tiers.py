@@ -23,12 +23,12 @@ TIERS = {
     for tier, names in enumerate(
         (
             "base config lora.settings roles.settings simulation.settings speculative.settings",
-            "kernels messaging models sandbox controller lora.layout",
-            "generator reshard rewards",
-            "algorithms data critic.losses teachers.loss",
-            "plan critic.plan lora.plan roles.plan speculative.plan teachers.plan",
+            "kernels messaging models sandbox controller",
+            "generator reshard rewards lora.layout",
+            "algorithms data critic.losses teachers.loss trainer.hf_files",
+            "plan critic.plan lora.files lora.plan roles.plan speculative.plan teachers.plan",
             "agents evaluation.scores lora observe roles rollouts speculative teachers trackers trainer weight_sync",
-            "critic estimate evaluation executors report roles.training starter",
+            "critic estimate evaluation executors lora.estimate report roles.training starter",
             "launch simulation",
             "bench",
             "cli",
