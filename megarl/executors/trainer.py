@@ -44,8 +44,7 @@ from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_fail
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 from megarl.rollouts.channel import texts_of
-from megarl.speculative.acceptance import ACCEPTED, Acceptance
-from megarl.speculative.plan import never_trained
+from megarl.speculative.plan import ACCEPTED, Acceptance, never_trained
 from megarl.teachers.plan import teachers_of
 from megarl.teachers.trainer import Teachers, load_frozen
 from megarl.trainer.cpu_support import layer_spec

@@ -19,8 +19,7 @@ from megarl.generator.cpu_support import speculative as kernels
 from megarl.models.registry import load_spec, logical_tensors
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
-from megarl.speculative.acceptance import Acceptance
-from megarl.speculative.plan import arguments, check_draft_model, check_speculative, never_trained
+from megarl.speculative.plan import Acceptance, arguments, check_draft_model, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
 from megarl.trainer.hf_files import check_checkpoint
 from megarl.trainer.microbatch import MicroBatch, MicrobatchPlan, predicted_tokens, predicting
