@@ -54,7 +54,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, gpt_oss, lora, moe, speculative
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, lora, moe, speculative
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -64,6 +64,7 @@ def register_hooks() -> None:
         HookRegistry.register(native + name, attention.forward, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", attention.allow_gpt_oss, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
     HookRegistry.register("sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND)
@@ -72,7 +73,6 @@ def register_hooks() -> None:
     deepseek_v3.register_hooks()
     gated_delta_net.register_hooks()
     lora.register_hooks()
-    gpt_oss.register_hooks()
     speculative.register_hooks()
 
 
