@@ -103,6 +103,16 @@ def test_every_file_keeps_the_import_rule() -> None:
     assert not found, "\n".join(found)
 
 
+def test_few_files_import_lora() -> None:
+    """Others ask the plan of a run (docs/architecture.md)."""
+    found = set()
+    for module, path in modules().items():
+        if any(name.startswith("megarl.lora.") for _, name in imports(module, path.name == "__init__.py", path.read_text())):
+            found.add(module.removeprefix("megarl."))
+    trunk = {"config.schema", "plan.checks", "plan.resolve", "executors.policy", "weight_sync.content", "weight_sync.engine.hooks"}
+    assert {module for module in found if not module.startswith("lora.")} == trunk | {"estimate.command", "estimate.estimate"}
+
+
 def circles(uses: dict[str, set[str]]) -> list[list[str]]:
     """Files that import each other, over others or not."""
     order = TopologicalSorter(uses)
