@@ -33,7 +33,6 @@ from megarl.launch.start import NodePart
 from megarl.launch.tracking import Trackers
 from megarl.launch.watch import Stopped
 from megarl.launch.worker import PARENT
-from megarl.lora.plan import sends_adapters, why_merged
 from megarl.messaging.host import loopback
 from megarl.messaging.rendezvous import EVALUATION, POLICY, EngineAddress, Rendezvous
 from megarl.models.spec import SCALAR
@@ -77,11 +76,11 @@ def _described(group: EngineGroup) -> str:
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
     """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
     if not resume.checkpoint:
-        return [f"Weights: {plan.weights}", *_adapter_lines(plan), *_critic_lines(plan)]
+        adapters = plan.adapters.lines() if plan.adapters else []
+        return [f"Weights: {plan.weights}", *adapters, *_critic_lines(plan)]
     lines = [f"Weights: the checkpoint {resume.checkpoint}"]
-    if plan.config.lora.rank:
-        lines.append(f"Adapters: rank {plan.config.lora.rank}, of what the run began with, {plan.weights}")
-        lines += _sync_lines(plan)
+    if plan.adapters:
+        lines += plan.adapters.resumed_lines(plan.weights)
     elif needs_reference(plan.config):
         lines.append(f"Reference model: what the run began with, {plan.weights}")
     return [*lines, *(f"Changed: {change}" for change in changes(plan.config))]
@@ -92,24 +91,6 @@ def role_lines(plan: RunPlan) -> list[str]:
     sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
     served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
     return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
-
-
-def _adapter_lines(plan: RunPlan) -> list[str]:
-    lora = plan.config.lora
-    if not lora.rank:
-        return []
-    begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {plan.config.seed}, B zero"
-    return [
-        f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)} linear layers, {begins}; the weights are frozen",
-        *_sync_lines(plan),
-    ]
-
-
-def _sync_lines(plan: RunPlan) -> list[str]:
-    if sends_adapters(plan.config, plan.spec):
-        return ["Adapters: sent alone, into the memory from which SGLang serves them"]
-    why = "lora.sync=merge" if plan.config.lora.sync == "merge" else "; ".join(why_merged(plan.config, plan.spec))
-    return [f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"]
 
 
 def _critic_lines(plan: RunPlan) -> list[str]:
@@ -470,7 +451,7 @@ def _read_result(path: Path) -> dict[str, float]:
 
 def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> None:
     """Writes the weights of a checkpoint (the newest, that of `step`, or the `best`) as an HF checkpoint at `output`, or an adapter."""
-    if adapter and not plan.config.lora.rank:
+    if adapter and plan.adapters is None:
         raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()
     job = Job("export", run_dir / EXPORTING / "logs", trainer_role="export", driver_role=None)

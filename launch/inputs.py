@@ -20,7 +20,6 @@ from megarl.critic.plan import critic_path
 from megarl.data.check import Checked, check_data
 from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.lora.files import check_adapter
 from megarl.models import ModelSpec
 from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
@@ -46,7 +45,7 @@ def check_room(plan: RunPlan, command: str) -> None:
     elif command == "sft":
         check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
         if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the one before it is removed
-            each_bytes = parameter_count(plan.spec, plan.lora) * OPTIMIZER_BYTES
+            each_bytes = plan.trained_parameters * OPTIMIZER_BYTES
             _check("run_dir=", plan.config.run_dir, 2 * each_bytes, "2 checkpoints of the warm start (sft.save_every)")
     elif command == "reward-model":
         check_room_for_weights(plan, "reward_model.output=", plan.config.reward_model.output)
@@ -59,7 +58,7 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     if config.checkpoint.keep_best is not None:
         most += 2 if config.eval.engines else 1  # the best one, and that of the version which is being evaluated
     number = max(1, most - there)
-    parameters = parameter_count(plan.spec, plan.lora) + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
+    parameters = plan.trained_parameters + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES
     more, best = "more " if there else "", ", keep_best" if config.checkpoint.keep_best else ""
     what = f"{number} {more}checkpoint{'s' * (number > 1)} (checkpoint.keep={config.checkpoint.keep}{best})"
@@ -230,8 +229,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     key, critic = critic_path(config)
     if plan is not None and reads == "train" and plan.critic and critic and Path(critic).is_dir():
         checks.append(partial(check_complete, key, plan.critic, Path(critic)))
-    if plan is not None and reads == "train" and (config.lora.rank and config.lora.init):
-        checks.append(partial(check_adapter, plan.spec, config.lora))
+    if plan is not None and reads == "train" and plan.adapters:
+        checks.append(plan.adapters.check_init)
     if reads in ("train", "eval"):
         checks.append(lambda: check_rollout(config, at_hand))
         served = plan.served if plan is not None else ()

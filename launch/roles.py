@@ -64,7 +64,7 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
     from megarl.reshard.layout import trainer_layout
     from megarl.rollouts.channel import RolloutsSender
     from megarl.trainer.cpu_support import layer_spec
-    from megarl.weight_sync.common import sent_layout
+    from megarl.weight_sync.content import sent_layout
     from megarl.weight_sync.receiver import InitialWeights, WeightsReceiver
 
     plan, rendezvous = load_plan(launch_dir, "train"), Rendezvous.load(launch_dir)
@@ -84,7 +84,7 @@ def train_on_evaluator(rank: int, launch_dir: Path) -> None:
     from megarl.messaging.link import Hub
     from megarl.reshard.layout import trainer_layout
     from megarl.trainer.cpu_support import layer_spec
-    from megarl.weight_sync.common import sent_layout
+    from megarl.weight_sync.content import sent_layout
 
     plan, rendezvous = evaluation_plan(load_plan(launch_dir, "train")), Rendezvous.load(launch_dir)
     base = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec())
@@ -141,7 +141,7 @@ def export(rank: int, launch_dir: Path) -> None:
     """One trainer rank of the export of a checkpoint to HF format."""
     plan = load_plan(launch_dir)
     prepare_megatron(plan)
-    from megarl.executors.saving import export_rank
+    from megarl.executors.policy import export_rank
     from megarl.trainer.distributed import naming_peers
 
     with naming_peers("export", rank):

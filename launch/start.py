@@ -13,16 +13,13 @@ from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig
-from megarl.generator.server import EngineKeys, EngineSettings, ServedAdapter, seed_of, server_command
+from megarl.generator.server import EngineKeys, EngineSettings, seed_of, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
 from megarl.launch.meeting import NodeReport
 from megarl.launch.nodes import EnginePart, NodePlan
 from megarl.launch.processes import ProcessSpec
 from megarl.launch.worker import CORES, PARENT
-from megarl.lora.files import empty_adapter
-from megarl.lora.layout import Lora
-from megarl.lora.plan import sends_adapters
 from megarl.messaging.host import with_port
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.plan.resolve import RunPlan
@@ -202,7 +199,7 @@ class NodePart:
             return_routing=config.trainer.routing_replay,
             most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
             tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
-            adapter=self._adapter(device),
+            adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
             **_shape(group.settings),
             **self._place(part),
@@ -210,15 +207,12 @@ class NodePart:
 
     def write_adapter(self) -> None:
         """Writes the adapter that the policy's engines start with, if they serve one, to the folder of the launch."""
-        lora = Lora.of(self.plan.config.lora)
-        if lora is not None and (adapter := self._adapter(None)):
-            empty_adapter(Path(adapter.folder), lora, adapter.targets)
+        if self.plan.adapters is not None:
+            self.plan.adapters.write(self._adapter)
 
-    def _adapter(self, device: str | None) -> ServedAdapter | None:
-        config, lora = self.plan.config, Lora.of(self.plan.config.lora)
-        if lora is None or not sends_adapters(config, self.plan.spec, device):
-            return None
-        return ServedAdapter(str(self.folder / "adapter"), lora.rank, lora.names(self.plan.spec), lora.shared)
+    @property
+    def _adapter(self) -> Path:
+        return self.folder / "adapter"
 
     def _frozen_settings(self, part: EnginePart, device: str | None, role: ServedRole) -> EngineSettings:
         own = role.settings

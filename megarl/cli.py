@@ -334,14 +334,14 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
     given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
     if given:
         raise ConfigError(f"{given[0]}: needs --simulate")
-    from megarl.estimate.command import run
+    from megarl.estimate.command import run_plan
 
-    run(
+    run_plan(
         plan,
         shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,
         theory=arguments.theory,
-        gpus=arguments.gpus,
+        budget=arguments.gpus,
         picture=arguments.picture,
         as_json=arguments.json,
     )
@@ -358,10 +358,10 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.estimate.map_command import run
+    from megarl.estimate.command import run_map
 
     asked = {name: getattr(arguments, name) for name in ("delta", "link", "dump", "picture", "rank")}
-    run(plan, **asked, as_json=arguments.json)
+    run_map(plan, **asked, as_json=arguments.json)
 
 
 def _warm(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.weight_sync import commands
 from megarl.weight_sync.audit import digest_of, pack_shares
-from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.content import weights_map
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
 

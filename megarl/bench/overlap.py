@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megarl.base.processes import kill
 from megarl.bench.emulated import Lengths
 from megarl.bench.overlap_cell import Cell, generate, train
 from megarl.config.errors import ConfigError
@@ -77,10 +78,7 @@ class Lane:
         return answers[self._pipes[1]]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(10)
+        kill(self._processes)
 
 
 def _answer(cell: Cell, pipe: Connection) -> Rows:

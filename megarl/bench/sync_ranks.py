@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.processes import kill
 from megarl.config.schema import WeightsConfig
 from megarl.kernels.changes import bits_of
 from megarl.messaging.process_groups import connect_store
@@ -306,10 +307,7 @@ class Ranks:
         return RuntimeError(f"trainer rank {rank} ended with {self._processes[rank].exitcode} before it could answer {method}")
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(10)
+        kill(self._processes)
 
 
 def _serve(pipe: Connection, rank: int, job: tuple[str, str, int, int], timeout_s: float) -> None:

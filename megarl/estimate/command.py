@@ -1,4 +1,4 @@
-"""`megarl plan`: prints a resolved config's plan as a table or a JSON object, and draws it."""
+"""`megarl plan` and `megarl reshard`: print a resolved config's plan, or its reshard map, as text or a JSON object, and draw it."""
 
 from __future__ import annotations
 
@@ -7,47 +7,57 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.estimate import report, sides
+from megarl.estimate import report
 from megarl.estimate.estimate import check_longest, estimate, to_json
+from megarl.estimate.hardware import Cluster
+from megarl.estimate.memory import rank_bytes
 from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
+from megarl.estimate.times import link_bytes_per_s
+from megarl.lora.estimate import adapters_s
 from megarl.plan.checks import OF_GPUS, problems_by_group
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import engines_layout, generator_ranks
+from megarl.reshard import report as map_report
+from megarl.reshard.forwarding import foreseen
+from megarl.reshard.layout import Layout, parameter_count, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
 
 
-def run(
+def run_plan(
     plan: RunPlan,
     command: str,
     *,
     searching: bool = False,
     theory: bool = False,
-    gpus: int | None = None,
+    budget: int | None = None,
     picture: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints the plan of the config; with `searching`, the plan of the best config on `gpus` GPUs.
+    """Prints the plan of the config; with `searching`, the plan of the best config on `budget` GPUs.
 
     `command` is the config and its overrides, as they were given. `theory` adds the optimum of LlamaRL's section 7 beside the best config.
     Raises ConfigError for what cannot be planned.
     """
-    if gpus is not None and not (searching or theory):
-        raise ConfigError(f"--gpus {gpus}: needs --search or --theory")
+    if budget is not None and not (searching or theory):
+        raise ConfigError(f"--gpus {budget}: needs --search or --theory")
     if theory and plan.groups[0].name:
         raise ConfigError("--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
-    found, optima, asked, budget = None, None, plan.config, sides.gpus(plan) + sides.evaluating(plan) if gpus is None else gpus - served
+    found, optima, asked, budget = None, None, plan.config, gpus(plan) + evaluating(plan) if budget is None else budget - served
     if searching or theory:
         found, best = search(asked, plan.spec, budget)
         optima = compare(found, best, plan.spec, budget) if theory else None
         plan = resolve(best, "plan") if searching else plan
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
-    baseline, cures = best_baseline(plan.config, plan.spec, sides.gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts, refused = sides.describe(plan), problems_by_group(plan.config, OF_GPUS)
+    baseline, cures = best_baseline(plan.config, plan.spec, gpus(plan)), remedies(plan.config, plan.spec, estimated)
+    facts, refused = describe(plan), problems_by_group(plan.config, OF_GPUS)
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
-        title = f"{facts['family']}, {sides.sizes(facts['trainer'])}; {sides.sizes(facts['generator'])}"
+        title = f"{facts['family']}, {sizes(facts['trainer'])}; {sizes(facts['generator'])}"
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
@@ -72,12 +82,12 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         groups = role.get("groups", {})
-        print(f"{name:<10} {sides.sizes(role)}: {ranks}; weights {sides.gib_range(role)} a rank")
+        print(f"{name:<10} {sizes(role)}: {ranks}; weights {gib_range(role)} a rank")
         for group, own in groups.items():
             precision = own["quantization"] or facts["dtype"]
-            print(f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {sides.gib_range(own)} a rank")
-    if evaluating := sides.evaluating(plan):
-        ranks = f"{evaluating} rank{'s' * (evaluating > 1)}"
+            print(f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {gib_range(own)} a rank")
+    if count := evaluating(plan):
+        ranks = f"{count} rank{'s' * (count > 1)}"
         print(f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's")
     for role in plan.served:
         engines, tp = role.settings.engines, role.settings.tp
@@ -86,3 +96,114 @@ def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
     several = f" of {steps} optimizer steps each" if (steps := plan.config.trainer.optimizer_steps) > 1 else ""
     prompts = f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens"
     print(f"a step     {prompts}; {plan.steps} steps{several}")
+
+
+def run_map(
+    plan: RunPlan,
+    *,
+    delta: float,
+    link: float | None = None,
+    dump: str | None = None,
+    picture: str | None = None,
+    rank: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Prints, dumps and draws the map of the config, with the proof of it. The arguments are the options of the command line, where they
+    are explained. Raises ConfigError for impossible ones."""
+    config = plan.config
+    if not 0 <= delta <= 1:
+        raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
+    if link is not None and not link > 0:
+        raise ConfigError(f"--link {link:g}: must be more than 0")
+    reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
+    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
+    facts = map_report.to_json(reshard_map, forwarding, rate, delta) if as_json else None
+    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if plan.adapters else {}
+    if facts is None:
+        prove_exactly_once(reshard_map)
+    if dump:
+        with open(dump, "w") as file:
+            file.writelines(f"{line}\n" for line in map_report.dump_lines(reshard_map))
+    if picture:
+        from megarl.reshard.picture import draw  # not at the top: it imports matplotlib
+
+        title = f"{plan.spec.family}, {sizes(asdict(plan.trainer_topology))} to {sizes(describe(plan)['generator'])}"
+        draw(reshard_map, picture, title, forwarding)
+    if rank:
+        copies, part_s = map_report.copies_of(reshard_map, rank), map_report.own_part_s(reshard_map, rank)
+        if facts is None:
+            print(*map_report.render_copies(rank, copies, part_s), sep="\n")
+            return
+        facts |= {"rank": rank, "rank_part_s": part_s, "rank_copies": [map_report.copy_fields(copy) for copy in copies]}
+    if facts is not None:
+        print(json.dumps(facts | alone))
+        return
+    print(map_report.render(reshard_map, rate, forwarding, delta))
+    if any(alone.values()):  # the engines can serve the adapters
+        print(f"{alone['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
+    print("proven: every destination byte is written exactly once")
+
+
+# What follows from a config without an estimate: both sides' layouts, ranks, parameters and bytes of weights.
+
+
+def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
+    """The layouts of trainer and generator on machines of cluster.gpu."""
+    dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
+    return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(plan.spec, plan.groups, dtype, device)
+
+
+def gpus(plan: RunPlan) -> int:
+    return plan.trainer_topology.world_size + generator_ranks(plan.groups)
+
+
+def evaluating(plan: RunPlan) -> int:
+    """The GPUs of the engines that only evaluate."""
+    return plan.config.eval.engines * plan.config.generator.tp
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """Parallel sizes of the roles, parameters, and bytes of weights per rank, as plain values."""
+    trainer, generator = layouts(plan)
+    return {
+        "family": plan.spec.family,
+        "dtype": plan.config.model.dtype,
+        "parameters": parameter_count(plan.spec),
+        "trainer": {"ranks": trainer.world_size, **asdict(plan.trainer_topology), **_weight_bytes(trainer)},
+        "generator": {"ranks": generator.world_size, **_engines(plan), **_weight_bytes(generator)},
+        **({"evaluation": {"ranks": evaluating(plan), "engines": plan.config.eval.engines}} if plan.config.eval.engines else {}),
+        "steps": plan.steps,
+        "sequences_per_step": plan.sequences_per_step,
+    }
+
+
+def _engines(plan: RunPlan) -> dict[str, Any]:
+    """The sizes of the engines, or those of each group, with its weights."""
+    if not plan.groups[0].name:
+        return asdict(plan.groups[0].topology)
+    dtype, device, found = plan.config.model.dtype, Cluster.of(plan.config).gpu.device, {}
+    for group in plan.groups:
+        layout = engines_layout(plan.spec, [group], dtype, device)
+        own = {"quantization": group.settings.quantization, **_weight_bytes(layout)}
+        found[group.name] = {"ranks": layout.world_size, **asdict(group.topology), **own}
+    return {"engines": plan.engines, "groups": found}
+
+
+def sizes(role: dict[str, Any]) -> str:
+    """The parallel sizes of a role, such as `tp 8, pp 16, dp 4`."""
+    if "groups" in role:
+        return "; ".join(f"{name}: {sizes(group)}" for name, group in role["groups"].items())
+    shown = {key: role[key] for key in ("engines", "tp", "pp", "dp") if key in role}
+    shown |= {key: role[key] for key in ("vpp", "cp", "ep", "etp", "dp_attention") if role.get(key, 1) > 1}
+    return ", ".join(f"{key} {size}" for key, size in shown.items())
+
+
+def gib_range(role: dict[str, Any]) -> str:
+    low, high = (f"{role[key] / 2**30:.3f}" for key in ("weight_bytes_min", "weight_bytes_max"))
+    return f"{high} GiB" if low == high else f"{low} to {high} GiB"
+
+
+def _weight_bytes(layout: Layout) -> dict[str, int]:
+    """Bytes on the ranks that hold least and most (pipeline stages differ), including padding."""
+    found = rank_bytes(layout)
+    return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}

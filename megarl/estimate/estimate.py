@@ -18,22 +18,20 @@ from megarl.estimate.memory import (
     generator_memory,
     generator_weights,
     landing_bytes,
-    rank_bytes,
     saving_bytes,
     scoring_passes,
     shadow_bytes,
+    trained_held,
     trainer_memory,
     usable_static,
 )
 from megarl.estimate.times import GenerateModel, GenerateTime, TrainModel, TrainTime, control_s, sync_s
-from megarl.lora.layout import Lora
-from megarl.lora.plan import sends_adapters
+from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
 from megarl.plan.topologies import EngineGroup, at_once, engine_groups, generator_ranks, run_ahead, trainer_topology
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
-from megarl.reshard.layout import pool_layout
 from megarl.roles.plan import ServedRole, find_served, pairs
 from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
 from megarl.teachers.plan import find_frozen, teachers_of
@@ -51,10 +49,10 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
+    beside = adapters.beside(config, spec, trainer, gpu.device)
     on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
     shadow = _shadow_bytes(config, spec, trainer) if on_device else 0.0
-    merges = not sends_adapters(config, spec, gpu.device)
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, lora=Lora.of(config.lora), merges=merges, shadow=shadow)
+    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow)
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
@@ -68,7 +66,8 @@ def training_time(
     config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
 ) -> TrainTime:
     """The two models compute one after the other; the critic scores each batch once before it is trained."""
-    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, Lora.of(config.lora))
+    beside = adapters.beside(config, spec, trainer, cluster.gpu.device)
+    policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, beside)
     of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
     for model in frozen_of(config, spec)[0]:
         scoring = TrainModel(model, trainer, config.model.dtype, cluster, constants).scoring_s(workload)
@@ -233,6 +232,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     groups, senders = engine_groups(config.generator), trainer_topology(config.trainer).world_size
     ranks = senders + generator_ranks(groups) + config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
+    alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
     lands = may_land(config, ranks, cluster)
     return Estimate(
@@ -243,7 +243,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         groups=of_groups(config, spec, groups, lands),
         saving=_saving_bytes(config, spec, cluster),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
-        sync_s=full_s + messages_s,
+        sync_s=(full_s if alone_s is None else alone_s) + messages_s,
         delta_sync_s=delta_s + messages_s,
         control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
@@ -263,7 +263,7 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
     """How responses are shared out: with partial rollouts each group takes what it can do in the time; otherwise they begin together, and
     go to engines by max_concurrency."""
     cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
-    gpu, pool = cluster.gpu, _pool_bytes(config, spec, cluster)
+    gpu, pool = cluster.gpu, adapters.pool_bytes(config, spec, cluster.gpu.device)
     shared = dtype, cluster, constants_of(gpu.name)
     models = [GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length) for group in groups]
     speeds = [float(at_once([group])) for group in groups]
@@ -280,15 +280,6 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
         sizes = own.engines, group.topology.world_size, memory, usable_static(own, gpu)
         found.append(GroupEstimate(group.name, group.key, *sizes, share, time, rate))
     return tuple(found)
-
-
-def _pool_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> int:
-    """Bytes of SGLang's pool for adapters on a generator rank, which has two slots."""
-    lora, device = Lora.of(config.lora), cluster.gpu.device
-    if lora is None or not sends_adapters(config, spec, device):
-        return 0
-    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters go only to engines that are alike
-    return 2 * max(rank_bytes(pool_layout(spec, one, config.model.dtype, device, lora)))
 
 
 def check_longest(config: RunConfig, spec: ModelSpec) -> None:
@@ -329,8 +320,11 @@ def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float
     if not config.checkpoint.beside:
         return 0.0
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    models = [(spec, Lora.of(config.lora)), *([(critic, None)] if (critic := critic_of(config, spec)) else [])]
-    return ranks * sum(saving_bytes(model, config.trainer, config.model.dtype, lora) for model, lora in models)
+    trainer, dtype, beside = config.trainer, config.model.dtype, adapters.beside(config, spec, config.trainer, cluster.gpu.device)
+    of_models = [beside.trained if beside else trained_held(spec, trainer, dtype)]
+    if (critic := critic_of(config, spec)) is not None:
+        of_models.append(trained_held(critic, trainer, dtype))
+    return ranks * sum(saving_bytes(trained, trainer) for trained in of_models)
 
 
 def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,6 @@ from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
-from megarl.lora.layout import Lora, trainer_adapters
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST, padded_vocab_size
 from megarl.plan.topologies import generator_topology, trainer_topology
@@ -162,18 +161,19 @@ def stages_held(layout: Layout) -> list[Held]:
 
 def trainer_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
     """Elements on the fullest rank of each pipeline stage. Raises ConfigError if the sizes do not divide the model."""
-    return _trainer_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype)
+    return _trainer_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype)
 
 
-def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
-    """(elements of adapters, elements of the weights that have some) on the fullest rank of each pipeline stage."""
-    return _adapters_held(shape_of(spec), _one_replica(trainer_topology(trainer)), dtype, lora)
+@dataclass(frozen=True)
+class Beside:
+    """What is trained beside a frozen model: elements on the fullest rank of each pipeline stage."""
+
+    trained: Sequence[Held]
+    kept: Sequence[int]  # these, and copies of the model's weights
 
 
-def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None) -> list[Held]:
-    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage."""
-    if lora:
-        return [adapters for adapters, _ in adapters_held(spec, trainer, dtype, lora)]
+def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
+    """Elements with a gradient and an optimizer on the fullest rank of each pipeline stage, if the model is not frozen."""
     return trainer_held(spec if trainer.mtp == TRAIN else replace(spec, mtp_layers=0), trainer, dtype)
 
 
@@ -185,7 +185,7 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
     """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands), if trainer ranks of other nodes write
     to it; 0 if the trainer cuts no finer than the engine."""
-    topology = _one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
+    topology = one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     # All later layers are equal, or repeat in a period; pp = 1 keeps them together.
     period, dense = spec.period, spec.first_dense_layers if spec.num_experts else 0
@@ -216,7 +216,7 @@ def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, in
     return _stage_layers(shape_of(spec), t.pp, t.vpp, t.first_stage_layers, t.last_stage_layers)
 
 
-def _one_replica(topology: TrainerTopology) -> TrainerTopology:
+def one_replica(topology: TrainerTopology) -> TrainerTopology:
     """The topology with as few replicas as the experts' mesh allows; all replicas hold the same."""
     ranks = topology.tp * topology.cp
     return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
@@ -228,14 +228,6 @@ def _one_replica(topology: TrainerTopology) -> TrainerTopology:
 @functools.lru_cache(maxsize=4096)
 def _trainer_held(spec: ModelSpec, topology: TrainerTopology, dtype: str) -> list[Held]:
     return stages_held(trainer_layout(spec, topology, dtype))
-
-
-@functools.lru_cache(maxsize=4096)
-def _adapters_held(spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
-    whole = trainer_layout(spec, topology, dtype)
-    names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
-    adapted = Layout(whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names))
-    return list(zip(stages_held(trainer_layout(spec, topology, dtype, "local", lora)), stages_held(adapted), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -377,12 +369,11 @@ def trainer_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
-    lora: Lora | None = None,
-    merges: bool = True,
+    beside: Beside | None = None,
     shadow: float = 0.0,
 ) -> TrainerMemory:
     """Memory of the fullest stage. Raises ConfigError if the sizes do not divide the model."""
-    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "lora": lora, "merges": merges}
+    others = {"reference": reference, "critic": critic, "frozen": frozen, "divergence": divergence, "beside": beside}
     stages = stage_memory(spec, trainer, dtype, gpu, **others, shadow=shadow)
     return max(stages, key=lambda memory: memory.total)
 
@@ -397,11 +388,10 @@ def stage_memory(
     critic: ModelSpec | None = None,
     frozen: Sequence[ModelSpec] = (),
     divergence: bool = False,
-    lora: Lora | None = None,
-    merges: bool = True,
+    beside: Beside | None = None,
     shadow: float = 0.0,
 ) -> list[TrainerMemory]:
-    """[pp] memory of the fullest rank of each stage. `merges`: whether it keeps weights with the adapters of `lora` merged."""
+    """[pp] memory of the fullest rank of each stage. `beside`: what is trained in the model's place, which then is the reference too."""
     item = ITEM_BYTES[dtype]
     of_critic = [
         (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
@@ -409,18 +399,17 @@ def stage_memory(
     ]
     of_frozen = [trainer_held(model, trainer, dtype) for model in frozen]
     tokens = trainer.max_tokens_per_microbatch / trainer.cp
-    trained, found = trained_held(spec, trainer, dtype, lora), []
-    adapted = adapters_held(spec, trainer, dtype, lora) if lora else []
-    beside = [adapters.total + merges * merged.total for adapters, merged in adapted] or [0] * trainer.pp
+    trained, found = beside.trained if beside else trained_held(spec, trainer, dtype), []
+    more = beside.kept if beside else [0] * trainer.pp
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
         kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
-                weights=item * (held.total + beside[stage] + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)),
+                weights=item * (held.total + more[stage] + (embedding_copy(spec, trainer) if stage == trainer.pp - 1 else 0)),
                 gradients=GRADIENT_BYTES * trained[stage].total,
                 optimizer=optimizer_bytes(trained[stage], trainer, dtype),
-                reference=item * held.total if reference and lora is None else 0.0,  # adapters are switched off
+                reference=item * held.total if reference and beside is None else 0.0,
                 shadow=shadow,
                 frozen=item * sum(stages[stage].total for stages in of_frozen),
                 critic=of_critic[stage] if of_critic else 0.0,
@@ -455,9 +444,9 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
     return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
 
 
-def saving_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora | None = None) -> float:
+def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
     """The largest share of a checkpoint, fp32 master weights and both moments, which a rank copies to its host's memory and writes."""
-    return max(SAVED_BYTES * _shared(held, trainer) for held in trained_held(spec, trainer, dtype, lora))
+    return max(SAVED_BYTES * _shared(held, trainer) for held in trained)
 
 
 def _shared(held: Held, trainer: TrainerConfig) -> float:

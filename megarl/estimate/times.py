@@ -9,6 +9,7 @@ from functools import cached_property
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import CONSTANTS, Cluster, Constants
 from megarl.estimate.memory import (
+    Beside,
     GeneratorWeights,
     Held,
     Workload,
@@ -20,16 +21,13 @@ from megarl.estimate.memory import (
     state_bytes,
     trained_held,
 )
-from megarl.lora.layout import Lora, unserved
-from megarl.lora.plan import sends_adapters
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
 from megarl.plan.topologies import engine_groups, engines_layout, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
-from megarl.reshard.layout import ITEM_BYTES, pool_layout, trainer_layout
+from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.proof import prove_exactly_once
 from megarl.speculative.settings import NEXTN
 
 # Seconds of collectives over groups of ranks, depending on how a group is spread over nodes.
@@ -134,7 +132,7 @@ class TrainModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    lora: Lora | None = None  # a frozen weight takes no product for its gradient; the adapters' own products count for nothing
+    beside: Beside | None = None  # a frozen weight takes no product for its gradient; what is trained beside it counts for nothing
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         """Seconds of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to
@@ -145,7 +143,7 @@ class TrainModel:
         rows, squares = self._rows(workload), workload.tokens_per_square
         count = math.ceil(workload.tokens / t.dp / rows)
         count = math.ceil(count / t.pp) * t.pp if t.vpp > 1 else count
-        backward = (1 if self.lora else 2) + t.recompute
+        backward = (1 if self.beside else 2) + t.recompute
         passes = 1 + backward + scoring
         layers = largest_stage(self.spec, t)
         products, attention = self._layer_s(rows), self._attention_s(rows, squares)
@@ -155,14 +153,15 @@ class TrainModel:
         last = sum(stage_layers(self.spec, t)[-1])
         # The layer for multi-token prediction: a pass forward and back, and three products with the output layer, which it does not train.
         predicting = (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head) * self.spec.mtp_layers * (t.mtp == TRAIN)
-        compute = max(layers * per_layer, last * per_layer + ((3 if self.lora else 4) + scoring) * head + predicting)
+        compute = max(layers * per_layer, last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting)
         again = t.recompute + scoring
         sums = 2 + again + t.sequence_parallel / 2  # whose backward pass also gathers each product's input once more, for its weights
         tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
         expert = layers * (2 + again) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
-        held = max(trained_held(self.spec, t, self.dtype, self.lora), key=lambda stage: stage.total)
+        trained = self.beside.trained if self.beside else trained_held(self.spec, t, self.dtype)
+        held = max(trained, key=lambda stage: stage.total)
         update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
         last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
         longest = self._longest_share(workload)
@@ -175,7 +174,7 @@ class TrainModel:
             optimizer=steps * (update_s + k.step_s),
             tflops=0.0,
         )
-        flops = (2 if self.lora else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
+        flops = (2 if self.beside else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def scoring_s(self, workload: Workload) -> float:
@@ -464,29 +463,16 @@ CHANGED = 0.01  # share of the elements that change in a step, where a delta is 
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds by the map of the run, for two updates: the usual one (of adapters alone, where these are sent), and one
-    that carries only changed weights, if the share CHANGED has changed.
+    """Seconds by the map of the run, for two updates: one of all weights, and one that carries only changed weights, if the share CHANGED
+    has changed.
 
     Ranks of one node write over NVLink, others over their NICs.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
-    device = cluster.gpu.device
-    destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, device)
+    destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
     rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
-    alone_s = adapters_s(spec, config, device, rate) if sends_adapters(config, spec, device) else None
-    return busiest_bytes(*carried_out) / rate if alone_s is None else alone_s, delta_bytes(*carried_out, CHANGED) / rate
-
-
-def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
-    """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
-    lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
-    if lora is None or others or unserved(spec, group.topology, device, lora):
-        return None
-    source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype, lora=lora)
-    map = ReshardMap.build(source, pool_layout(spec, group.topology, group.dtype(config.model.dtype), device, lora))
-    prove_exactly_once(map)
-    return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
+    return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
 
 
 def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:

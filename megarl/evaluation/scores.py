@@ -30,7 +30,7 @@ def is_due(config: RunConfig, version: Version) -> bool:
 def evaluation_plan(plan: RunPlan) -> RunPlan:
     """The plan with the evaluation's engines in the generator's place. Each version is written whole, since they lack those in between; no
     request runs meanwhile, and probes are the generator's."""
-    config, merges = plan.config, plan.adapters is None  # which weights.delta has decided
+    config, merges = plan.config, plan.sent_adapters is None  # which weights.delta has decided
     own = replace(
         config,
         lora=replace(config.lora, sync="merge") if merges else config.lora,

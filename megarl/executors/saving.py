@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch.distributed as dist
 
-from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.evaluation.scores import spared_steps
-from megarl.lora.trainer import LoraTrainer, make_trainer
 from megarl.observe.status import TraceWriter
 from megarl.plan.checkpoints import checkpoint_path, export_path, make_room, prune_checkpoints, remove_whole
-from megarl.plan.resolve import RunPlan
 from megarl.trainer import checkpoint
-from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.hf_io import Writing
 from megarl.trainer.step import MegatronTrainer
 
@@ -104,43 +99,3 @@ class Saving:
             with self._trace.span(f"complete export {self._export.path.name}"):
                 self._export.finish()
             self._export = None
-
-
-# Exports a run's checkpoint as an HF checkpoint.
-
-
-def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
-    """One trainer rank of the export. It loads its shard of the checkpoint at `path`, a copy of that at `of`, and writes its part of the HF
-    files, or of a PEFT adapter, at `output`."""
-    config = plan.config
-    init_distributed(config.timeouts.collective_s)
-    trainer = make_trainer(
-        plan.spec,
-        plan.trainer_topology,
-        config.trainer,
-        config.model.dtype,
-        config.seed,
-        total_steps=config.max_steps * config.trainer.optimizer_steps,
-        timeout_s=config.timeouts.collective_s,
-        lora=config.lora,
-    )
-    if isinstance(trainer, LoraTrainer):
-        trainer.load_hf(plan.weights_path)
-    load_checkpoint(trainer, path, of=of)
-    if adapter and isinstance(trainer, LoraTrainer):
-        trainer.export_adapter(output)
-    else:
-        trainer.export_hf(output, config.model.path)
-    shutdown_distributed()
-
-
-def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = "") -> dict[str, Any]:
-    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged. The error names the checkpoint to move away:
-    `of`, if `path` is a copy."""
-    try:
-        state = checkpoint.load(trainer, path)
-        if critic is not None:
-            checkpoint.load_critic(critic, path)
-    except RuntimeError as error:
-        raise RunError(str(error).replace(path, of or path)) from error
-    return state

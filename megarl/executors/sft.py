@@ -11,8 +11,7 @@ from megarl.algorithms.losses import nll_loss
 from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import RunError
 from megarl.data.batches import sft_batches, sft_held_out
-from megarl.executors.saving import load_checkpoint
-from megarl.lora.trainer import make_trainer
+from megarl.executors.policy import load_checkpoint, make_policy
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.status import StatusBoard
@@ -35,27 +34,9 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()
     status.set("building the model")
     init_distributed(config.timeouts.collective_s)
-    trainer = make_trainer(
-        plan.spec,
-        plan.trainer_topology,
-        config.trainer,
-        config.model.dtype,
-        config.seed,
-        total_steps=config.sft.steps,
-        timeout_s=config.timeouts.collective_s,
-        lora=config.lora,
-        optimizer=config.sft.optimizer,
-    )
-    if config.model.random_init:
-        trainer.init_random(config.seed)
-    else:
-        trainer.load_hf(config.model.path)
-    held_out, lowest = sft_held_out(config, plan.spec), math.inf
     began, best = rendezvous.start_step, f"{config.sft.output}.best"
-    if rendezvous.checkpoint:
-        lowest = float(load_checkpoint(trainer, rendezvous.checkpoint)["lowest"])
-        if lowest < math.inf and not Path(best).is_dir():
-            raise RunError(f"{best}: the best weights so far are gone; to begin anew, remove {Path(rendezvous.checkpoint).parent}")
+    trainer, lowest = _begun(plan, rendezvous.checkpoint, best)
+    held_out = sft_held_out(config, plan.spec)
     record = {WARM_START: warm_start_record(config)}
     metrics = MetricsWriter(run_dir, resume_step=began) if rank == 0 else None
     started = time.monotonic()
@@ -95,6 +76,23 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
         metrics.close()
         prune_checkpoints(run_dir, keep=0)
     shutdown_distributed()
+
+
+def _begun(plan: RunPlan, path: str, best: str) -> tuple[MegatronTrainer, float]:
+    """The trainer with the weights of the checkpoint at `path`, or first ones if that is empty, and the lowest held-out loss so far, whose
+    weights are at `best`; infinity: of none."""
+    config = plan.config
+    trainer = make_policy(plan, config.sft.steps, config.sft.optimizer)
+    if config.model.random_init:
+        trainer.init_random(config.seed)
+    else:
+        trainer.load_hf(config.model.path)
+    if not path:
+        return trainer, math.inf
+    lowest = float(load_checkpoint(trainer, path)["lowest"])
+    if lowest < math.inf and not Path(best).is_dir():
+        raise RunError(f"{best}: the best weights so far are gone; to begin anew, remove {Path(path).parent}")
+    return trainer, lowest
 
 
 def mean_loss(trainer: MegatronTrainer, sequences: Sequence[TrainSequence], size: int) -> float:

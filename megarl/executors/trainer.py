@@ -30,8 +30,8 @@ from megarl.data.order import train_mixture
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.scores import NewEvaluations, forget_after
 from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
-from megarl.executors.saving import Saving, load_checkpoint
-from megarl.lora.trainer import LoraTrainer, make_trainer
+from megarl.executors.policy import load_checkpoint, make_policy, steps_of_run
+from megarl.executors.saving import Saving
 from megarl.messaging.messages import ProbeReady, WeightsApplied
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.agreement import DIFFERENCE, LARGEST, LIMIT, describe_differences, probe_limit, too_far
@@ -44,14 +44,13 @@ from megarl.rewards.score import shapes, too_many_failed_episodes, too_many_fail
 from megarl.roles.settings import TEACHER
 from megarl.rollouts.buffer import LEDGER_FILE, Ledger
 from megarl.rollouts.channel import texts_of
-from megarl.speculative.acceptance import ACCEPTED, Acceptance
-from megarl.speculative.plan import never_trained
+from megarl.speculative.plan import ACCEPTED, Acceptance, never_trained
 from megarl.teachers.plan import teachers_of
 from megarl.teachers.trainer import Teachers, load_frozen
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import StepResult
-from megarl.weight_sync.common import sent_layout
+from megarl.weight_sync.content import sent_layout
 from megarl.weight_sync.sender import SyncReport
 
 # Breaks down the time of a step, on both sides.
@@ -79,16 +78,7 @@ class TrainerExecutor:
         self.trace = TraceWriter(run_dir, f"trainer.{self.rank}")
         self.status.set("building the model")
         self.device = init_distributed(config.timeouts.collective_s)
-        self.trainer = make_trainer(
-            self.plan.spec,
-            self.plan.trainer_topology,
-            config.trainer,
-            config.model.dtype,
-            config.seed,
-            total_steps=config.max_steps * config.trainer.optimizer_steps,
-            timeout_s=config.timeouts.collective_s,
-            lora=config.lora,
-        )
+        self.trainer = make_policy(self.plan, steps_of_run(self.plan))
         self._mixture = train_mixture(config)
         self.algorithm = make_algorithm(config.algorithm, teachers_of(config))
         self.critic = make_critic(self.plan, self.trainer) if self.plan.critic else None
@@ -102,7 +92,7 @@ class TrainerExecutor:
         if self.algorithm.needs_reference:
             self._hold_reference()
         held = self.algorithm.needs_reference and self.plan.reference is None
-        if not held and (config.lora.rank or not self.rendezvous.checkpoint):
+        if not held and (self.trainer.frozen or not self.rendezvous.checkpoint):
             self.trainer.load_hf(self.plan.weights_path)
         if self.rendezvous.checkpoint:
             load_checkpoint(self.trainer, self.rendezvous.checkpoint, self.critic)
@@ -128,7 +118,7 @@ class TrainerExecutor:
     def _hold_reference(self) -> None:
         """The role's model; without one, the weights that the run began with, even after a resume."""
         role = self.plan.reference
-        if role is not None and (role.spec != self.plan.spec or self.plan.config.lora.rank):  # adapters are off in their own model alone
+        if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):  # adapters are off in their own model alone
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
             return
         self.trainer.load_hf(role.path if role else self.plan.weights_path)
@@ -267,9 +257,7 @@ class TrainerExecutor:
 
     def get_model(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under Megatron's names with global layer numbers, for the weights channel to read."""
-        if isinstance(self.trainer, LoraTrainer) and self.plan.adapters is not None:
-            return self.trainer.served_parameters()
-        return self.trainer.merged_parameters()
+        return self.trainer.sent_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
         """Scores the probe's tokens, if it has any, under the same weights; the mean absolute log-prob difference goes into the metrics.

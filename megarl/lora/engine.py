@@ -8,14 +8,35 @@ adapter. Other runs could have adapters of other names in the same pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megarl.generator.completions import POLICY
-from megarl.lora.layout import EXPERTS, POOL_A, POOL_B
+
+if TYPE_CHECKING:
+    import torch
 
 _STACKED = {"w13": "gate_up_proj_moe", "w2": "down_proj_moe"}
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.maybe_init_lora_manager", _adapted, HookType.AFTER)
+    HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", _empty, HookType.AROUND)
+
+
+def _adapted(result: Any, runner: Any) -> None:
+    """Runs after SGLang has made the pool of adapters, if it is to serve any."""
+    from megarl.weight_sync.engine import loader  # only workers need it
+
+    if runner.lora_manager is not None and not runner.is_draft_worker:
+        loader.adapted(runner.model, Pool(runner.lora_manager))
+
+
+def _empty(original: Any, adapter: Any) -> None:
+    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
+    do not."""
+    adapter.initialize_weights_from_tensors({})
 
 
 class Pool:
@@ -37,6 +58,8 @@ class Pool:
 
 def _buffers(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from sglang.srt.lora.utils import get_target_module_name
+
+    from megarl.lora.layout import EXPERTS, POOL_A, POOL_B
 
     a, b = manager.memory_pool.A_buffer, manager.memory_pool.B_buffer
     for layer, modules in enumerate(manager.lora_modules):

@@ -13,7 +13,6 @@ from megarl.config.keys import yaml_text
 from megarl.lora.layout import Lora, target
 from megarl.lora.settings import LoraConfig
 from megarl.models.spec import ModelSpec
-from megarl.reshard.layout import hf_layout
 from megarl.trainer.hf_files import READ_DTYPES, header
 
 SETTINGS_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -81,7 +80,7 @@ def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraCo
     for theirs, key, ours in (("r", "lora.rank", lora.rank), ("lora_alpha", "lora.alpha", lora.alpha)):
         if settings.get(theirs) != ours:
             yield f"its {theirs} is {settings.get(theirs)}; {key}={ours:g}"
-    names = {target(tensor.name.rpartition(".lora_")[0]) for tensor in hf_layout(spec, "float32", lora).tensors(0)}
+    names = {target(tensor.name.rpartition(".lora_")[0]) for tensor in lora.hf_layout(spec, "float32").tensors(0)}
     there = settings.get("target_modules")
     if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text is a pattern
         theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
@@ -95,7 +94,7 @@ def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraCo
 
 
 def _tensor_problems(found: dict[str, Any], spec: ModelSpec, lora: Lora) -> Iterator[str]:
-    expected = dict(shown(tensor.name, tensor.shape) for tensor in hf_layout(spec, "float32", lora).tensors(0))
+    expected = dict(shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(spec, "float32").tensors(0))
     for name, shape in expected.items():
         if name not in found:
             yield f"tensor {name} is missing in {TENSORS_FILE}"

@@ -1,4 +1,4 @@
-"""Low-rank adapters as logical tensors: where the trainer keeps them, and the pool in which SGLang serves them."""
+"""Low-rank adapters as logical tensors: where the trainer keeps them, and the pool in which SGLang serves them; their layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megarl.lora.settings import LoraConfig
 from megarl.models.parameters import EXPERT_FIELD, LAYER, LAYER_FIELD, LogicalTensor, Parameter
 from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
+from megarl.reshard.layout import Kind, Layout, elements, generator_layout_of, hf_layout_of, trainer_layout_of, trainer_parameters
 
 # Low-rank adapters as logical tensors, and where the trainer keeps them. Both follow from what the family states of its linear layers.
 #
@@ -54,6 +55,25 @@ class Lora:
 
     def wants(self, logical_name: str) -> bool:
         return ALL in self.targets or target(logical_name) in self.targets
+
+    def hf_layout(self, spec: ModelSpec, dtype: str) -> Layout:
+        """One rank that holds all adapters under their own names."""
+        return hf_layout_of(lora_tensors(spec, self), spec, dtype)
+
+    def parameter_count(self, spec: ModelSpec) -> int:
+        return elements(self.hf_layout(spec, "bfloat16"))
+
+    def trainer_layout(self, spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
+        """The adapters on every trainer rank. Raises ConfigError if the topology does not divide the model."""
+        trainer_parameters(spec, topology, layer_spec)
+        parameters = adapter_parameters(trainer_adapters(spec, topology, layer_spec, self))
+        return trainer_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
+
+    def pool_layout(self, spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str) -> Layout:
+        """The adapters on every generator rank, in the slot that SGLang's pool has for them. `dtype` is that of activations."""
+        parameters = pool_parameters(spec, topology, device, self)
+        found = generator_layout_of(parameters, lora_tensors(spec, self), spec, topology, dtype)
+        return replace(found, kinds=tuple(_as_shown(kind) for kind in found.kinds))
 
 
 @dataclass(frozen=True)
@@ -179,6 +199,13 @@ def is_adapter(name: str) -> bool:
 def is_of_stack(name: str) -> bool:
     """Whether the engine has this tensor of the pool once for several experts."""
     return name.rpartition(".")[0].endswith(tuple(f".experts.{stack}" for stack in EXPERTS))
+
+
+def _as_shown(kind: Kind) -> Kind:
+    """SGLang shows the factor that all experts share with a dim of 1 for them."""
+    if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
+        return kind
+    return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))
 
 
 def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:

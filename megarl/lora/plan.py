@@ -1,21 +1,87 @@
-"""Checks of the section `lora`."""
+"""What the rest of a run asks about its adapters, and all that is wrong with the section `lora`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
 from megarl.generator.cpu_support import cuda_available
+from megarl.generator.server import ServedAdapter
+from megarl.lora.files import check_adapter, empty_adapter
 from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
 from megarl.models import ModelSpec
 from megarl.models.parameters import LAYER_FIELD
 from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
-from megarl.plan.weights import find_weights
+from megarl.plan.weights import Weights, find_weights
 
 # Settings of Megatron under which its layers get other inputs than adapters expect.
 _REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """The adapters that a run trains in the place of its policy's weights, which are frozen."""
+
+    config: RunConfig
+    spec: ModelSpec
+    lora: Lora
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: ModelSpec) -> AdapterPlan | None:
+        """None if all weights are trained."""
+        lora = Lora.of(config.lora)
+        return None if lora is None else cls(config, spec, lora)
+
+    def are_sent_alone(self, device: str | None = None) -> bool:
+        """Whether updates carry them as they are; otherwise all weights, with the adapters merged. `device` as of `why_merged`."""
+        return sends_adapters(self.config, self.spec, device)
+
+    @property
+    def parameters(self) -> int:
+        return self.lora.parameter_count(self.spec)
+
+    def lines(self) -> list[str]:
+        """What a run says of them at its start."""
+        lora = self.config.lora
+        begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {self.config.seed}, B zero"
+        of = f"of {', '.join(lora.targets)} linear layers"
+        return [f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {of}, {begins}; the weights are frozen", self._sync_line()]
+
+    def resumed_lines(self, weights: Weights) -> list[str]:
+        """The same when it goes on. `weights`: what it began with."""
+        return [f"Adapters: rank {self.lora.rank}, of what the run began with, {weights}", self._sync_line()]
+
+    def _sync_line(self) -> str:
+        if self.are_sent_alone():
+            return "Adapters: sent alone, into the memory from which SGLang serves them"
+        why = "lora.sync=merge" if self.config.lora.sync == "merge" else "; ".join(why_merged(self.config, self.spec))
+        return f"Adapters: each update merges them on the trainer's ranks and sends all weights: {why}"
+
+    def served(self, folder: Path, device: str | None) -> ServedAdapter | None:
+        """The adapter that engines on `device` start with, in `folder`; None if they get all weights."""
+        if not self.are_sent_alone(device):
+            return None
+        return ServedAdapter(str(folder), self.lora.rank, self.lora.names(self.spec), self.lora.shared)
+
+    def write(self, folder: Path) -> None:
+        """Writes that adapter, if engines serve one: its settings alone, since its weights come with the first update."""
+        if adapter := self.served(folder, None):
+            empty_adapter(folder, self.lora, adapter.targets)
+
+    def check_init(self) -> None:
+        """Raises ConfigError with all reasons why the adapters cannot begin with the folder `lora.init`, if that is set."""
+        if self.config.lora.init:
+            check_adapter(self.spec, self.config.lora)
+
+
+def check_lora_groups(config: RunConfig) -> Iterable[str]:
+    """What no group of engines shows alone."""
+    if config.lora.rank and config.lora.sync == "adapter" and any(config.generator.groups.values()):
+        yield "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters to unlike engines has not been tried"
 
 
 def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

@@ -28,7 +28,6 @@ from megarl.lora.layout import A, Adapter, Lora, target, trainer_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models.parameters import EXPERT_FIELD, LAYER_FIELD, Parameter
 from megarl.models.spec import ModelSpec
-from megarl.reshard.layout import hf_layout, trainer_layout
 from megarl.trainer import hf_io
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.model import MegatronModel, parameters_by_name
@@ -267,16 +266,18 @@ def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str,
 class LoraTrainer(MegatronTrainer):
     """`base` is the checkpoint that the frozen weights come from, or None if they are random."""
 
-    def __init__(self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, **settings: Any):
-        """As MegatronTrainer."""
+    def __init__(
+        self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, sent_alone: bool = False, **settings: Any
+    ):
+        """As MegatronTrainer. `sent_alone`: whether updates carry the adapters as they are."""
         found = Lora.of(lora)
         assert found is not None
-        self._lora, self._settings, self._switch = found, lora, Switch(lora.dropout)
+        self._lora, self._settings, self._switch, self._sent_alone = found, lora, Switch(lora.dropout), sent_alone
         self._merged: dict[str, torch.Tensor] = {}
         self._scaled: dict[str, torch.Tensor] = {}
         super().__init__(spec, topology, *arguments, **settings)
-        self.lora = found
-        self.saved_layout = trainer_layout(spec, topology, str(self.dtype).removeprefix("torch."), layer_spec(), found)
+        self.frozen = True
+        self.saved_layout = found.trainer_layout(spec, topology, str(self.dtype).removeprefix("torch."), layer_spec())
 
     def _build_chunks(self) -> list[GPTModel]:
         chunks = super()._build_chunks()
@@ -315,7 +316,7 @@ class LoraTrainer(MegatronTrainer):
             from safetensors import safe_open  # as in hf_io.load_hf
 
             there = safe_open(Path(self._settings.init) / TENSORS_FILE, framework="pt")
-        shapes = {tensor.name: tensor.shape for tensor in hf_layout(self.spec, "float32", self._lora).tensors(0)}
+        shapes = self.saved_shapes()
         for tensor in self.saved_layout.tensors(dist.get_rank()):
             parameter = hf_io.local_parameter(parameters, tensor)
             for piece in tensor.pieces:
@@ -329,6 +330,12 @@ class LoraTrainer(MegatronTrainer):
                 else:
                     local.zero_()
         self.optimizer.reload_model_params()
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {tensor.name: tensor.shape for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0)}
+
+    def sent_parameters(self) -> dict[str, torch.Tensor]:
+        return self.served_parameters() if self._sent_alone else self.merged_parameters()
 
     def merged_parameters(self) -> dict[str, torch.Tensor]:
         """W + alpha / rank * B A in float32, rounded once, of this rank's part of each weight. The tensors are the same at every call, with
@@ -358,7 +365,7 @@ class LoraTrainer(MegatronTrainer):
     def export_adapter(self, path: str) -> None:
         """Writes the adapters as a PEFT folder, which SGLang serves too."""
         dtype = self.saved_layout.kinds[0].shards[0].dtype
-        tensors = hf_layout(self.spec, dtype, self._lora).tensors(0)
+        tensors = self._lora.hf_layout(self.spec, dtype).tensors(0)
         plan = hf_io.file_plan(tensors, math.inf, Path(TENSORS_FILE).stem, lambda tensor: shown(tensor.name, tensor.shape))
         names = sorted({target(tensor.name.rpartition(".lora_")[0]) for tensor in tensors})
         text = json.dumps(adapter_settings(self._lora, names, self.base, self._settings.dropout), indent=2)
@@ -371,11 +378,3 @@ class LoraTrainer(MegatronTrainer):
 
 def _uniform(bound: float, row: torch.Tensor, generator: torch.Generator) -> None:
     row.uniform_(-bound, bound, generator=generator)
-
-
-# Makes the trainer of a policy.
-
-
-def make_trainer(*arguments: Any, lora: LoraConfig, **settings: Any) -> MegatronTrainer:
-    """With the arguments of MegatronTrainer: that, or one that trains adapters alone."""
-    return LoraTrainer(*arguments, lora=lora, **settings) if lora.rank else MegatronTrainer(*arguments, **settings)

@@ -30,7 +30,7 @@ from megarl.config.schema import (
 )
 from megarl.data.order import mixture_problems
 from megarl.data.rows import LIVECODEBENCH, held_out
-from megarl.lora.plan import check_lora
+from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.plan.checkpoints import check_best, check_exported, check_resume
@@ -85,8 +85,6 @@ def check_groups(config: RunConfig) -> Iterable[str]:
     if len(formats) > 1:
         listed = " and ".join(f"generator.groups.{name}.quantization={format}" for format, name in formats.items())
         yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
-    if groups and config.lora.rank and config.lora.sync == "adapter":
-        yield "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters to unlike engines has not been tried"
 
 
 # Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
@@ -477,9 +475,10 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
 
 
-WHOLE_CHECKS: tuple[ConfigCheck, ...] = (check_groups, check_resume)  # of all groups of engines together
+WHOLE_CHECKS: tuple[ConfigCheck, ...] = (check_groups, check_lora_groups, check_resume)  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_groups,
+    check_lora_groups,
     check_ranks,
     check_virtual_stages,
     check_server_args,

@@ -12,8 +12,7 @@ from megarl.base.geometry import TrainerTopology
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import IGNORE, RunConfig
 from megarl.critic.plan import check_critic, find_critic
-from megarl.lora.layout import Lora
-from megarl.lora.plan import check_first_adapters, sends_adapters
+from megarl.lora.plan import AdapterPlan, check_first_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models import ModelSpec, load_spec
 from megarl.models.registry import CLASSIFICATION, did_you_mean, missing_folder
@@ -31,6 +30,7 @@ from megarl.plan.checks import (
 )
 from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
+from megarl.reshard.layout import parameter_count
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
 from megarl.speculative.settings import NEXTN
@@ -63,13 +63,20 @@ class RunPlan:
         return next((role for role in self.frozen if role.role == REFERENCE), None)
 
     @property
-    def lora(self) -> Lora | None:
-        return Lora.of(self.config.lora)
+    def adapters(self) -> AdapterPlan | None:
+        """Low-rank adapters (LoRA) that are trained in the place of the policy's weights; None: the weights are trained."""
+        return AdapterPlan.of(self.config, self.spec)
 
     @property
-    def adapters(self) -> Lora | None:
+    def sent_adapters(self) -> AdapterPlan | None:
         """The adapters, if updates carry them alone. None: updates carry all weights, with adapters merged into them if there are any."""
-        return self.lora if sends_adapters(self.config, self.spec) else None
+        adapters = self.adapters
+        return adapters if adapters is not None and adapters.are_sent_alone() else None
+
+    @property
+    def trained_parameters(self) -> int:
+        """Of the policy."""
+        return parameter_count(self.spec) if self.adapters is None else self.adapters.parameters
 
     @cached_property
     def groups(self) -> tuple[EngineGroup, ...]:

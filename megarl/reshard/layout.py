@@ -13,7 +13,6 @@ import numpy as np
 from megarl.base.geometry import DP_ATTENTION_FAMILIES, Box, GeneratorTopology, TrainerTopology, whole_box
 from megarl.config.errors import ConfigError
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, TENSOR, Rule
-from megarl.lora.layout import Lora, adapter_parameters, is_of_stack, lora_tensors, pool_parameters, trainer_adapters
 from megarl.models.parameters import (
     ATTENTION,
     DENSE,
@@ -563,8 +562,8 @@ def _cut(shape: tuple[int, ...], dim: int, start: int, count: int) -> Box:
 
 
 __all__ = [
-    "Kind", "Layout", "LocalTensor", "Piece", "Stored", "generator_layout", "hf_layout", "pool_layout", "stage_of_layer", "stored",
-    "together", "trainer_layout",
+    "Kind", "Layout", "LocalTensor", "Piece", "Stored", "generator_layout", "generator_layout_of", "hf_layout", "hf_layout_of",
+    "stage_of_layer", "stored", "together", "trainer_layout", "trainer_layout_of",
 ]  # fmt: skip
 
 LAYER_SPECS = ("local", "te")
@@ -572,17 +571,21 @@ DEVICES = ("cpu", "cuda")
 QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSOR}
 
 
-def hf_layout(spec: ModelSpec, dtype: str, lora: Lora | None = None, fused: bool = False) -> Layout:
-    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. With `lora`, that of its adapters alone;
-    if `fused`, as the checkpoint's files have them, where one tensor may hold several (`stored`)."""
-    logical = lora_tensors(spec, lora) if lora else logical_tensors(spec)
+def hf_layout(spec: ModelSpec, dtype: str, fused: bool = False) -> Layout:
+    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name; if `fused`, as the checkpoint's files
+    have them, where one tensor may hold several (`stored`)."""
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
+    return hf_layout_of(logical_tensors(spec), spec, dtype, joined)
+
+
+def hf_layout_of(logical: Sequence[LogicalTensor], spec: ModelSpec, dtype: str, joined: Mapping[str, Parameter] = {}) -> Layout:
+    """One rank that holds each of these tensors of the model's layers under its own name, or as a part of a `joined` one."""
     held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
     parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
     ranks = np.zeros((1, 1, 1), dtype=np.int64)
     stages = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64)
-    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1), lora)))
+    return Layout("hf", 1, tuple(_kinds("hf", spec, parameters, logical, dtype, stages, {DENSE: ranks, EXPERT: ranks}, (1, 1))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -604,30 +607,37 @@ def stored(tensors: Iterable[LocalTensor]) -> dict[str, Stored]:
     return {piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed) for tensor in tensors for piece in tensor.pieces}
 
 
-def parameter_count(spec: ModelSpec, lora: Lora | None = None) -> int:
-    """The parameters of the whole model, or of its adapters; a tied output layer counts once."""
-    kinds = hf_layout(spec, "bfloat16", lora).kinds
-    return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in kinds for shard in kind.shards)
+def parameter_count(spec: ModelSpec) -> int:
+    """The parameters of the whole model; a tied output layer counts once."""
+    return elements(hf_layout(spec, "bfloat16"))
 
 
-def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local", lora: Lora | None = None) -> Layout:
-    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers; with `lora`, those of its adapters
-    alone. DP and CP ranks are replicas.
+def elements(checkpoint: Layout) -> int:
+    """Of all tensors of a layout that has each once."""
+    return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in checkpoint.kinds for shard in kind.shards)
+
+
+def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer_spec: str = "local") -> Layout:
+    """The tensors of every trainer rank under Megatron's names, with global layer and expert numbers. DP and CP ranks are replicas.
 
     layer_spec: "local" | "te", the layer spec in use. Raises ConfigError if the topology does not divide the model.
     """
     if layer_spec not in LAYER_SPECS:
         raise ConfigError(f"layer_spec = {layer_spec!r} is not one of {', '.join(LAYER_SPECS)}")
+    return trainer_layout_of(trainer_parameters(spec, topology, layer_spec), logical_tensors(spec), spec, topology, dtype)
+
+
+def trainer_layout_of(
+    parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: TrainerTopology, dtype: str
+) -> Layout:
+    """As `trainer_layout`, of these parameters of the model's layers, which hold the `logical` tensors."""
     t = topology
-    parameters = trainer_parameters(spec, t, layer_spec)
-    if lora:
-        parameters = adapter_parameters(trainer_adapters(spec, t, layer_spec, lora))
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
     expert = dense
     if spec.num_experts:
         expert = np.arange(t.world_size).reshape(t.pp, t.expert_dp, t.ep * t.etp).transpose(0, 2, 1)
     stages = np.array(stage_of_layer(spec.num_layers, t) + (t.pp - 1,) * spec.mtp_layers)
-    kinds = _kinds("trainer", spec, parameters, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp), lora)
+    kinds = _kinds("trainer", spec, parameters, logical, dtype, stages, {DENSE: dense, EXPERT: expert}, (t.ep, t.etp))
     return Layout("trainer", t.world_size, tuple(kinds))
 
 
@@ -649,27 +659,20 @@ def generator_layout(
     if isinstance(quantization, str) and quantization not in QUANTISATIONS:
         raise ConfigError(f"generator.quantization = {quantization!r} is not one of {', '.join(QUANTISATIONS)}")
     rule = QUANTISATIONS[quantization] if isinstance(quantization, str) else quantization
-    parameters = generator_parameters(spec, topology, device, rule)
+    logical = logical_tensors(spec)
+    found = generator_layout_of(generator_parameters(spec, topology, device, rule), logical, spec, topology, dtype)
+    if rule is None:
+        return found
+    return replace(found, kinds=tuple(with_scales(list(found.kinds), quantised_parameters(spec), rule, _by_name(logical))))
+
+
+def generator_layout_of(
+    parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: GeneratorTopology, dtype: str
+) -> Layout:
+    """As `generator_layout`, of these parameters of the engine, which hold the `logical` tensors."""
     stages, meshes = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64), _generator_meshes(topology)
-    kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
-    if rule is not None:
-        kinds = with_scales(kinds, quantised_parameters(spec), rule, _logical(spec))
+    kinds = _kinds("generator", spec, parameters, logical, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     return Layout("generator", topology.world_size, tuple(kinds))
-
-
-def pool_layout(spec: ModelSpec, topology: GeneratorTopology, dtype: str, device: str, lora: Lora) -> Layout:
-    """The adapters on every generator rank, in the slot that SGLang's pool has for them. `dtype` is that of activations."""
-    parameters, meshes = pool_parameters(spec, topology, device, lora), _generator_meshes(topology)
-    stages = np.zeros(spec.num_layers, dtype=np.int64)
-    kinds = _kinds("generator", spec, parameters, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep), lora)
-    return Layout("generator", topology.world_size, tuple(_as_shown(kind) for kind in kinds))
-
-
-def _as_shown(kind: Kind) -> Kind:
-    """SGLang shows the factor that all experts share with a dim of 1 for them."""
-    if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
-        return kind
-    return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))
 
 
 def together(one: Layout, other: Layout) -> Layout:
@@ -742,15 +745,15 @@ def _kinds(
     name: str,
     spec: ModelSpec,
     parameters: Sequence[Parameter],
+    tensors: Sequence[LogicalTensor],  # that they hold
     dtype: str,
     stages: np.ndarray,  # of layers, [num_layers], and of those for multi-token prediction
     meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
     expert_shards: tuple[int, int],  # ep, etp
-    lora: Lora | None = None,
 ) -> list[Kind]:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
-    logical = _logical(spec, lora)
+    logical = _by_name(tensors)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
     spans: dict[Layers, np.ndarray] = {}  # shared by the kinds of the same layers
     kinds = []
@@ -769,7 +772,6 @@ def _kinds(
     return kinds
 
 
-def _logical(spec: ModelSpec, lora: Lora | None = None) -> dict[str, LogicalTensor]:
-    """The logical tensors by name. If a name occurs twice, for different layers, the tensors are equal."""
-    tensors = lora_tensors(spec, lora) if lora else logical_tensors(spec)
+def _by_name(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
+    """If a name occurs twice, for different layers, the tensors are equal."""
     return {tensor.name: replace(tensor, layers=None) for tensor in tensors}

@@ -279,7 +279,7 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
     config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
-    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, plan.adapters is not None)
+    return EngineClient(url, *keys, config.timeouts.request_s, routing, kept_of, plan.sent_adapters is not None)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,21 @@
-"""What follows from `generator.speculative` before a run: all that is wrong with it, and the arguments of SGLang."""
+"""What follows from `generator.speculative`: all that is wrong with it, the arguments of SGLang, and how many drafts engines keep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.errors import RunError
 from megarl.config.schema import IGNORE, TRAIN, RunConfig
 from megarl.models.registry import missing_folder
 from megarl.models.spec import ModelSpec
 from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
 
 _NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # SGLang's NEXTN is a name of EAGLE's
+ACCEPTED = "speculative/accept_rate"
+FALLEN = 0.8  # of the first acceptance: what drafts has grown stale
 
 
 def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -71,3 +75,34 @@ def never_trained(config: RunConfig) -> str:
     if own == NEXTN and config.trainer.mtp != TRAIN:
         return f"the layer for multi-token prediction (trainer.mtp={config.trainer.mtp})"
     return f"the draft model {config.generator.speculative.path}" if own in (EAGLE, EAGLE3) else ""
+
+
+@dataclass
+class Acceptance:
+    """Follows the acceptance over a run. `stale`: what drafts, if nobody trains it; otherwise empty."""
+
+    stale: str = ""
+    first: float = 0.0
+    told: bool = False
+
+    def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
+        """Of the tokens since the version before: `drafted` ones, those of them that were kept, and in how many passes. Raises RunError if
+        more were kept than drafted."""
+        if accepted > drafted:
+            raise RunError(f"weights version {version}: engines say that they kept {accepted} of {drafted} drafted tokens")
+        if not verified:
+            return {}
+        rate = accepted / max(1, drafted)
+        self.first = self.first or rate
+        found = {ACCEPTED: rate, "speculative/accept_length": 1 + accepted / verified}
+        return found | ({"speculative/untrained_versions": version} if self.stale else {})
+
+    def warning(self, version: int, rate: float | None) -> str:
+        """A line for the terminal, once."""
+        if self.told or not self.stale or rate is None or rate >= FALLEN * self.first:
+            return ""
+        self.told = True
+        return (
+            f"weights version {version}: engines keep {rate:.0%} of what is drafted, at first {self.first:.0%}: {self.stale} "
+            "stays as it was, and the policy has moved on. Log-probs are not affected; rollouts take longer"
+        )

@@ -203,7 +203,7 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
     for name, parameter in parameters.items():
         if not parameter.requires_grad:  # a router's bias, or frozen
             flat = parameter.detach().view(-1)
-            found[name] = Run(0, {LIVE: flat} if trainer.lora else {MASTER: flat, LIVE: flat}, is_share=False)
+            found[name] = Run(0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False)
     return found
 
 
@@ -236,16 +236,12 @@ def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
 
 
 def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
-    """Of all that is held: the model, and its adapters where there are some."""
-    return (trainer.layout, trainer.saved_layout) if trainer.lora else (trainer.layout,)
+    """Of all that is held: the model, and what is trained beside it if it is frozen."""
+    return (trainer.layout, trainer.saved_layout) if trainer.frozen else (trainer.layout,)
 
 
 def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
-    return saved_shapes(trainer) | ({tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)})
-
-
-def saved_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
-    return {tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32", trainer.lora).tensors(0)}
+    return trainer.saved_shapes() | ({tensor.name: tensor.shape for tensor in hf_layout(trainer.spec, "float32").tensors(0)})
 
 
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
@@ -414,7 +410,7 @@ def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
         for chunk in trainer.ddp:
             chunk.start_param_sync(force_sync=True)
     if problem := _difference(trainer, _totals(trainer), index):
-        if trainer.lora and problem.startswith(f"{LIVE}/"):
+        if trainer.frozen and problem.startswith(f"{LIVE}/"):
             now = f"the run has {'others there now' if trainer.base == saved['base'] else trainer.base}"
             problem += f". Its adapters belong to the weights that were in {saved['base']}; {now}"
         raise unusable(folder, f"once loaded, it is not what was saved: {problem}")
@@ -431,7 +427,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     if index.dtype != str(trainer.dtype):
         raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
     for parameter in parameters_by_name(trainer.chunks).values():
-        if parameter.requires_grad or not trainer.lora:  # a frozen model has been loaded
+        if parameter.requires_grad or not trainer.frozen:  # a frozen model has been loaded
             parameter.data.zero_()
     for run in runs(trainer).values():
         for kind in run.values.keys() & SAVED:
@@ -477,4 +473,4 @@ def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], in
 
 def _size_bytes(trainer: MegatronTrainer) -> int:
     """The bytes of the tensors, over all ranks."""
-    return len(SAVED) * 4 * sum(torch.Size(shape).numel() for shape in saved_shapes(trainer).values())
+    return len(SAVED) * 4 * sum(torch.Size(shape).numel() for shape in trainer.saved_shapes().values())

@@ -176,13 +176,6 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         qk_layernorm=spec.qk_norm or spec.kv_lora_rank > 0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=topology.first_stage_layers,
-        num_layers_in_last_pipeline_stage=topology.last_stage_layers,
-        context_parallel_size=topology.cp,
-        sequence_parallel=trainer.sequence_parallel and topology.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -201,6 +194,27 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         softmax_scale=spec.attention_scale,
         window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # tokens back and ahead
         window_attn_skip_freq=[int(layer in spec.windowed_layers) for layer in range(spec.num_layers)] if spec.windowed_layers else None,
+        # Gradients are plain sums; the denominator is part of the loss (see step.py).
+        calculate_per_token_loss=True,
+        **(recompute_all if trainer.recompute else {}),
+        attention_output_gate=spec.gated_attention,
+        **_parallel_settings(topology, trainer),
+        **(_linear_settings(spec) if spec.linear_layers else {}),
+        **(_expert_settings(spec, topology) if spec.num_experts else {}),
+        **(_latent_settings(spec) if spec.kv_lora_rank else {}),
+    )
+
+
+def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dict[str, Any]:
+    """How the model is cut, and how stages talk to each other."""
+    return dict(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=topology.first_stage_layers,
+        num_layers_in_last_pipeline_stage=topology.last_stage_layers,
+        context_parallel_size=topology.cp,
+        sequence_parallel=trainer.sequence_parallel and topology.tp > 1,
         # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
@@ -209,14 +223,7 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         batch_p2p_comm=topology.vpp == 1,
         batch_p2p_sync=False,  # with True the host waits for the GPU after each message, for the sake of old versions of PyTorch
         # On gloo a send may still be reading the tensor when its storage is freed.
-        deallocate_pipeline_outputs=cuda,
-        # Gradients are plain sums; the denominator is part of the loss (see step.py).
-        calculate_per_token_loss=True,
-        **(recompute_all if trainer.recompute else {}),
-        attention_output_gate=spec.gated_attention,
-        **(_linear_settings(spec) if spec.linear_layers else {}),
-        **(_expert_settings(spec, topology) if spec.num_experts else {}),
-        **(_latent_settings(spec) if spec.kv_lora_rank else {}),
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
     )
 
 
@@ -664,7 +671,7 @@ class MegatronModel:
         """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
-    merged_parameters = local_parameters  # as engines and exports get them
+    sent_parameters = merged_parameters = local_parameters  # as engines and exports get them
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.

@@ -28,10 +28,10 @@ from megarl.base.geometry import TrainerTopology
 from megarl.base.rollout_types import Elsewhere, TrainSequence
 from megarl.config.errors import RunError
 from megarl.config.schema import AdamConfig, TrainerConfig
-from megarl.lora.layout import Lora
 from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.observe.agreement import AGES, BINS, EDGES, TOKENS, YOUNGEST, Totals
+from megarl.reshard.layout import hf_layout
 from megarl.teachers.trainer import TeacherOfStep, token_divergence
 from megarl.trainer import hf_io, multi_token, parallel
 from megarl.trainer.distributed import sent
@@ -154,8 +154,8 @@ class MegatronTrainer(MegatronModel):
         """`optimizer` replaces trainer.optimizer, except trainer.optimizer.megatron, which holds for every optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
         self.saved_layout = self.layout  # of what checkpoints hold
-        self.lora: Lora | None = None  # see LoraTrainer
-        self.base: str | None = None
+        self.frozen = False  # whether the model is, and something beside it is trained (`LoraTrainer`)
+        self.base: str | None = None  # the checkpoint that a frozen model comes from
         config = self.config
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
         with passed_on("trainer.ddp", trainer.ddp):
@@ -233,8 +233,8 @@ class MegatronTrainer(MegatronModel):
         return StepResult(mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences))
 
     def _flops(self, lengths: Sequence[int]) -> float:
-        """A backward pass takes twice a forward one; the gradient of frozen matrices, of an adapter's base, is not taken."""
-        passes = 2 if self.lora else 3
+        """A backward pass takes twice a forward one; the gradient of frozen matrices is not taken."""
+        passes = 2 if self.frozen else 3
         return self.flops * sum(length * (passes + 3 * self.squares * length) for length in lengths)
 
     def _loss(
@@ -328,6 +328,10 @@ class MegatronTrainer(MegatronModel):
                 parameter.data = data
 
     # -- weights
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The logical tensors that checkpoints hold."""
+        return {tensor.name: tensor.shape for tensor in hf_layout(self.spec, "float32").tensors(0)}
 
     def init_random(self, seed: int) -> None:
         """Sets random weights, which depend only on the seed, not on the topology."""

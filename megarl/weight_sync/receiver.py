@@ -34,7 +34,7 @@ from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import run_ahead
 from megarl.reshard.layout import Layout
 from megarl.weight_sync.audit import AuditError
-from megarl.weight_sync.common import is_probe_version
+from megarl.weight_sync.content import is_probe_version
 from megarl.weight_sync.sessions import EngineSessions, Session
 from megarl.weight_sync.updates import Pause, Writes
 from megarl.weight_sync.writing import changed_fraction, worth_it

@@ -8,8 +8,7 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-`FullUpdates`, `DeltaUpdates` (`weights.delta`) or `AdapterUpdates` (`lora.sync`) define the content of an update, and prepare it before it
-is offered.
+`content.STRATEGIES` names what defines the content of an update, and prepares it before it is offered.
 
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
 the landed boxes while the rest is written.
@@ -31,7 +30,6 @@ import torch
 from megarl.base.rollout_types import Version
 from megarl.config.errors import RunError
 from megarl.config.schema import STRICT
-from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import Hello, LookAgain, LookedAgain, ProbeReady, WeightsApplied, WeightsGrant, WeightsWritten
 from megarl.messaging.process_groups import StopRequest
@@ -41,10 +39,10 @@ from megarl.plan.resolve import RunPlan
 from megarl.reshard.forwarding import RelayRule, relayed
 from megarl.reshard.layout import Layout, LayoutError
 from megarl.weight_sync.audit import packed_shares
-from megarl.weight_sync.common import is_probe_version, weights_map
+from megarl.weight_sync.content import is_probe_version, strategy_of, weights_map
 from megarl.weight_sync.transports.base import decode_endpoints
 from megarl.weight_sync.transports.choice import PairwiseTransport, this_host
-from megarl.weight_sync.writing import DeltaUpdates, FullUpdates, compares
+from megarl.weight_sync.writing import FullUpdates
 
 M = TypeVar("M", WeightsGrant, ProbeReady)
 
@@ -198,12 +196,7 @@ class WeightsSender:
         self._whole = weights_map(self._plan, executor.layout)  # whatever engines pass on of it
         host, may_lose = this_host(), config.generator.on_failure != "fail"
         transport = PairwiseTransport(config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
-        if self._plan.adapters is not None:
-            updates = AdapterUpdates(transport, self._whole, executor.rank, config)
-        elif compares(config.weights):
-            updates = DeltaUpdates(transport, self._whole, executor.rank, config)
-        else:
-            updates = FullUpdates(transport, self._whole, executor.rank, config)
+        updates = strategy_of(self._plan).sends(transport, self._whole, executor.rank, config)
         check_held(executor.get_model(), self._whole.source, executor.rank)
         self._link.send(Hello(self._whole.plan_hash, host))
         return updates

@@ -14,7 +14,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import STRICT
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.fleet import Fleet
-from megarl.lora.updates import AdapterUpdate
 from megarl.messaging.host import Host
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import WeightsGrant
@@ -22,13 +21,13 @@ from megarl.messaging.rendezvous import GENERATOR
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import Layout
 from megarl.reshard.map import ReshardMap
-from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.content import strategy_of, weights_map
 from megarl.weight_sync.opening import Opened, open_engines
 from megarl.weight_sync.transports.choice import (
     transport_class,
     transport_pairs,
 )
-from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
+from megarl.weight_sync.updates import WeightUpdate
 from megarl.weight_sync.workers import Workers, check_parallelism, connect, settle_layout, watch
 
 
@@ -49,7 +48,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._of_less = DeltaUpdate if plan.adapters is None else AdapterUpdate  # than all weights
+        self._of_less = strategy_of(plan).takes  # than all weights
         self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # the engines whose memory is open

@@ -1,7 +1,6 @@
 """One update of the engines' weights, as the generator sees it: engines pause, are written to, are audited, and go on.
 
-It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`). Updates of adapters alone are in
-`megarl.lora.updates`.
+It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`); `content.STRATEGIES` has all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The content that a trainer rank writes in an update: all weights (`FullUpdates`), or their changes (`DeltaUpdates`).
 
-Adapters alone are in `megarl.lora.updates`. The sending end of the weights channel (`megarl.weight_sync.sender`) has one of the three.
+The sending end of the weights channel (`megarl.weight_sync.sender`) has one of those in `content.STRATEGIES`.
 """
 
 from __future__ import annotations

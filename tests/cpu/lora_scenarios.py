@@ -14,7 +14,6 @@ from megarl.config.schema import OptimizerConfig
 from megarl.lora.layout import Lora, trainer_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models.registry import load_spec
-from megarl.reshard.layout import trainer_layout
 
 # So that Adam does not make much of the rounding of small gradients.
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
@@ -194,5 +193,5 @@ def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
                 adapter, place = adapters[weight]
                 weight.add_(adapter.delta(place))
             pairs.append((got, module(*arguments), plain))
-    layout = {tensor.name: tensor.shape for tensor in trainer_layout(spec, topology, "float32", "te", lora).tensors(0)}
+    layout = {tensor.name: tensor.shape for tensor in lora.trainer_layout(spec, topology, "float32", "te").tensors(0)}
     return {"pairs": pairs, "held": {name: tuple(p.shape) for name, p in trained.items()}, "layout": layout}

@@ -188,7 +188,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 def said_of_copy(trainer: Any, folder: Path) -> str:
     """What an export says, which reads a copy of the checkpoint at `folder`, of a bit of a tensor that is flipped."""
     from megarl.config.errors import RunError
-    from megarl.executors.saving import load_checkpoint
+    from megarl.executors.policy import load_checkpoint
 
     copy = folder.parent / "exporting" / folder.name
     if dist.get_rank() == 0:

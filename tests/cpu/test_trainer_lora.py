@@ -21,7 +21,6 @@ from megarl.lora.layout import Lora
 from megarl.lora.settings import LoraConfig
 from megarl.models import load_spec
 from megarl.plan.checkpoints import Index
-from megarl.reshard.layout import hf_layout, trainer_layout
 
 pytestmark = pytest.mark.long
 
@@ -102,9 +101,9 @@ def lora_of(case: str) -> Lora | None:
 def whole(folder: Path, case: str, layout: str, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The ranks' parts of adapters, joined; copies must agree."""
     spec, lora = load_spec(folder), lora_of(case)
-    found = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in hf_layout(spec, "float32", lora).tensors(0)}
+    found = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in lora.hf_layout(spec, "float32").tensors(0)}
     for rank, parts in enumerate(ranks):
-        for tensor in trainer_layout(spec, TrainerTopology(**LAYOUTS[layout][1]), "float32", "local", lora).tensors(rank):
+        for tensor in lora.trainer_layout(spec, TrainerTopology(**LAYOUTS[layout][1]), "float32").tensors(rank):
             for piece in tensor.pieces:
                 here, there = parts[tensor.name][piece.local.slices()].double(), found[piece.logical_name][piece.logical.slices()]
                 both = ~here.isnan() & ~there.isnan()
@@ -200,7 +199,7 @@ def test_a_checkpoint_of_adapters_goes_on_under_other_sizes(models: dict[str, Pa
 
 def test_a_checkpoint_of_adapters_has_nothing_of_the_model(models: dict[str, Path], runs: Path) -> None:
     for case in CHECKPOINTS:
-        tensors = {t.name: math.prod(t.shape) for t in hf_layout(load_spec(models[CASES[case][0]]), "float32", lora_of(case)).tensors(0)}
+        tensors = {t.name: math.prod(t.shape) for t in lora_of(case).hf_layout(load_spec(models[CASES[case][0]]), "float32").tensors(0)}
         index = Index.read(runs / f"checkpoint.{case}")
         names = {name for name in index.tensors if not name.startswith("random/")}
         assert names == {f"{kind}/{name}" for kind in ("master", "exp_avg", "exp_avg_sq") for name in tensors}

@@ -34,7 +34,7 @@ from megarl.messaging.link import Hub, Peer, RunKey
 from megarl.messaging.messages import Hello, WeightsApplied, WeightsGrant, WeightsOffer, WeightsWritten, decode, encode
 from megarl.reshard.layout import LayoutError
 from megarl.weight_sync.audit import AuditError
-from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.content import weights_map
 from megarl.weight_sync.sender import check_held
 from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.transports.choice import this_host

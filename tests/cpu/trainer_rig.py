@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -82,8 +83,11 @@ def plain_adam(lr: float) -> OptimizerConfig:
 
 
 def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int = 10, spec: ModelSpec | None = None) -> Any:
-    from megarl.lora.trainer import make_trainer
+    from megarl.lora.trainer import LoraTrainer
+    from megarl.trainer.step import MegatronTrainer
 
+    lora = LoraConfig(**scenario.get("lora", {}))
+    make_trainer: Any = partial(LoraTrainer, lora=lora) if lora.rank else MegatronTrainer
     return make_trainer(
         spec or load_spec(scenario["model"]),
         TrainerTopology(**scenario["topology"]),
@@ -93,7 +97,6 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
         total_steps=total_steps,
         timeout_s=60,
         optimizer=optimizer,
-        lora=LoraConfig(**scenario.get("lora", {})),
     )
 
 

@@ -25,7 +25,7 @@ from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import trainer_layout
 from megarl.trainer.cpu_support import layer_spec
-from megarl.weight_sync.common import sent_layout
+from megarl.weight_sync.content import sent_layout
 from megarl.weight_sync.opening import open_memory
 from megarl.weight_sync.receiver import WeightsReceiver
 from megarl.weight_sync.transports.base import SHARED_MEMORY, Endpoint

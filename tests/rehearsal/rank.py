@@ -155,7 +155,7 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     """A full update and one of changes: amax, payloads and their hashes as the audit wants them, what is kept, what has changed."""
     from megarl.reshard.execute import AmaxTable, Payloads, amax_parts
     from megarl.reshard.schedule import scheduled_writes
-    from megarl.weight_sync.common import weights_map
+    from megarl.weight_sync.content import weights_map
     from megarl.weight_sync.writing import Deltas, send, send_changes
 
     map = weights_map(plan, trainer.layout)

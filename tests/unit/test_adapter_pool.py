@@ -19,10 +19,10 @@ from megarl.lora.updates import AdapterUpdates
 from megarl.messaging.messages import WeightsGrant, WeightsOffer
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
-from megarl.reshard.layout import generator_layout, hf_layout, pool_layout, together, trainer_layout
+from megarl.reshard.layout import generator_layout, together, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import prove_exactly_once
-from megarl.weight_sync.common import sent_layout, weights_map
+from megarl.weight_sync.content import sent_layout, weights_map
 from megarl.weight_sync.transports.base import Endpoint, Landing, RemoteTensor
 from megarl.weight_sync.writing import FullUpdates, worth_it
 
@@ -56,8 +56,8 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
     lora = replace(ALL, shared=True) if targets == "shared" else replace(ALL, targets=targets)
     assert not unserved(spec, sizes, device, lora)
     topology = TrainerTopology(**trainer)
-    adapters = trainer_layout(spec, topology, "float32", lora=lora)
-    pool = pool_layout(spec, sizes, "float32", device, lora)
+    adapters = lora.trainer_layout(spec, topology, "float32")
+    pool = lora.pool_layout(spec, sizes, "float32", device)
     prove_exactly_once(
         ReshardMap.build(
             together(trainer_layout(spec, topology, "float32"), adapters),
@@ -65,7 +65,7 @@ def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, e
         )
     )
     generator = torch.Generator().manual_seed(0)
-    full = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in hf_layout(spec, "float32", lora).tensors(0)}
+    full = {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in lora.hf_layout(spec, "float32").tensors(0)}
     held = []
     for rank in range(adapters.world_size):
         held.append({})

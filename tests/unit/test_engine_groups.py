@@ -33,7 +33,7 @@ from megarl.reshard.map import ReshardMap
 from megarl.reshard.proof import ProofError, prove_exactly_once
 from megarl.reshard.schedule import depth_bytes
 from megarl.simulation.run import simulate
-from megarl.weight_sync.common import weights_map
+from megarl.weight_sync.content import weights_map
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 

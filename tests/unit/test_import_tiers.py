@@ -23,12 +23,12 @@ TIERS = {
     for tier, names in enumerate(
         (
             "base config lora.settings roles.settings simulation.settings speculative.settings",
-            "kernels messaging models sandbox controller lora.layout",
-            "generator reshard rewards",
-            "algorithms data critic.losses teachers.loss",
-            "plan critic.plan lora.plan roles.plan speculative.plan teachers.plan",
+            "kernels messaging models sandbox controller",
+            "generator reshard rewards lora.layout",
+            "algorithms data critic.losses teachers.loss trainer.hf_files",
+            "plan critic.plan lora.files lora.plan roles.plan speculative.plan teachers.plan",
             "agents evaluation.scores lora observe roles rollouts speculative teachers trackers trainer weight_sync",
-            "critic estimate evaluation executors report roles.training starter",
+            "critic estimate evaluation executors lora.estimate report roles.training starter",
             "launch simulation",
             "bench",
             "cli",
@@ -101,6 +101,16 @@ def test_every_file_keeps_the_import_rule() -> None:
             found.append(f"{module} has no tier")
         found += violations(module, path.name == "__init__.py", path.read_text())
     assert not found, "\n".join(found)
+
+
+def test_few_files_import_lora() -> None:
+    """Others ask the plan of a run (docs/architecture.md)."""
+    found = set()
+    for module, path in modules().items():
+        if any(name.startswith("megarl.lora.") for _, name in imports(module, path.name == "__init__.py", path.read_text())):
+            found.add(module.removeprefix("megarl."))
+    trunk = {"config.schema", "plan.checks", "plan.resolve", "executors.policy", "weight_sync.content", "weight_sync.engine.hooks"}
+    assert {module for module in found if not module.startswith("lora.")} == trunk | {"estimate.command", "estimate.estimate"}
 
 
 def circles(uses: dict[str, set[str]]) -> list[list[str]]:

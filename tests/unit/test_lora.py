@@ -16,7 +16,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.estimate import estimate
 from megarl.estimate.hardware import GPUS
-from megarl.estimate.memory import adapters_held, trainer_memory
+from megarl.estimate.memory import trainer_memory
+from megarl.lora.estimate import adapters_held, beside
 from megarl.lora.files import adapter_settings, check_adapter, shown
 from megarl.lora.layout import Lora, lora_tensors, targets
 from megarl.lora.plan import check_lora
@@ -24,7 +25,7 @@ from megarl.lora.settings import LoraConfig
 from megarl.models import load_spec
 from megarl.plan.resolve import resolve
 from megarl.plan.weights import begin_with, find_weights
-from megarl.reshard.layout import hf_layout, parameter_count, trainer_layout
+from megarl.reshard.layout import parameter_count
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
@@ -92,11 +93,11 @@ def test_every_element_of_an_adapter_has_one_owner(model: str, sizes: dict[str, 
     spec = replace(spec, num_layers=max(4, spec.first_dense_layers + 1), num_experts=min(spec.num_experts, 8))
     for names in (("all",), ("v_proj", "o_proj", "up_proj", "w1", "kv_b_proj")):
         lora = Lora(4, 8.0, names, shared)
-        layout, owned = trainer_layout(spec, TrainerTopology(**sizes), "bfloat16", layer_spec, lora), {}
+        layout, owned = lora.trainer_layout(spec, TrainerTopology(**sizes), "bfloat16", layer_spec), {}
         for rank in range(layout.world_size):
             for _, piece in layout.owned_pieces(rank):
                 owned[piece.logical_name] = owned.get(piece.logical_name, 0) + piece.logical.numel
-        assert owned == {tensor.name: math.prod(tensor.shape) for tensor in hf_layout(spec, "bfloat16", lora).tensors(0)}
+        assert owned == {tensor.name: math.prod(tensor.shape) for tensor in lora.hf_layout(spec, "bfloat16").tensors(0)}
 
 
 def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
@@ -114,9 +115,10 @@ def test_adapters_of_latent_attention_and_of_shared_factors() -> None:
     assert shown("model.layers.3.mlp.shared_experts.down_proj.lora_B.weight", (7168, 8))[1] == (7168, 8)
 
 
-def test_planning_counts_the_adapters_and_no_gradient_of_the_model() -> None:
+def test_planning_counts_the_adapters_and_no_gradient_of_the_model(tmp_path: Path) -> None:
     spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
-    found, whole = (trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, lora=lora) for lora in (RANK8, None))
+    merges = beside(config(tmp_path, "lora.rank=8", "lora.sync=merge"), spec, trainer, "cuda")
+    found, whole = (trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], reference=True, beside=each) for each in (merges, None))
     ((adapters, merged),) = adapters_held(spec, trainer, "bfloat16", RANK8)
     inner = [3 * 4096 + (4096 + 2 * 1024) // 8, 4096 // 8 + 4096, 2 * 4096 + 2 * 14336 // 8, 14336 // 8 + 4096]  # qkv, o, gate and up, down
     assert adapters.total == 32 * 8 * sum(inner)
@@ -161,7 +163,7 @@ class TestAdapterFolder:
         lora = Lora.of(self.LORA)
         assert lora is not None
         folder.mkdir()
-        tensors = dict(shown(tensor.name, tensor.shape) for tensor in hf_layout(self.spec(), "float32", lora).tensors(0))
+        tensors = dict(shown(tensor.name, tensor.shape) for tensor in lora.hf_layout(self.spec(), "float32").tensors(0))
         save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / "adapter_model.safetensors")
         written = adapter_settings(lora, ["down_proj", "q_proj"], "base", 0.0) | settings
         (folder / "adapter_config.json").write_text(json.dumps(written))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -317,3 +319,17 @@ def test_a_sequence_classification_with_one_label_has_a_scalar_head(labels):
 def test_more_than_one_label_is_refused(labels):
     with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification has [23] labels"):
         load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
+
+
+def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imported(name: str) -> SimpleNamespace:
+        own = name.rpartition(".")[2]
+        if own == "deepseek_v2":
+            raise ImportError("no such operator")
+        classes = {each: type(each, (), {}) for each in ("Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM")}
+        return SimpleNamespace(EntryClass=type(own, (), {}), **classes)
+
+    monkeypatch.setattr("importlib.import_module", imported)
+    served = runpy.run_path(str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py"))["EntryClass"]
+    given = ["Gemma3ForCausalLM", "Glm4MoeForCausalLM", "llama", "llama_reward", "mixtral", "olmo2", "qwen3_moe", "Qwen3NextForCausalLM"]
+    assert [each.__name__ for each in served] == given

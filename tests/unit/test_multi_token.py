@@ -21,8 +21,7 @@ from megarl.models import glm4_moe, multi_token
 from megarl.models.registry import load_spec, logical_tensors
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
-from megarl.speculative.acceptance import Acceptance
-from megarl.speculative.plan import arguments, check_draft_model, check_speculative, never_trained
+from megarl.speculative.plan import Acceptance, arguments, check_draft_model, check_speculative, never_trained
 from megarl.speculative.settings import SpeculativeConfig
 from megarl.trainer.hf_files import check_checkpoint
 from megarl.trainer.hf_io import load_hf

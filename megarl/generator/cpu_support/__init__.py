@@ -54,7 +54,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, gpt_oss, lora, moe, speculative
+    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, moe, speculative
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -64,15 +64,15 @@ def register_hooks() -> None:
         HookRegistry.register(native + name, attention.forward, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(native + "_run_sdpa_forward_extend", attention.extend, HookType.AROUND)
+    HookRegistry.register("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", attention.allow_gpt_oss, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", moe.forward, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", _pin_nothing, HookType.BEFORE)
     HookRegistry.register("sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND)
     dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()
     gated_delta_net.register_hooks()
-    lora.register_hooks()
-    gpt_oss.register_hooks()
     speculative.register_hooks()
 
 
@@ -93,6 +93,26 @@ def _sleep_while_paused(result: None, scheduler: Any) -> None:
 
 def _not_pinned(*_: object) -> None:
     """Runs instead of the pinning of host memory for recorded expert ids: without CUDA no device reads it."""
+
+
+def _pin_nothing(*_: object) -> None:
+    """Runs before SGLang makes its adapters' layers and native backend, which pin host memory too."""
+    import torch
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    unpinned = ModuleType("torch")
+    vars(unpinned).update(vars(torch) | {name: _without_pinning(getattr(torch, name)) for name in ("empty", "tensor", "zeros")})
+    for module in (layers, torch_backend):
+        vars(module)["torch"] = unpinned
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*arguments: Any, **settings: Any) -> Any:
+        return make(*arguments, **{**settings, "pin_memory": False})
+
+    return made
 
 
 def _for_members_only(original: Callable[..., None], **settings: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -149,3 +150,17 @@ def _chunks(sequences: int, longest_new: int, longest: int, elements_per_token: 
     size = max(1, _CHUNK_ELEMENTS // per_sequence)
     for start in range(0, sequences, size):
         yield slice(start, start + size)
+
+
+def allow_gpt_oss(original: Callable[..., None], server_args: object) -> None:
+    """Runs around SGLang's checks of a model's settings, which of all backends on CPUs allow gpt-oss only that of AMX."""
+    from sglang.srt.arg_groups import model_hook
+
+    chosen = model_hook.attention_backends_of
+
+    def named(settings: object) -> tuple[str, str]:
+        backends = chosen(settings)
+        return ("intel_amx", "intel_amx") if backends == ("torch_native", "torch_native") else backends
+
+    with patch.object(model_hook, "attention_backends_of", named):
+        original(server_args)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.lora import engine as lora
+
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 
@@ -13,9 +15,8 @@ def register() -> None:
     HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", _finish, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _build, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.maybe_init_lora_manager", _adapted, HookType.AFTER)
-    HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", _empty, HookType.AROUND)
     HookRegistry.register(_UPDATER + "begin_weight_update", _settle, HookType.BEFORE)
+    lora.register()
 
 
 def _finish(*arguments: Any) -> None:
@@ -34,18 +35,6 @@ def _loaded(*arguments: Any) -> None:
     from megarl.weight_sync.engine import loader
 
     loader.loaded(*arguments)
-
-
-def _adapted(*arguments: Any) -> None:
-    from megarl.weight_sync.engine import loader
-
-    loader.adapted(*arguments)
-
-
-def _empty(original: Any, adapter: Any) -> None:
-    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
-    do not."""
-    adapter.initialize_weights_from_tensors({})
 
 
 def _settle(*_: Any) -> None:

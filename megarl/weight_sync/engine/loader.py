@@ -12,10 +12,10 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -25,8 +25,6 @@ from megarl.base.processes import beating
 from megarl.config.limits import find_callable
 from megarl.generator.client import content_of
 from megarl.kernels.audit import hash_tensors
-from megarl.lora.engine import Pool
-from megarl.lora.layout import is_adapter
 from megarl.messaging.host import Host, address_towards
 from megarl.messaging.link import Peer, RunKey
 from megarl.messaging.messages import WorkerReply
@@ -69,6 +67,17 @@ from megarl.weight_sync.transports.base import (
 from megarl.weight_sync.transports.choice import AUTO, PairwiseTransport, this_host
 
 Parameters = dict[str, torch.Tensor]  # parameters of the model, and the buffers of the adapters' pool
+
+
+class Pool(Protocol):
+    """Memory beside the model's parameters, of which updates write one slot (`megarl.lora.engine`)."""
+
+    slot: int
+    buffers: Mapping[str, torch.Tensor]  # by tensors' names; of all slots
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The slot, by name. Raises RuntimeError if it has been lost."""
+        ...
 
 
 class Worker:
@@ -153,6 +162,9 @@ class Worker:
         """The parameters' memory in the shapes of the reshard map."""
         return {name: as_arranged(values, self.shapes.get(name)) for name, values in self.held(parameters).items()}
 
+    def in_pool(self, name: str) -> bool:
+        return self.pool is not None and name in self.pool.buffers
+
     def held(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory; of the pool, the slot of the policy's adapter."""
         return {name: parameter.data for name, parameter in parameters.items()} | (self.pool.tensors() if self.pool else {})
@@ -177,14 +189,14 @@ class Worker:
             if command.changes_to >= 0:
                 memory.receive_changes(tensors, command.changes_to)
             else:
-                memory.receive({name: values for name, values in tensors.items() if is_adapter(name) or not command.adapters})
+                memory.receive({name: values for name, values in tensors.items() if self.in_pool(name) or not command.adapters})
 
     def spread(self, parameters: Parameters, command: Spread) -> None:
         for memory in self.opened.values():
             if command.changes_to >= 0:
                 memory.spread_changes(command.changes_to)
             else:
-                memory.spread(is_adapter if command.adapters else None)
+                memory.spread(self.in_pool if command.adapters else None)
 
     def meet_neighbours(self, parameters: Parameters, command: MeetNeighbours) -> None:
         self.relays = command.relays.get(self.rank, [])
@@ -201,7 +213,7 @@ class Worker:
             return []
         tensors = self.tensors(parameters)
         for relay in self.relays:
-            if command.adapters and not is_adapter(relay.tensor):
+            if command.adapters and not self.in_pool(relay.tensor):
                 continue
             values = tensors[relay.tensor]
             whole = Box((0,) * values.dim(), tuple(values.shape))
@@ -330,10 +342,9 @@ def loaded(result: Any, runner: Any) -> None:
         _worker.draft = runner.model
 
 
-def adapted(result: Any, runner: Any) -> None:
-    """Runs after SGLang has made the pool of adapters, if it is to serve any."""
-    if runner.lora_manager is not None and not runner.is_draft_worker:
-        _worker.adapted(runner.model, Pool(runner.lora_manager))
+def adapted(model: torch.nn.Module, pool: Pool) -> None:
+    """As `Worker.adapted`."""
+    _worker.adapted(model, pool)
 
 
 def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.device) -> None:

@@ -1,24 +1,47 @@
-"""Both ends of the weights channel compute these results, each by itself. They must be equal."""
+"""What updates carry. Both ends of the weights channel compute this, each by itself, and must come to the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from megarl.base.rollout_types import Version
+from megarl.lora.updates import AdapterUpdate, AdapterUpdates
 from megarl.plan.resolve import RunPlan
 from megarl.plan.topologies import engines_layout
-from megarl.reshard.layout import Layout, pool_layout, together, trainer_layout
+from megarl.reshard.layout import Layout, together
 from megarl.reshard.map import ReshardMap
+from megarl.weight_sync.updates import DeltaUpdate
+from megarl.weight_sync.writing import DeltaUpdates, FullUpdates, compares
+
+
+class Strategy(NamedTuple):
+    sends: type[FullUpdates]  # at a trainer rank
+    takes: type[DeltaUpdate]  # at the generator, where an update carries less than all weights
+
+
+WEIGHTS, CHANGES, ADAPTERS = "all weights", "changed weights", "adapters"
+STRATEGIES = {
+    WEIGHTS: Strategy(FullUpdates, DeltaUpdate),
+    CHANGES: Strategy(DeltaUpdates, DeltaUpdate),
+    ADAPTERS: Strategy(AdapterUpdates, AdapterUpdate),
+}
+
+
+def strategy_of(plan: RunPlan) -> Strategy:
+    if plan.sent_adapters is not None:
+        return STRATEGIES[ADAPTERS]
+    return STRATEGIES[CHANGES if compares(plan.config.weights) else WEIGHTS]
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
     """The trainer's layout of the tensors that updates carry: the model's, and the adapters' if these are sent as they are."""
-    if plan.adapters is None:
+    if (adapters := plan.sent_adapters) is None:
         return base
-    return together(base, trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec, plan.adapters))
+    return together(base, adapters.lora.trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec))
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
@@ -26,10 +49,10 @@ def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> R
     follow each other, group by group."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", plan.config.model.dtype
     destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
-    if plan.adapters is not None:
+    if (adapters := plan.sent_adapters) is not None:
         (group,) = plan.groups  # adapters go only to engines that are alike
         topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
-        destination = together(destination, pool_layout(plan.spec, topology, group.dtype(dtype), device, plan.adapters))
+        destination = together(destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device))
     return ReshardMap.build(source, destination)
 
 

@@ -1,0 +1,57 @@
+"""The policy on a trainer rank: it is made, goes on from a checkpoint, and is exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.errors import RunError
+from megarl.config.schema import AdamConfig
+from megarl.lora.trainer import LoraTrainer
+from megarl.plan.resolve import RunPlan
+from megarl.trainer import checkpoint
+from megarl.trainer.distributed import init_distributed, shutdown_distributed
+from megarl.trainer.step import MegatronTrainer
+
+
+def make_policy(plan: RunPlan, total_steps: int, optimizer: AdamConfig | None = None) -> MegatronTrainer:
+    """The trainer of the plan's policy, of all its weights or of adapters alone; its values are still to be set. `optimizer` as of
+    MegatronTrainer."""
+    config = plan.config
+    of_all = plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed
+    timeout_s = config.timeouts.collective_s
+    if plan.adapters is None:
+        return MegatronTrainer(*of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer)
+    alone = plan.sent_adapters is not None
+    return LoraTrainer(*of_all, total_steps=total_steps, timeout_s=timeout_s, optimizer=optimizer, lora=config.lora, sent_alone=alone)
+
+
+def steps_of_run(plan: RunPlan) -> int:
+    """The optimizer steps of the whole run."""
+    return plan.config.max_steps * plan.config.trainer.optimizer_steps
+
+
+def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = "") -> dict[str, Any]:
+    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged. The error names the checkpoint to move away:
+    `of`, if `path` is a copy."""
+    try:
+        state = checkpoint.load(trainer, path)
+        if critic is not None:
+            checkpoint.load_critic(critic, path)
+    except RuntimeError as error:
+        raise RunError(str(error).replace(path, of or path)) from error
+    return state
+
+
+def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
+    """One trainer rank of the export. It loads its shard of the checkpoint at `path`, a copy of that at `of`, and writes its part of the HF
+    files, or of a PEFT adapter, at `output`."""
+    init_distributed(plan.config.timeouts.collective_s)
+    trainer = make_policy(plan, steps_of_run(plan))
+    if trainer.frozen:
+        trainer.load_hf(plan.weights_path)
+    load_checkpoint(trainer, path, of=of)
+    if adapter and isinstance(trainer, LoraTrainer):
+        trainer.export_adapter(output)
+    else:
+        trainer.export_hf(output, plan.config.model.path)
+    shutdown_distributed()

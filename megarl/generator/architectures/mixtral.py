@@ -1,1 +1,0 @@
-from sglang.srt.models.mixtral import EntryClass  # noqa: F401  the name SGLang's registry looks for

@@ -1,1 +1,0 @@
-from sglang.srt.models.olmo2 import EntryClass  # noqa: F401  the name SGLang's registry looks for

@@ -1,0 +1,31 @@
+"""SGLang's own classes of the families that it serves as they are."""
+
+import importlib
+import logging
+from collections.abc import Iterator
+
+SERVED: dict[str, tuple[str, ...]] = {  # modules of sglang.srt.models, and which of their classes; (): all
+    "deepseek_v2": (),
+    "gemma3_causal": ("Gemma3ForCausalLM",),
+    "glm4_moe": ("Glm4MoeForCausalLM",),
+    "llama": (),
+    "llama_reward": (),
+    "mixtral": (),
+    "olmo2": (),
+    "qwen3_moe": (),
+    "qwen3_next": ("Qwen3NextForCausalLM",),
+}
+
+
+def _classes() -> Iterator[type]:
+    for name, wanted in SERVED.items():
+        try:
+            module = importlib.import_module(f"sglang.srt.models.{name}")
+        except Exception as error:  # like SGLang's registry: it keeps no other family from being served
+            logging.getLogger(__name__).warning(f"Ignore import error when loading {name}: {error}")
+            continue
+        every = module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]
+        yield from (getattr(module, each) for each in wanted) if wanted else every
+
+
+EntryClass = list(_classes())

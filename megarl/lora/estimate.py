@@ -1,0 +1,70 @@
+"""What adapters take of memory and time, for `megarl plan`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from megarl.base.geometry import TrainerTopology
+from megarl.config.schema import RunConfig, TrainerConfig
+from megarl.estimate.hardware import Cluster
+from megarl.estimate.memory import Beside, Held, one_replica, rank_bytes, shape_of, stages_held
+from megarl.estimate.times import link_bytes_per_s
+from megarl.lora.layout import Lora, trainer_adapters, unserved
+from megarl.lora.plan import AdapterPlan
+from megarl.models import ModelSpec
+from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
+from megarl.reshard.forwarding import busiest_bytes, foreseen
+from megarl.reshard.layout import Layout, trainer_layout
+from megarl.reshard.map import ReshardMap
+from megarl.reshard.proof import prove_exactly_once
+
+
+def beside(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: str) -> Beside | None:
+    """What ranks of a trainer keep beside the frozen weights: adapters and, unless updates carry these alone, the weights with adapters
+    merged. None if all weights are trained."""
+    if (adapters := AdapterPlan.of(config, spec)) is None:
+        return None
+    held, merges = adapters_held(spec, trainer, config.model.dtype, adapters.lora), not adapters.are_sent_alone(device)
+    return Beside([own for own, _ in held], [own.total + merges * merged.total for own, merged in held])
+
+
+def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    """(elements of adapters, elements of the weights that have some) on the fullest rank of each pipeline stage."""
+    return _adapters_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype, lora)
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapters_held(spec: ModelSpec, topology: TrainerTopology, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
+    whole = trainer_layout(spec, topology, dtype)
+    names = {adapter.of.name for adapter in trainer_adapters(spec, topology, "local", lora)}
+    adapted = Layout(whole.name, whole.world_size, tuple(kind for kind in whole.kinds if kind.name in names))
+    return list(zip(stages_held(lora.trainer_layout(spec, topology, dtype)), stages_held(adapted), strict=True))
+
+
+def pool_bytes(config: RunConfig, spec: ModelSpec, device: str) -> int:
+    """Bytes of SGLang's pool for adapters on a generator rank, which has two slots; 0 if engines serve none."""
+    if (adapters := AdapterPlan.of(config, spec)) is None or not adapters.are_sent_alone(device):
+        return 0
+    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters go only to engines that are alike
+    return 2 * max(rank_bytes(adapters.lora.pool_layout(spec, one, config.model.dtype, device)))
+
+
+def alone_s(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float | None:
+    """Seconds of an update if it carries adapters alone; None if it carries all weights."""
+    adapters, device = AdapterPlan.of(config, spec), cluster.gpu.device
+    if adapters is None or not adapters.are_sent_alone(device):
+        return None
+    ranks = trainer_topology(config.trainer).world_size + generator_ranks(engine_groups(config.generator))
+    return adapters_s(spec, config, device, link_bytes_per_s(ranks, cluster))
+
+
+def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
+    """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
+    lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
+    if lora is None or others or unserved(spec, group.topology, device, lora):
+        return None
+    source = lora.trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
+    map = ReshardMap.build(source, lora.pool_layout(spec, group.topology, group.dtype(config.model.dtype), device))
+    prove_exactly_once(map)
+    return busiest_bytes(*foreseen(map, config.weights.relay, config.generator.tp)) / link_bytes_per_s
