@@ -1,4 +1,4 @@
-"""gpt-oss in SGLang without CUDA: its attention runs on `torch_native`, to which attention.py adds sinks."""
+"""gpt-oss in SGLang without CUDA. Its attention runs on `torch_native`, to which attention.py adds sinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def register_hooks() -> None:
 
 
 def allow_native_attention(original: Callable[..., None], server_args: object) -> None:
-    """Runs around SGLang's checks of a model's settings, which of all backends on CPUs allow gpt-oss only that of AMX."""
+    """Runs around SGLang's checks of a model's settings. On CPUs they allow gpt-oss only the AMX backend."""
     from sglang.srt.arg_groups import model_hook
 
     chosen = model_hook.attention_backends_of

@@ -1,4 +1,4 @@
-"""SGLang's adapters without CUDA: its layers and its native backend pin host memory, which needs a device that would read it."""
+"""SGLang's adapters without CUDA. Its layers and its native backend pin host memory, which fails without a device."""
 
 from __future__ import annotations
 
