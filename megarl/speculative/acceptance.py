@@ -1,23 +1,23 @@
-"""How many drafted tokens the engines keep."""
+"""The share of drafted tokens that the engines accept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ACCEPTED = "speculative/accept_rate"
-FALLEN = 0.8  # of the first acceptance: what drafts has grown stale
+FALLEN = 0.8  # below this share of the first acceptance, the draft model counts as stale
 
 
 @dataclass
 class Acceptance:
-    """Follows the acceptance over a run. `stale`: what drafts, if nobody trains it; otherwise empty."""
+    """Follows the acceptance over a run. `stale`: the description of a draft model that is never trained; otherwise empty."""
 
     stale: str = ""
     first: float = 0.0
     told: bool = False
 
     def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
-        """Of the tokens since the version before: `drafted` ones, those of them that were kept, and in how many passes."""
+        """Metrics since the last version, from the numbers of drafted tokens, accepted ones, and verifying passes."""
         if not verified:
             return {}
         rate = accepted / max(1, drafted)
@@ -26,7 +26,7 @@ class Acceptance:
         return found | ({"speculative/untrained_versions": version} if self.stale else {})
 
     def warning(self, version: int, rate: float | None) -> str:
-        """A line for the terminal, once."""
+        """A warning for the terminal, given once; otherwise empty."""
         if self.told or not self.stale or rate is None or rate >= FALLEN * self.first:
             return ""
         self.told = True
