@@ -1,10 +1,10 @@
 """Distributes sequences over data-parallel ranks and packs them into microbatches: rows of sequences laid end to end.
 
 A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so the last token is only predicted. A
-sequence of a single token has no position, and takes no part. Everything that a microbatch has per position speaks of the predicted token.
+sequence of a single token has no position and takes no part. All per-position values of a microbatch are about the predicted token.
 
-Without sequence and context parallelism every position is one of these. With them some positions are padding (`Alignment`). It stands at
-the end of a sequence, where causal attention hides it from all positions that count, and it is masked.
+Without sequence and context parallelism, these are all positions. With them, some positions are padding (`Alignment`). Padding is at the
+end of a sequence, where causal attention hides it from all positions that count, and it is masked.
 
 `plan_microbatches` is pure arithmetic and the same on every rank; `build` makes the tensors of one microbatch.
 """
