@@ -128,9 +128,7 @@ class TrainerExecutor:
     def _hold_reference(self) -> None:
         """Loads the reference: the role's model, or else the weights that the run began with, even after a resume."""
         role = self.plan.reference
-        if role is not None and (
-            role.spec != self.plan.spec or self.plan.config.lora.rank
-        ):  # otherwise the policy's model without adapters can serve as reference
+        if role is not None and (role.spec != self.plan.spec or self.plan.config.lora.rank):  # cannot be loaded into the policy's own model
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
             return
         self.trainer.load_hf(role.path if role else self.plan.weights_path)

@@ -68,9 +68,7 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
         found = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # includes ConfigError
         raise ConfigError(f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}") from error
-    if not (
-        problems := [*_settings_problems(settings, spec, config, lora)]
-    ):  # if the settings are wrong, misfitting tensors are only a consequence
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # otherwise misfitting tensors are only a consequence
         problems = [*_tensor_problems(found, spec, lora)]
         problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
     if problems:
