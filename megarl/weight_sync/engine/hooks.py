@@ -1,4 +1,4 @@
-"""Hooks into an engine's workers: they see a model before its first request, and control the post-load work after direct writes."""
+"""Hooks into an engine's workers. They see a model before its first request, and control post-load work after direct writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def register() -> None:
 
 
 def _finish(*arguments: Any) -> None:
-    from megarl.weight_sync.engine import loader  # only workers need it
+    from megarl.weight_sync.engine import loader  # imported here, since only workers need it
 
     loader.finish(*arguments)
 
@@ -43,13 +43,13 @@ def _adapted(*arguments: Any) -> None:
 
 
 def _empty(original: Any, adapter: Any) -> None:
-    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
-    do not."""
+    """Reads no weights for an adapter, since the first update writes them. SGLang would read them as it has read the model, which fp8
+    engines do not."""
     adapter.initialize_weights_from_tensors({})
 
 
 def _settle(*_: Any) -> None:
-    """Runs before a weight update: SGLang overlaps steps with scheduling, so one may still run on the GPU when the scheduler has paused."""
+    """Runs before a weight update. Waits for the GPU: SGLang overlaps steps with scheduling, so a step may still run after the pause."""
     import torch
 
     if torch.cuda.is_available():

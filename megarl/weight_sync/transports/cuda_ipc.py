@@ -1,4 +1,4 @@
-"""One-sided writes inside a node: the trainer rank opens the GPU memory that holds an engine worker's parameters, and copies into it.
+"""One-sided writes inside a node: the trainer rank opens the GPU memory of an engine worker's parameters, and copies into it.
 
 torch's allocator cuts large allocations into many tensors, and CUDA shares only whole allocations. So an endpoint lists each allocation
 once, with its handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The endpoint's
@@ -38,7 +38,7 @@ class DeviceMemory(Protocol):
         ...
 
     def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Starts the copies place ← values, ordered after all earlier work on the device."""
+        """Starts to copy each of `values` to its place, after all earlier work on the device."""
         ...
 
     def finish(self, timeout_s: float) -> bool:
