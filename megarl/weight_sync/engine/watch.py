@@ -100,8 +100,8 @@ class Watch:
         saved = model.state_dict().keys() if dummy else set[str]()
         unlike = {name: each for name, each in tensors.items() if name in saved or _region(each) not in as_built}
         self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
-        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # names of tensors that are moved or cast
-        later self.remade: set[str] = set()  # tensors that the post-load work of an update makes again
+        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # moved or cast later
+        self.remade: set[str] = set()  # tensors that the post-load work of an update makes again
         self.moved: set[str] = set()  # among these, tensors that it has moved
         self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
         self._left: dict[str, Print] = {}  # state of each at the last audit, or after later post-load work
