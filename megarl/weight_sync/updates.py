@@ -62,10 +62,7 @@ class Writes:
     def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
         self._version = version
-        self._unheard, self._unfinished = (
-            set(trainers),
-            set(trainers),
-        )  # ranks that have reported nothing; ranks that have not reported everything
+        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks that have reported nothing, or not everything
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
@@ -237,9 +234,7 @@ class WeightUpdate:
         """Call it before anything is granted. Ends the sessions that have begun; weights stay unchanged and engines paused."""
         called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
         for outcome in await asyncio.gather(*called, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(
-                outcome, EngineError
-            ):  # EngineError: it had begun no session, or is lost
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # it had begun no session, or is lost
                 raise outcome
 
     async def abandon(self, reason: str) -> None:

@@ -31,9 +31,7 @@ class NcclGroup:
         # torch's watchdog ends the process when this expires. The deadline in `wait` is earlier, and names the messages that are stuck.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
         self._backend: Any = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
-        self._backend.eager_connect_single_device(
-            self.device
-        )  # one communicator for all, instead of one for each pair at its first message
+        self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one for each pair at its first message
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
