@@ -25,10 +25,10 @@ def run(
     picture: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints the plan of the config; with `searching`, the plan of the best config on `gpus` GPUs.
+    """Prints the plan of the config, or with `searching` that of the best config on `gpus` GPUs.
 
-    `command` is the config and its overrides, as they were given. `theory` adds the optimum of LlamaRL's section 7 beside the best config.
-    Raises ConfigError for what cannot be planned.
+    `command`: the config and its overrides, as given by the user. `theory`: whether to print the optimum of LlamaRL's section 7 besides the
+    best config. Raises ConfigError for what cannot be planned.
     """
     if gpus is not None and not (searching or theory):
         raise ConfigError(f"--gpus {gpus}: needs --search or --theory")

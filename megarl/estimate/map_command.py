@@ -1,4 +1,4 @@
-"""`megarl reshard`: prints, dumps and draws the map of a resolved config, with the proof of it."""
+"""`megarl reshard`: prints, writes and draws the map of a resolved config, and proves it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run(
     rank: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """The arguments are the options of the command line, where they are explained. Raises ConfigError for impossible ones."""
+    """The arguments are the options of the command line, which explains them. Raises ConfigError for impossible ones."""
     config = plan.config
     if not 0 <= delta <= 1:
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
     if link is not None and not link > 0:
         raise ConfigError(f"--link {link:g}: must be more than 0")
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
+    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as for megarl plan
     facts = to_json(reshard_map, forwarding, rate, delta) if as_json else None
     alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if config.lora.rank else {}
     if facts is None:

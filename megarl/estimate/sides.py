@@ -1,4 +1,4 @@
-"""Facts that follow from a config without an estimate: both sides' layouts, ranks, parameters and bytes of weights."""
+"""Facts about a config that need no estimate: both sides' layouts, ranks, parameters and bytes of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.layout import Layout, parameter_count, trainer_layout
 
 
 def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
-    """The layouts of trainer and generator on machines of cluster.gpu."""
+    """The layouts of trainer and generator, on machines with cluster.gpu."""
     dtype, device = plan.config.model.dtype, Cluster.of(plan.config).gpu.device
     return trainer_layout(plan.spec, plan.trainer_topology, dtype), engines_layout(plan.spec, plan.groups, dtype, device)
 
@@ -43,7 +43,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
 
 
 def _engines(plan: RunPlan) -> dict[str, Any]:
-    """The sizes of the engines, or those of each group, with its weights."""
+    """The sizes of the engines, or of each group with its weights."""
     if not plan.groups[0].name:
         return asdict(plan.groups[0].topology)
     dtype, device, found = plan.config.model.dtype, Cluster.of(plan.config).gpu.device, {}
@@ -69,6 +69,6 @@ def gib_range(role: dict[str, Any]) -> str:
 
 
 def _weight_bytes(layout: Layout) -> dict[str, int]:
-    """Bytes on the ranks that hold least and most (pipeline stages differ), including padding."""
+    """Bytes on the ranks with the least and the most (pipeline stages differ), including padding."""
     found = rank_bytes(layout)
     return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}
