@@ -205,8 +205,8 @@ class TrainModel:
         return max(1.0, longest * (1 + squares * longest) / share)
 
     def _rate(self, rows: float, columns: float, fp8: bool = False) -> float:
-        """FLOP/s of a product with these numbers of rows and columns. `fp8`: whether trainer.megatron.fp8 applies to it, as to all products of
-        layers except attention's."""
+        """FLOP/s of a product with these numbers of rows and columns. `fp8`: whether trainer.megatron.fp8 applies to it, as to all products
+        of layers except attention's."""
         k, gpu = self.constants, self.cluster.gpu
         peak = max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops) if fp8 and self.trainer.megatron.get("fp8") else gpu.bf16_flops
         return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
