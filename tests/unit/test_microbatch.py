@@ -1,4 +1,4 @@
-"""Microbatches: every sequence once, within the budget, balanced by cost, the same number for all ranks; laid end to end."""
+"""Microbatches: every sequence once, within the limit, balanced by cost, the same number for all ranks; and their tensors."""
 
 from __future__ import annotations
 

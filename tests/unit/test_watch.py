@@ -1,4 +1,4 @@
-"""What an engine's worker computes with though no update writes it: what is watched, what may change, what is told. No engine runs here."""
+"""Memory that an engine's worker computes with but no update writes: what is watched, may change, is reported. No engine runs here."""
 
 from __future__ import annotations
 
