@@ -1,16 +1,17 @@
-"""A position-dependent additive hash of tensors: each box is hashed where it lies, and only sums are compared. Nothing is gathered.
+"""A position-dependent, additive hash of tensors. Each box is hashed where it is, and only sums are compared: nothing is gathered.
 
-A tensor is viewed as [rows, cols] (1-D: one row; leading dims flattened). Each row's bytes, padded with zeros, are 64-bit
+A tensor is viewed as [rows, cols] (1-D: one row; leading dims are flattened). The bytes of each row, padded with zeros, are 64-bit
 little-endian words x[r, w], and
 
     H = sum over r, w of  mix(x[r, w]) * a(r) * b(w)   modulo 2^64,     mix(x) = x + (x >> 31)
 
-with odd 64-bit weights a and b, which splitmix64 draws from the absolute row and word: rows + words of them. An element counts as
-the word in which all other bytes are 0. Since words are sums of their elements, hashes of disjoint boxes add up to that of the whole.
+The odd 64-bit weights a and b are drawn by splitmix64 from the row and word index in the whole tensor, so there are only rows + words of
+them. An element counts as the word in which all other bytes are 0. Since words are sums of their elements, hashes of disjoint boxes add up
+to the hash of the whole.
 
-`mix` protects the high bits of a word: without it a product modulo 2^64 keeps hardly more than their parity, and two flipped signs
-would cancel. Changing one element of up to 4 bytes always changes H, because `mix` of the difference is not 0 modulo 2^64, and a * b
-is odd. Zeros (padding) contribute nothing.
+`mix` protects the high bits of a word. Without it, a product modulo 2^64 would keep hardly more than their parity, and two flipped signs
+would cancel. A change of one element of up to 4 bytes always changes H, because `mix` of the difference is not 0 modulo 2^64, and a * b is
+odd. Zeros (padding) contribute nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ ROW_SEED, COL_SEED = 0x6D65676172_6C01, 0x6D65676172_6C02
 WORD_BYTES = 8
 MIX_SHIFT = 31
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-TILE_WORDS = 1 << 14  # with equally large scratch a quarter of a 1 MiB cache, so that memory is read once
+TILE_WORDS = 1 << 14  # with its scratch, a quarter of a 1 MiB cache, so that memory is read once
 MOST_LEFT = 4096
-COMPILED_BYTES = 1 << 20  # size of a box above which a compiled loop pays; it runs at memory speed, but takes about a second to load
+COMPILED_BYTES = 1 << 20  # above this size of a box, a compiled loop pays: it runs at memory speed, but loads for about a second
 
 
 def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
-    """The share of a box in its tensor's hash. `values`: [R, C], any strides; its first element lies at row_start, col_start."""
+    """The share of a box in its tensor's hash. `values`: [R, C], any strides; its first element is at (row_start, col_start)."""
     if values.is_cuda:
         from megarl.kernels import audit_triton
 
@@ -53,7 +54,7 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_slice(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """The share of `values`, which are the elements in `box` of a tensor of shape `shape`, with any number of dims."""
+    """The share of `values`, the elements in `box` of a tensor of shape `shape`, with any number of dims."""
     return sum(hash_box(*part) for part in _matrices(values, box, shape)) & MASK
 
 
@@ -63,7 +64,7 @@ def _matrices(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterato
         yield values.reshape(1, -1), 0, box.start[0] if box.start else 0
         return
     dims = len(shape) - 1
-    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows follow each other through the next dim, too
+    while dims > 1 and box.shape[dims - 1] == shape[dims - 1]:  # rows continue through the next dim, too
         dims -= 1
     for lead in itertools.product(*(range(n) for n in box.shape[: dims - 1])):
         row = 0
@@ -73,12 +74,12 @@ def _matrices(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterato
 
 
 class Hashes:
-    """The hashes of many tensors, each the sum of its boxes' shares. A GPU is not waited for at every box, but at every 4,096th."""
+    """The hashes of many tensors, each the sum of its boxes' shares. The host waits for a GPU only once in 4,096 boxes."""
 
     def __init__(self) -> None:
         self._totals: dict[Hashable, int] = {}
         self._keys: list[Hashable] = []
-        self._left: list[torch.Tensor] = []  # of `_keys`: int64 scalars on a device
+        self._left: list[torch.Tensor] = []  # the shares of `_keys`: int64 scalars on a device
 
     def add(self, key: Hashable, values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> None:
         self._totals.setdefault(key, 0)
@@ -90,7 +91,7 @@ class Hashes:
         self.defer(key, (audit_triton.hash_sum(*part) for part in _matrices(values, box, shape)))
 
     def defer(self, key: Hashable, shares: Iterable[torch.Tensor]) -> None:
-        """Adds shares that lie on a device: the bits of int64 scalars."""
+        """Adds shares that are on a device, as the bits of int64 scalars."""
         for share in shares:
             self._keys.append(key)
             self._left.append(share)
@@ -125,11 +126,11 @@ def hash_tensor(values: torch.Tensor) -> int:
 def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, int]:
     """Returns (integers [R, C], index of the first word touched, number of its integers that come before the first column).
 
-    The integers are words (int64) if columns, strides and address allow it, otherwise one per element, of its size.
+    The integers are words (int64) if columns, strides and address allow it; otherwise there is one per element, of the element's size.
     """
     bits = values.detach().view(BITS[values.element_size()])
     if len(bits) == 1:
-        bits = bits[0].unsqueeze(0)  # so that the stride from row to row does not matter
+        bits = bits[0].unsqueeze(0)  # one row, so that the row stride does not matter
     item = bits.element_size()
     first_word, lead = divmod(col_start * item, WORD_BYTES)
     places = (lead, bits.shape[1] * item, bits.stride(0) * item, bits.data_ptr())
@@ -139,7 +140,7 @@ def as_words(values: torch.Tensor, col_start: int) -> tuple[torch.Tensor, int, i
 
 
 def word_count(bits: torch.Tensor, lead: int) -> int:
-    """The number of words that a row of `bits` touches; arguments as `as_words` returns them."""
+    """The number of words that a row of `bits` touches. Arguments: as `as_words` returns them."""
     return -(-(lead + bits.shape[1]) * bits.element_size() // WORD_BYTES)
 
 
@@ -160,7 +161,7 @@ def _hash_tiles(bits: torch.Tensor, lead: int, a: np.ndarray, b: np.ndarray) -> 
 
 
 def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarray:
-    """Words first .. end of each row. The first `lead` elements of a row are missing; these, and those after its end, are zeros."""
+    """The words from `first` to `end` of each row. The `lead` missing elements before a row, and elements after its end, are zeros."""
     per_word = WORD_BYTES // bits.element_size()
     words = np.zeros((len(bits), end - first), np.uint64)
     low, high = max(0, first * per_word - lead), min(bits.shape[1], end * per_word - lead)
@@ -170,7 +171,7 @@ def _filled_up(bits: torch.Tensor, lead: int, first: int, end: int) -> np.ndarra
 
 
 def weights(seed: int, start: int, count: int) -> np.ndarray:
-    """The odd weights of positions start .. start + count, as int64 (products wrap modulo 2^64)."""
+    """The odd weights of `count` positions from `start` on, as int64 (products wrap modulo 2^64)."""
     table = _table(seed, max(1024, 1 << (start + count - 1).bit_length()))
     return table[start : start + count]
 

@@ -1,4 +1,4 @@
-"""The audit hash compiled for the CPU: one loop that reads memory once. It equals kernels/audit.py bit for bit."""
+"""The audit hash compiled for the CPU: one loop that reads memory once. Bitwise equal to kernels/audit.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEIGHTS = "Array(uint64, 1, 'C', readonly=True)"
 
 
 @numba.njit(f"uint64(uint64[::1], int64, {_WEIGHTS}, {_WEIGHTS}, uint64)", cache=True, nogil=True)
-def _hash(flat, stride, row_weights, word_weights, shift):  # a separate row stride: the inner loop runs over adjacent words
+def _hash(flat, stride, row_weights, word_weights, shift):  # the row stride is separate, so that the inner loop runs over adjacent words
     total = np.uint64(0)
     for r in range(len(row_weights)):
         row = flat[r * stride : r * stride + len(word_weights)]

@@ -1,7 +1,7 @@
-"""The audit hash in Triton. It equals kernels/audit.py bit for bit, because sums of wrapping 64-bit products do not depend on order.
+"""The audit hash in Triton. Bitwise equal to kernels/audit.py, because sums of wrapping 64-bit products do not depend on order.
 
 One program handles some rows of a strip of columns. It keeps one running sum per column and row of a block,
-`sum over its rows of mix(bits) * a(row)`, and multiplies it by b(word) once at the end. Memory is read once, by whole words if the box
+`sum over its rows of mix(bits) * a(row)`, and multiplies it by b(word) once at the end. Memory is read once: by whole words if the box
 allows it (audit.as_words), otherwise by elements.
 """
 
@@ -27,7 +27,7 @@ def _hash_kernel(
 ):  # fmt: skip
     c = (tl.program_id(0) % strips).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     first = (tl.program_id(0) // strips).to(tl.int64) * (STEPS * BLOCK_ROWS)
-    place = (((c + lead) % PER_WORD) * (64 // PER_WORD)).to(tl.uint64)  # bits of its word that come before the column
+    place = (((c + lead) % PER_WORD) * (64 // PER_WORD)).to(tl.uint64)  # position of the column in its word, in bits
     sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.uint64)
     for step in range(STEPS):
         r = first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -44,7 +44,7 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_sum(values: torch.Tensor, row_start: int, col_start: int) -> torch.Tensor:
-    """The hash as the bits of an int64 scalar on the device, without waiting for it, so that many boxes can be hashed at once."""
+    """The hash as the bits of an int64 scalar on the device. It does not wait for the device, so many boxes can be hashed at once."""
     bits, first_word, lead = audit.as_words(values, col_start)
     rows, cols = bits.shape
     strips = triton.cdiv(cols, BLOCK_COLS)

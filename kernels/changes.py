@@ -1,5 +1,5 @@
-"""Where values differ bit by bit from what they were, in compact form: values are cut into blocks of 65,536, so that a place in its block
-takes 16 bits, however long the values are."""
+"""Finds where values differ bitwise from earlier values, in compact form. Values are cut into blocks of 65,536, so that a position within
+its block takes 16 bits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 
 BLOCK = 1 << 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COMPILED_BYTES = 1 << 20  # size of values above which a compiled loop pays, as for audits
-PUT_BYTES = 1 << 12  # and of changed values
+COMPILED_BYTES = 1 << 20  # above this size of values, a compiled loop pays, as for audits
+PUT_BYTES = 1 << 12  # the same for changed values to write
 
-# How many there are in each block, int32 [blocks]; where in its block each is, 16 bits as int16 [count].
+# (number of changes in each block, int32 [blocks]; position of each change within its block, 16 bits as int16 [count])
 Places = tuple[torch.Tensor, torch.Tensor]
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that NaN and -0.0 are bits like others."""
+    """The same memory as integers, so that NaN and -0.0 compare as bits."""
     return values.view(BITS[values.element_size()])
 
 
@@ -24,7 +24,7 @@ def blocks(elements: int) -> int:
 
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
-    """The places in ascending order where `new` differs from `old`. Both: [n], integers of one dtype, contiguous."""
+    """The positions where `new` differs from `old`, in ascending order. Both: [n], integers of one dtype, contiguous."""
     if not new.is_cuda and new.nbytes >= COMPILED_BYTES:
         from megarl.kernels import changes_numba
 
@@ -38,7 +38,7 @@ def compact(positions: torch.Tensor, elements: int) -> Places:
 
 
 def put(target: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes `values` to these places of `target`: integers, of any strides."""
+    """Writes `values` to these positions of `target`, which has integers and any strides."""
     if not target.is_cuda and values.nbytes >= PUT_BYTES:
         from megarl.kernels import changes_numba
 
@@ -55,6 +55,6 @@ def put_at(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) 
 
 
 def positions_of(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The inverse of `compact`."""
+    """The positions from their compact form: the inverse of `compact`."""
     starts = torch.arange(len(counts), device=counts.device) * BLOCK
     return torch.repeat_interleave(starts, counts, output_size=len(offsets)) + (offsets.long() & (BLOCK - 1))

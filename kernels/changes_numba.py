@@ -1,4 +1,4 @@
-"""Finding what has changed, and writing it to its places, compiled for the CPU. Equal to kernels/changes.py."""
+"""Finds changes and writes them to their positions, compiled for the CPU. Equal to kernels/changes.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def find_changes(new: torch.Tensor, old: torch.Tensor) -> Places:
     """See megarl.kernels.changes.find_changes. Each of two loops reads memory once."""
     arrays, counts = (new.numpy(), old.numpy()), np.zeros(blocks(len(new)), np.int32)
     _count(*arrays, counts, BLOCK)
-    offsets = np.empty(int(counts.sum(dtype=np.int64)) + 1, np.int16)  # the last one is written to, but means nothing
+    offsets = np.empty(int(counts.sum(dtype=np.int64)) + 1, np.int16)  # the last one is scratch
     _write(*arrays, counts, offsets, BLOCK)
     return torch.from_numpy(counts), torch.from_numpy(offsets[:-1])
 
@@ -56,7 +56,7 @@ def _write(new, old, counts, offsets, block):
 def _put(rows, counts, offsets, values, block):
     at, cols = 0, rows.shape[1]
     for b in range(len(counts)):
-        row, first = (b * block) // cols, (b * block) // cols * cols  # places only grow: so the row is moved on, not divided for
+        row, first = (b * block) // cols, (b * block) // cols * cols  # positions ascend, so the row advances without a division
         for i in range(at, at + counts[b]):
             place = b * block + offsets[i]
             while place >= first + cols:

@@ -1,5 +1,5 @@
-"""Where values differ from what they were, in Triton; equal to kernels/changes.py. One pass counts the changes of each piece; the
-other, after a sum over the pieces, writes each piece's places to where they belong."""
+"""Finds where values differ from earlier values, in Triton. Equal to kernels/changes.py. One pass counts the changes of each piece. After a
+sum over the pieces, a second pass writes the positions of each piece."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def find_changes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Pla
 
 
 def totals_of(counts: Sequence[torch.Tensor]) -> list[int]:
-    """The sum of each; the host waits for the GPU once."""
+    """The sum of each tensor. The host waits for the GPU only once."""
     return torch.stack([of_pieces.sum() for of_pieces in counts]).tolist() if counts else []
 
 
 def _counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """How many elements of each piece have changed, int32 [pieces of whole blocks]."""
+    """The number of changed elements in each piece, int32 [pieces of whole blocks]."""
     counts = torch.zeros(blocks(len(new)) * (BLOCK // PIECE), dtype=torch.int32, device=new.device)
     if used := triton.cdiv(len(new), PIECE):
         _changes_kernel[(used,)](new, old, counts, counts, counts, len(new), PIECE=PIECE, BLOCK=BLOCK, WRITES=False)

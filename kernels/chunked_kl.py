@@ -1,17 +1,18 @@
 """Reverse KL divergences KL(pi || q) of a policy pi from a teacher q, position by position, without keeping logits.
 
-As in chunked_logprobs.py, the logits of `chunk_tokens` rows at a time are made, reduced over this rank's slice of the vocabulary, and
-dropped; the backward pass makes them again. With p the policy's probabilities and r the log-ratio log p - log q of a token:
+As in chunked_logprobs.py, the logits of `chunk_tokens` rows at a time are computed, reduced over this rank's slice of the vocabulary, and
+dropped; the backward pass computes them again. With the policy's probabilities p and the log-ratio r = log p - log q of a token:
 
     forward   KL = sum of p r
-    backward  dz = p (r - KL) g / T, with g the gradient of KL; no collective
+    backward  dz = p (r - KL) g / T, where g is the gradient of KL; no collective
 
-Of a teacher whose likeliest k tokens K alone are known, all others are one bucket: with P and Q the policy's and the teacher's probability
-of the rest, r = log P - log Q for every token of it. That is the divergence of the two coarser distributions,
+If only the teacher's likeliest k tokens K are known, all others form one bucket. With P and Q the policy's and the teacher's probability of
+the bucket, r = log P - log Q for every token in it. The result is the divergence of the two coarser distributions,
 
-    KL_k = sum over K of p (log p - log q) + P (log P - log Q),
+    KL_k = sum over K of p (log p - log q) + P (log P - log Q).
 
-which is at most the whole one (log-sum inequality), equal to it if k is the vocabulary, and 0 only if pi agrees with q on each of K.
+It is at most the whole divergence (log-sum inequality), equal to it if k is the size of the vocabulary, and 0 only if pi agrees with q on
+every token of K.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from megarl.kernels.chunked_logprobs import _add_product, _product, _scaled
 
-# Smallest probability that a teacher's rest counts with: what 1 minus a sum of float32 can tell from 0.
+# Least probability of a teacher's bucket: the smallest that 1 minus a sum in float32 can distinguish from 0.
 LEAST_REST = 2.0**-23
 
 
@@ -32,17 +33,17 @@ class Slice(NamedTuple):
     """This rank's part of the vocabulary."""
 
     first: int
-    real: int  # tokens; what follows is padding
+    real: int  # number of tokens; padding follows
     temperature: float
 
 
 class Teacher(Protocol):
     def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
-        """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled logits z [N, real]. real may be 0."""
+        """[m, N] float32: this rank's share of a chunk's divergence, from the policy's scaled logits z [N, real]. `real` may be 0."""
         ...
 
     def combine(self, everyone: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(KL [t], the policy's log Z [t], what `ratios` needs) of all ranks' shares [tp, m, t]."""
+        """(KL [t], the policy's log Z [t], further values for `ratios`), from the shares of all ranks [tp, m, t]."""
         ...
 
     def ratios(self, rows: slice, z: torch.Tensor, here: Slice, known: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -53,8 +54,8 @@ class Teacher(Protocol):
 class Whole(NamedTuple):
     """A teacher of whom all is known."""
 
-    hidden: torch.Tensor  # [t, h'] of its own size
-    weight: torch.Tensor  # [padded_vocab / tp, h'] its output layer, sliced as the policy's
+    hidden: torch.Tensor  # [t, h'] with the teacher's own hidden size
+    weight: torch.Tensor  # [padded_vocab / tp, h'] its output layer, sliced like the policy's
 
     def partial(self, rows: slice, z: torch.Tensor, here: Slice) -> torch.Tensor:
         if not here.real:
@@ -79,7 +80,7 @@ class Whole(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """A teacher of whom the likeliest tokens are known; one that is not in the policy's vocabulary counts to neither side."""
+    """A teacher whose likeliest tokens are known. A token outside the policy's vocabulary counts neither as known nor in the bucket."""
 
     ids: torch.Tensor  # [t, k] int64, no id twice in a row
     logprobs: torch.Tensor  # [t, k] float32, at temperature 1
@@ -107,7 +108,7 @@ class Likeliest(NamedTuple):
         return of_rest.scatter_(1, self._places(rows, here), ratios)[:, : here.real]
 
     def _places(self, rows: slice, here: Slice) -> torch.Tensor:
-        """[N, k] columns of this rank's slice; the one behind them for tokens of other ranks."""
+        """[N, k] columns in this rank's slice. Tokens of other ranks get the column after the last."""
         local = self.ids[rows] - here.first
         return torch.where((local >= 0) & (local < here.real), local, here.real)
 
@@ -159,7 +160,7 @@ class LinearKl(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, here: Slice, chunk_tokens: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The rows of each chunk, of which there is at least one, and their scaled logits [N, real]."""
+    """Yields the rows of each chunk (at least one chunk), and their scaled logits [N, real]."""
     for start in range(0, max(1, len(hidden)), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         yield rows, _scaled(_product(hidden[rows], weight)[:, : here.real], here.temperature)

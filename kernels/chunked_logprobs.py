@@ -1,17 +1,19 @@
 """Log-probabilities and entropy of given tokens from hidden states and a slice of the output layer, without keeping logits.
 
-The logits of `chunk_tokens` rows at a time are made, reduced over this rank's slice of the vocabulary, and dropped; the backward pass makes
-them again. So memory is set by the chunk and not by the number of rows, for one more product in four. With the logits z scaled by 1/T:
+The logits of `chunk_tokens` rows at a time are computed, reduced over this rank's slice of the vocabulary, and dropped; the backward pass
+computes them again. So memory depends on the chunk and not on the number of rows, at the cost of a fourth product beside the other three.
+With the logits z scaled by 1/T:
 
-    forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the target or 0: one collective, of all rows
+    forward   every rank contributes log sum e^z, the entropy of its own softmax, and z at the target or 0: one collective, for all rows
               log Z = logsumexp over ranks; log p = z[target] - log Z; H = sum of s (H_rank - log s), with the ranks' shares s of Z
-    backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, with g and g_H the gradients of log p and of H; no collective
+    backward  dz = (g (1[target] - p) - g_H p (log p + H)) / T, where g and g_H are the gradients of log p and H; no collective
 
-Where a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part alone: after the product, its logits are
-gathered into rows as wide as the chunk's largest set, filled up with `ABSENT`, whose exponential is 0; the gradient of all others is 0.
+If a token was drawn from a part of the vocabulary (`kept`), the softmax is over that part. After the product, the logits of the part are
+gathered into rows as wide as the chunk's largest set. They are padded with `ABSENT`, whose exponential is 0. All other logits have gradient
+0.
 
-The products are the matrix library's. What is between them is done by a kernel on CUDA (chunked_logprobs_triton.py), elsewhere by torch
-(below). Logits are float32 also where hidden states and weights are bfloat16, except on a CPU, whose products round them.
+The products are done by the matrix library. The work between them is done by a kernel on CUDA (chunked_logprobs_triton.py), elsewhere by
+torch (below). Logits are float32 even if hidden states and weights are bfloat16, except on a CPU, whose products round them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ABSENT = -1e20  # as a logit: finite, so that nothing becomes NaN where a rank holds no token of a set
+ABSENT = -1e20  # an absent logit: finite, so that nothing becomes NaN if a rank has no token of a set
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -43,7 +45,7 @@ class LinearLogprobs(torch.autograd.Function):
         kept: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = group.rank() * len(weight)
-        real = min(max(vocab_size - first, 0), len(weight))  # padding rows of the vocabulary have no token
+        real = min(max(vocab_size - first, 0), len(weight))  # without padding rows of the vocabulary
         local_targets = torch.where((targets >= first) & (targets < first + real), targets - first, -1)
         local = _local(hidden)
         parts = []
@@ -90,7 +92,7 @@ class LinearLogprobs(torch.autograd.Function):
                 of_sets = _gathered(logits, sets), _place(chosen, sets), *of_rows, sets.size(1)
                 dsets = ctx.local.local_backward(*of_sets, ctx.temperature, hidden.dtype)
                 dlogits = logits.zero_() if logits.dtype == hidden.dtype else torch.zeros_like(logits, dtype=hidden.dtype)
-                dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # of what is absent, 0
+                dlogits.scatter_add_(1, sets.clamp(min=0), dsets)  # absent tokens add 0
             torch.mm(dlogits, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 _add_product(weight_grad, dlogits.t(), hidden[rows])
@@ -100,10 +102,9 @@ class LinearLogprobs(torch.autograd.Function):
 
 
 def local_forward(logits: torch.Tensor, targets: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
-    """[3, N] float32, over the columns below `real`, of which there is at least one: log sum e^z, the entropy of softmax(z), and z at the
-    target.
+    """[3, N] float32: log sum e^z, the entropy of softmax(z), and z at the target. Covers the columns below `real`, which is at least 1.
 
-    logits: [N, local vocab], overwritten; targets: [N] int64, -1 for a target that another rank holds
+    logits: [N, local vocab], overwritten; targets: [N] int64, -1 for a target on another rank
     """
     z = _scaled(logits[:, :real], temperature)
     at_target = torch.where(targets >= 0, z.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1), 0.0)
@@ -127,7 +128,7 @@ def local_backward(
 ) -> torch.Tensor:
     """The gradient of the logits, [N, local vocab] in `dtype`.
 
-    logits: as in `local_forward`; log_z, grad: [N] float32, over all ranks; of_entropy: the entropy's gradient and the entropy, [N] float32
+    logits: as in `local_forward`; log_z, grad: [N] float32, over all ranks; of_entropy: gradient and value of the entropy, [N] float32
     """
     logits[:, real:] = 0
     log_p = _scaled(logits[:, :real], temperature).sub_(log_z.unsqueeze(-1))
@@ -144,7 +145,8 @@ def local_backward(
 def _chunks(
     tokens: int, chunk_tokens: int, kept: tuple[torch.Tensor, torch.Tensor] | None, first: int, real: int
 ) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """The rows of each chunk, and [N, size of the largest set] int64: the columns of their sets in this rank's slice, -1 for no column."""
+    """Yields the rows of each chunk, and the columns of their sets in this rank's slice: [N, size of the largest set] int64, -1 for
+    none."""
     done = 0
     for start in range(0, tokens, chunk_tokens):
         rows, sets = slice(start, start + chunk_tokens), None
@@ -165,7 +167,7 @@ def _gathered(logits: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
 
 
 def _place(targets: torch.Tensor, sets: torch.Tensor) -> torch.Tensor:
-    """Where each target stands in its set; -1 if another rank holds it."""
+    """The index of each target in its set; -1 if another rank has it."""
     found = (sets == targets.unsqueeze(1)) & (sets >= 0)
     return torch.where(found.any(dim=1), found.int().argmax(dim=1), -1)
 
@@ -192,7 +194,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _local(hidden: torch.Tensor):
-    """The module whose `local_forward` and `local_backward` work on the logits of these hidden states."""
+    """The module with the `local_forward` and `local_backward` for the logits of these hidden states."""
     if hidden.is_cuda:
         from megarl.kernels import chunked_logprobs_triton
 

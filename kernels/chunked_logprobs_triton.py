@@ -1,7 +1,7 @@
 """A rank's work on the logits of a chunk, in Triton. On CUDA these functions replace those of chunked_logprobs.py.
 
-The forward pass reads the logits once; the backward pass reads them once and writes the gradient, into their own memory where its type
-allows it.
+The forward pass reads the logits once. The backward pass reads them once and writes the gradient, into the memory of the logits if the
+dtype allows it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048  # columns
 def _forward_kernel(logits, targets, partial, tokens, real, row_stride, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)  # of e^(z - peak)
-    weighted = tl.zeros((), tl.float32)  # of e^(z - peak) (z - peak)
+    total = tl.zeros((), tl.float32)  # sum of e^(z - peak)
+    weighted = tl.zeros((), tl.float32)  # sum of e^(z - peak) (z - peak)
     for start in range(0, real, BLOCK):
         c = start + tl.arange(0, BLOCK)
         z = tl.load(logits + row * row_stride + c, mask=c < real, other=float("-inf")).to(tl.float32) / temperature
         higher = tl.maximum(peak, tl.max(z, axis=0))
         weights = tl.exp(z - higher)
         rescale = tl.exp(peak - higher)
-        lowered = total * tl.where(total > 0, peak - higher, 0.0)  # at first the peak is -inf
+        lowered = total * tl.where(total > 0, peak - higher, 0.0)  # the initial peak is -inf
         weighted = (weighted + lowered) * rescale + tl.sum(weights * tl.where(c < real, z - higher, 0.0), axis=0)
         total = total * rescale + tl.sum(weights, axis=0)
         peak = higher

@@ -1,11 +1,12 @@
-"""The gated delta rule of packed sequences, and the convolution before it, in torch (Yang et al. 2024, arXiv 2412.06464).
+"""The gated delta rule for packed sequences, and the convolution before it, in torch (Yang et al. 2024, arXiv 2412.06464).
 
-Each head keeps a state S [dk, dv] that maps keys to values. Token t makes it decay, writes what it has not got right, and reads:
+Each head keeps a state S [dk, dv] that maps keys to values. Token t makes it decay, corrects the value at its key, and reads:
 
     S <- exp(g_t) S;    S <- S + k_t (beta_t (v_t - S^T k_t))^T;    o_t = S^T q_t / sqrt(dk)
 
-On GPUs the engines' own kernels do it: Flash Linear Attention's in Megatron, SGLang's copy of them. These are for CPUs, and for tests. Keys
-and queries are normalised by the caller. Sums are float32, or float64 if the values are. Every sequence begins with a state of its own.
+On GPUs, the engines' own kernels do this: Flash Linear Attention's in Megatron, SGLang's copy of them in engines. These functions are for
+CPUs and for tests. The caller normalises keys and queries. Sums are float32, or float64 if the values are. Every sequence has its own
+state.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64  # tokens whose writes are solved for at once
+CHUNK = 64  # number of tokens whose writes are solved for together
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, boundaries: Sequence[int]) -> torch.Tensor:
-    """[t, c]: the depthwise convolution of x [t, c] with weight [c, w] over each token and the w - 1 before it in its sequence."""
+    """[t, c]: the depthwise convolution of x [t, c] with weight [c, w], over each token and the w - 1 tokens before it in its sequence."""
     within = torch.cat([torch.arange(end - start, device=x.device) for start, end in itertools.pairwise(boundaries)])
     out = x * weight[:, -1]
     for back in range(1, weight.size(1)):
@@ -41,14 +42,14 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs [t, h, dv] in the dtype of v, the states [n, h, dk, dv] after each of n sequences).
 
-    q and k [t, h, dk], v [t, h, dv], g and beta [t, h]; `states`: before each sequence; None: zeros. Sequences are cut into chunks, which
-    are solved side by side; only the states go from chunk to chunk. Differentiable.
+    q and k [t, h, dk], v [t, h, dv], g and beta [t, h]; `states`: before each sequence, None for zeros. Sequences are cut into chunks that
+    are solved in parallel; only the states pass from chunk to chunk. Differentiable.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     places, first = _chunks(boundaries)
     q, k, v_, g, beta = (_by_chunk(x.to(dtype), places) for x in (q * k.size(-1) ** -0.5, k, v, g, beta))
     decay = g.cumsum(-1)  # [chunks, h, C]
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # from each token to each later one
+    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()  # decay from each token to each later one
     write = k * beta[..., None]
     system = (write @ k.mT) * between
     new = torch.linalg.solve_triangular(system, v_ * beta[..., None], upper=False, unitriangular=True)
@@ -71,7 +72,8 @@ def gated_delta_rule(
 def gated_delta_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule for one token of each of n sequences: q and k [n, h, dk], v [n, h, dv], g and beta [n, h], states [n, h, dk, dv]."""
+    """The rule for one token of each of n sequences: q and k [n, h, dk], v [n, h, dv], g and beta [n, h], states [n, h, dk, dv]. Returns
+    outputs and states."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, value, g, beta, states = (x.to(dtype) for x in (q * k.size(-1) ** -0.5, k, v, g, beta, states))
     states = states * g.exp()[..., None, None]
@@ -81,13 +83,13 @@ def gated_delta_step(
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x over the length of its last dim, as the kernels on GPUs have it."""
+    """x divided by the L2 norm over its last dim, as the GPU kernels compute it."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def _chunks(boundaries: Sequence[int]) -> tuple[torch.Tensor, dict[int, int]]:
-    """(the position of each place of a chunk, [chunks, C], or that behind the last token where it is empty; the number of the sequence
-    that begins at a chunk)."""
+    """(the token at each place of a chunk, [chunks, C], or the position after the last token if the place is empty; chunk -> number of the
+    sequence that begins there)."""
     rows, first = [], {}
     for number, (start, end) in enumerate(itertools.pairwise(boundaries)):
         first[len(rows)] = number
@@ -99,5 +101,5 @@ def _chunks(boundaries: Sequence[int]) -> tuple[torch.Tensor, dict[int, int]]:
 
 
 def _by_chunk(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[chunks, h, C, ...] of x [t, h, ...]. Empty places are zero: they write nothing, and nothing decays there."""
+    """[chunks, h, C, ...] from x [t, h, ...]. Empty places are zero: they neither write nor decay."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, 1))[places].transpose(1, 2)

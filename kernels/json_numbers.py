@@ -1,9 +1,9 @@
-"""Reads the number lists of an engine's JSON answer straight into arrays, in one pass, without an object a number.
+"""Reads the number lists in an engine's JSON answer straight into arrays, in one pass, without a Python object per number.
 
-Each function takes the whole answer and where a list begins in it, and returns the number of its entries and where it ends. A count of -1
-says that the list is not written as SGLang writes it (no spaces, null as a token's text), or needs the care of a whole JSON decoder; the
-caller then asks one. Values are float32: those that a decoder's float64 would be rounded to. They are computed to within 3 units in the
-last place of float64, and left to the decoder if they are within 16 of the middle between two float32.
+Each function takes the whole answer and the position where a list begins. It returns the number of entries and the position where the list
+ends. A count of -1 means that the list is not written as SGLang writes it (no spaces, null as a token's text), or needs a full JSON
+decoder; the caller then uses one. Values are float32, equal to a decoder's float64 after rounding. They are computed to within 3 units in
+the last place of float64. If that is within 16 units of the middle between two float32, it is left to the decoder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 _TENS = np.array([float(f"1e{power}") for power in range(46)])
-_MOST_MANTISSA = np.uint64(900_000_000_000_000_000)  # ten times as much and a digit is an uint64 still
+_MOST_MANTISSA = np.uint64(900_000_000_000_000_000)  # ten times this plus a digit still fits a uint64
 _TEXT = "Array(uint8, 1, 'C', readonly=True)"
 _NEAR = 16
 
@@ -24,7 +24,7 @@ def _digit(text, at):
 
 @numba.njit
 def _number(text, at):
-    """(value, end) of the number at `at`; an end of -1 declines."""
+    """(value, end) of the number at `at`. An end of -1 leaves it to the decoder."""
     negative = at < text.size and text[at] == 45  # -
     if negative:
         at += 1
@@ -66,7 +66,7 @@ def _number(text, at):
         value = value / _TENS[-power] if power < 0 else value * _TENS[power]
         if not 1e-30 < value < 1e30:
             return 0.0, -1
-        beyond = (np.float64(value).view(np.int64) & ((1 << 29) - 1)) - (1 << 28)  # the bits that a float32 has not, from their middle
+        beyond = (np.float64(value).view(np.int64) & ((1 << 29) - 1)) - (1 << 28)  # the bits beyond float32, relative to their middle
         if -_NEAR < beyond < _NEAR:
             return 0.0, -1
     return (-value if negative else value), at
@@ -74,7 +74,7 @@ def _number(text, at):
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1], int32[::1])", cache=True)
 def read_token_logprobs(text, at, values, ids):
-    """A list of [log-prob, token id, null]. `values` and `ids` have room for as many entries as the rest of `text` could hold."""
+    """Reads a list of [log-prob, token id, null]. `values` and `ids` must have room for all entries that the rest of `text` could have."""
     count = 0
     if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:  # []
         return count, at + 2
@@ -105,8 +105,8 @@ def read_token_logprobs(text, at, values, ids):
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, int32[::1], int32[::1])", cache=True)
 def read_id_lists(text, at, ids, sizes):
-    """A list of lists of token ids, none of them empty. `ids` and `sizes`, the lengths of the lists, have room for as many as the rest of
-    `text` could hold."""
+    """Reads a list of lists of token ids, none of them empty. `ids` and `sizes` (the lengths of the lists) must have room for all entries
+    that the rest of `text` could have."""
     count, found = 0, 0
     if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
         return count, at + 2
@@ -137,7 +137,7 @@ def read_id_lists(text, at, ids, sizes):
 
 @numba.njit(f"Tuple((int64, int64))({_TEXT}, int64, float32[::1])", cache=True)
 def read_floats(text, at, values):
-    """A list of numbers. `values` has room for as many as the rest of `text` could hold."""
+    """Reads a list of numbers. `values` must have room for all numbers that the rest of `text` could have."""
     count = 0
     if at + 1 < text.size and text[at] == 91 and text[at + 1] == 93:
         return count, at + 2

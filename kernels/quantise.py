@@ -1,11 +1,11 @@
 """Quantises bf16 to float8_e4m3fn with scales, whole or in parts: the torch definition of the rules (kernels/quantise_rules.py).
 
-A rank that holds a whole tensor, or a box that cuts no tile, calls `quantise`. Ranks that share tiles each call `tile_amax` on their box;
-`merge_amax` (or an all-reduce by maximum) joins the results; then each calls `quantise_with` the scales of the tiles it touches. Both ways
-give the same bits, since a maximum does not depend on order, and codes are computed element by element.
+A rank that has a whole tensor, or a box that cuts no tile, calls `quantise`. Ranks that share tiles each call `tile_amax` on their box, and
+`merge_amax` (or an all-reduce by maximum) joins the results. Then each calls `quantise_with` with the scales of the tiles it touches. Both
+ways give the same bits, since a maximum does not depend on order, and codes are computed element by element.
 
-Values in float32 are rounded to bf16 first, so that it is always the bf16 weight that is quantised. Dims before the last two (experts) are
-kept. NaN and infinity raise an error that names the tensor; otherwise they would spoil a whole tile, or pass for 448.
+Float32 values are rounded to bf16 first, so that the bf16 weight is quantised in any case. Dims before the last two (experts) are kept. NaN
+and infinity raise an error that names the tensor; otherwise they would spoil a whole tile, or be clamped to 448.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def quantise(values: torch.Tensor, rule: Rule, name: str) -> tuple[torch.Tensor,
 def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, name: str) -> torch.Tensor:
     """The largest |x| in each tile that a box touches, float32, of shape `rule.tiles(box).shape`.
 
-    values: [..., R, C], any strides; its first element lies at (row_start, col_start) of the whole tensor.
+    values: [..., R, C], any strides; its first element is at (row_start, col_start) of the whole tensor.
     Raises RuntimeError, with `name` and the tile, on NaN or infinity.
     """
     strips = [_amax(values[..., rows, :], row_start + rows.start, col_start, rule) for rows in _strips(values, row_start, rule)]
@@ -44,7 +44,7 @@ def tile_amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule, 
 
 
 def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.Tensor:
-    """The amax of `tiles` from that of several boxes, each given as (tiles it touches, their amax). Raises ValueError on a gap."""
+    """The amax of `tiles`, merged from several boxes, each given as (tiles it touches, their amax). Raises ValueError on a gap."""
     merged = torch.full(tiles.shape, -1.0, device=parts[0][1].device)
     for touched, amax in parts:
         common = touched.intersect(tiles)
@@ -58,7 +58,7 @@ def merge_amax(parts: Sequence[tuple[Box, torch.Tensor]], tiles: Box) -> torch.T
 
 def scales_of(amax: torch.Tensor, rule: Rule) -> torch.Tensor:
     """The scale of each tile, float32."""
-    # The divisor is a tensor, because on CUDA torch replaces division by a number with multiplication by its rounded reciprocal.
+    # The divisor is a tensor, since on CUDA torch replaces division by a number with multiplication by its rounded reciprocal.
     return amax.clamp(min=rule.floor) / torch.full((), E4M3_MAX, device=amax.device)
 
 
@@ -90,7 +90,7 @@ def require_finite(amax: torch.Tensor, name: str, tiles: Box) -> None:
 
 
 def _amax(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
-    """Reduces bit patterns, which is faster: without signs they are ordered as the bf16 numbers are, with NaN above infinity."""
+    """Reduces bit patterns, which is faster. Without signs they have the order of the bf16 numbers, with NaN above infinity."""
     tiled = _tiled(values.detach().to(torch.bfloat16), row_start, col_start, rule)
     return (tiled.view(torch.int16) & 0x7FFF).amax(dim=-3).amax(dim=-1).view(torch.bfloat16)
 
@@ -105,7 +105,7 @@ def _codes(values: torch.Tensor, row_start: int, col_start: int, scales: torch.T
 
 
 def _strips(values: torch.Tensor, row_start: int, rule: Rule) -> Iterator[slice]:
-    """Splits the rows at tile edges, into strips so small that a CPU's cache holds their intermediate results. Other devices: one strip."""
+    """Splits the rows at tile edges into strips whose intermediate results fit a CPU's cache. On other devices there is one strip."""
     rows = values.shape[-2]
     step = rows
     if rule.rows is not None and values.device.type == "cpu":
@@ -123,7 +123,7 @@ def _touched(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -
 
 
 def _tiled(values: torch.Tensor, row_start: int, col_start: int, rule: Rule) -> torch.Tensor:
-    """[..., tile rows, rows of a tile, tile cols, cols of a tile]: a view, unless a tile is cut and has to be padded with zeros."""
+    """[..., tile rows, rows of a tile, tile cols, cols of a tile]: a view, unless a cut tile must be padded with zeros."""
     rows, cols = values.shape[-2:]
     tile_rows, tile_cols = rule.rows or rows, rule.cols or cols
     top, left = _offset(row_start, rule.rows), _offset(col_start, rule.cols)

@@ -1,4 +1,4 @@
-"""The rules by which bf16 weights become float8_e4m3fn: which elements share a scale, and the arithmetic. Needs no torch.
+"""The rules that convert bf16 weights to float8_e4m3fn: which elements share a scale, and the arithmetic. Needs no torch.
 
 A tensor is cut into tiles over its last two dims (output channels, input channels), each with one float32 scale:
 
@@ -6,15 +6,15 @@ A tensor is cut into tiles over its last two dims (output channels, input channe
     scale  amax / 448                       rounded to float32
     code   x / scale        rounded to float32, clamped to +-448, then to e4m3
 
-All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. Others produce the same as follows:
+All roundings are to nearest even, so a rule defines one result, bit for bit, on any device. Other software with the same results:
 
     BLOCK           weight_scale_inv [ceil(out / 128), ceil(in / 128)]. SGLang's `bf16_to_block_fp8_128`
-                    (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. Such checkpoints are loaded as they are.
-    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values, but for
-                    rows of amax < floor. Loaded as it is.
-    TENSOR          weight_scale [1, 1]. compressed-tensors, likewise. (From bf16 values it takes a scale in bf16.)
+                    (0.5.23, quantization/mxfp8_block_convert.py), for every finite input. SGLang loads such checkpoints unchanged.
+    CHANNEL         weight_scale [out, 1]. compressed-tensors (0.18, `calculate_qparams` and `quantize`), for float32 values, except in rows
+                    with amax < floor. SGLang loads such checkpoints unchanged.
+    TENSOR          weight_scale [1, 1]. compressed-tensors, likewise. (For bf16 values its scale is bf16.)
 
-On CUDA torch's `tensor / 448.0` multiplies by the rounded reciprocal instead, so tools that use it may give scales there that differ by
+On CUDA, torch's `tensor / 448.0` multiplies by the rounded reciprocal instead. So tools that use it there may give scales that differ by
 one unit in the last place from those on a CPU. Here it is a true division.
 """
 
@@ -30,12 +30,12 @@ E4M3_MAX = 448.0
 @dataclass(frozen=True, slots=True)
 class Rule:
     name: str
-    rows: int | None  # of one tile; None: all rows of the tensor
-    cols: int | None  # of one tile; None: all columns of the tensor
+    rows: int | None  # rows of a tile; None: all rows of the tensor
+    cols: int | None  # columns of a tile; None: all columns of the tensor
     floor: float  # the least amax that counts, so that the scale of an all-zero tile is not 0
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of `shape` [..., rows, cols]: one per tile, with the same leading dims."""
+        """The shape of the scales of a tensor of `shape` [..., rows, cols]: one scale per tile, with the same leading dims."""
         return (*shape[:-2], _count(shape[-2], self.rows), _count(shape[-1], self.cols))
 
     def tiles(self, box: Box) -> Box:
@@ -44,7 +44,7 @@ class Rule:
         return Box((*box.start[:-2], *(first for first, _ in spans)), (*box.shape[:-2], *(count for _, count in spans)))
 
     def whole_tiles(self, box: Box, shape: tuple[int, ...]) -> bool:
-        """Whether `box` of a tensor of `shape` cuts no tile, so that its rank can quantise it alone."""
+        """Whether `box` of a tensor of `shape` cuts no tile, so that a rank can quantise it alone."""
         return all(
             _on_edge(box.start[d], shape[d], size) and _on_edge(box.start[d] + box.shape[d], shape[d], size)
             for d, size in ((-2, self.rows), (-1, self.cols))
@@ -52,7 +52,7 @@ class Rule:
 
 
 BLOCK = Rule("block", 128, 128, 1e-4)
-CHANNEL = Rule("channel", 1, None, 2.0**-40 * (1 + 13 / 128))  # 1e-12 rounded to bf16, as clamping a bf16 amax does
+CHANNEL = Rule("channel", 1, None, 2.0**-40 * (1 + 13 / 128))  # 1e-12 rounded to bf16, which is the result of clamping a bf16 amax
 TENSOR = replace(CHANNEL, name="tensor", rows=None)
 
 
@@ -61,7 +61,7 @@ def _count(extent: int, size: int | None) -> int:
 
 
 def _span(start: int, extent: int, size: int | None) -> tuple[int, int]:
-    """(first tile, number of tiles) of elements start .. start + extent."""
+    """(first tile, number of tiles) of the `extent` elements from `start` on."""
     if size is None:
         return 0, 1
     first = start // size

@@ -1,9 +1,9 @@
-"""Block quantisation in Triton. It equals kernels/quantise.py bit for bit, on the GPU and under Triton's interpreter.
+"""Block quantisation in Triton. Bitwise equal to kernels/quantise.py, on the GPU and in Triton's interpreter.
 
-One program handles one tile, or some of its rows: it finds the amax, or writes the codes for a given scale. All rounding is explicit:
-division is correctly rounded (Triton's `/` is not), and the cast to e4m3 uses integer arithmetic (the interpreter's own cast is wrong where
-rounding carries into the next power of two). The amax is a maximum over integers, because bit patterns of non-negative numbers are ordered
-as the numbers are, with infinity and then NaN on top: so no NaN gets lost.
+One program handles one tile, or some of its rows. It finds the amax, or writes the codes for a given scale. All rounding is explicit.
+Division is correctly rounded (Triton's `/` is not). The cast to e4m3 uses integer arithmetic (the interpreter's own cast is wrong if
+rounding carries into the next power of two). The amax is a maximum over integers: bit patterns of non-negative numbers are ordered like the
+numbers, with infinity and then NaN on top, so no NaN is lost.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megarl.base.geometry import Box
 from megarl.kernels.quantise import FP8, require_finite
 from megarl.kernels.quantise_rules import Rule
 
-PARTS = 4  # of a tile whose codes cannot be written many at a time: a program that had it whole would run out of registers
+PARTS = 4  # parts of a tile whose codes cannot be vectorised: one program for it would run out of registers
 
 
 @triton.jit
 def _e4m3(scaled, sign):
-    """The code of |scaled|, clamped to 448 and rounded to nearest even, with the top bit of `sign`, since the division turns -0 into 0."""
-    magnitude = tl.minimum(scaled.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 0x43E00000)  # of 448
+    """The code of |scaled|, clamped to 448 and rounded to nearest even, with the sign bit of `sign`: the division turns -0 into 0."""
+    magnitude = tl.minimum(scaled.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 0x43E00000)  # bits of 448
     # Keep 3 of 23 mantissa bits, move the exponent's bias from 127 to 7.
     normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Below 2^-6 codes are multiples of 2^-9, which is the unit in the last place of 2^14. So adding 2^14 rounds to such a multiple, and the
-    # lowest byte of the sum is the code.
+    # Below 2^-6, codes are multiples of 2^-9, which is the unit in the last place of 2^14. So adding 2^14 rounds to such a multiple, and
+    # the lowest byte of the sum is the code.
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)
     return (code | ((sign.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
@@ -34,7 +34,7 @@ def _e4m3(scaled, sign):
 
 @triton.jit
 def _fma(a, b, c, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # the interpreter's tl.fma rounds the product too
+    if INTERPRETED:  # the interpreter's tl.fma also rounds the product
         result = (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
         result = tl.fma(a, b, c)
@@ -43,10 +43,10 @@ def _fma(a, b, c, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _divide(x, scale, INTERPRETED: tl.constexpr):
-    """x / scale, correctly rounded, with one reciprocal for the whole tile and three instructions per element instead of about twenty.
+    """x / scale, correctly rounded. It takes one reciprocal per tile and three instructions per element instead of about twenty.
 
     Markstein, IBM J. Res. Dev. 34 (1990), theorem 7: take the quotient from the correctly rounded reciprocal, and correct it once by its
-    exact remainder. A test covers all pairs of significands of a bf16 number and a scale. Below 2^-10 (code 0) it need not be exact.
+    exact remainder. A test covers all pairs of significands of a bf16 number and a scale. Below 2^-10 (code 0) it may be inexact.
     """
     reciprocal = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     across = tl.zeros_like(x)
@@ -58,7 +58,7 @@ def _divide(x, scale, INTERPRETED: tl.constexpr):
 @triton.jit
 def _tile_kernel(
     values, codes, scales,  # bf16 as int16 | uint8, contiguous, written | float32, read; with AMAX: no codes, and the amax is written
-    rows, cols, top, left,  # extent of the box; where it starts in its first tile
+    rows, cols, top, left,  # extent of the box; its offset in its first tile
     value_lead, value_row, value_col, scale_lead, scale_row, scale_col,  # strides
     tiles_across,
     AMAX: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,

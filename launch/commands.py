@@ -1,4 +1,4 @@
-"""The commands that start processes: what each runs, and what it prints before and after."""
+"""The commands that start processes: what each one runs, and what it prints before and after."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
 
-# The lines that a command prints before it starts: what it does, with which weights, and which settings have changed.
+# The lines that a command prints before it starts: what it does, with which weights, and with which changed settings.
 
 
 def headline(plan: RunPlan, step: int, nodes: int) -> str:
@@ -74,7 +74,7 @@ def _described(group: EngineGroup) -> str:
 
 
 def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
-    """Says which weights a run starts from; for a resumed one also which settings differ from its last start."""
+    """Lines that say which weights a run starts from, and for a resumed run which settings differ from its last start."""
     if not resume.checkpoint:
         adapters = plan.adapters.lines() if plan.adapters else []
         return [f"Weights: {plan.weights}", *adapters, *_critic_lines(plan)]
@@ -104,7 +104,7 @@ def _critic_lines(plan: RunPlan) -> list[str]:
 
 
 def sampling_lines(plan: RunPlan) -> list[str]:
-    """Says what is unusual in sampling: parts of the vocabulary, or responses that start again."""
+    """Warnings about sampling: restricted vocabulary, or responses that start again."""
     rollout, lines = plan.config.rollout, list[str]()
     if plan.config.async_.partial_rollout == "abort":
         lines.append(
@@ -125,14 +125,14 @@ def sampling_lines(plan: RunPlan) -> list[str]:
 
 
 def sandbox_lines(plan: RunPlan) -> list[str]:
-    """Says what the sandboxes of programs do not bound. Those of agents run on the generator's host, which is taken to be like this one."""
+    """Warnings about what sandboxes do not limit. Agents run on the generator's host, which is assumed to be like this one."""
     config, lines = plan.config, list[str]()
     if config.rollout.name == "program":
         try:
             kind = jail.kind_for(config.rollout.args.get("sandbox", jail.AUTO))
             lines.append(f"Sandbox of rollout.name=program: {kind}; of a program, {jail.unbounded(kind)}")
         except ConfigError:
-            pass  # a dry run, on a machine that is another one
+            pass  # a dry run, on a machine unlike the run's
     if any(part.name == code.NAME for part in all_parts(config)):
         lines.append(f"Sandbox of reward.name={code.NAME}: {jail.BWRAP}; of a program, {jail.unbounded(jail.BWRAP)}")
     return lines
@@ -144,14 +144,14 @@ def sizes(plan: RunPlan) -> str:
     return "x".join(f"{axis.upper()}{size}" for axis, size in axes.items() if size > 1) or "on one rank"
 
 
-# Describes what a launch would start where. Starts nothing, and writes nothing.
+# Describes what a launch would start on which node, without starting or writing anything.
 
 
 _MOST_NODES = 4096
 
 
 def nodes_needed(plan: RunPlan, job: Job) -> int:
-    """The fewest nodes of launch.ranks_per_node slots that hold the plan; 1 if that is not set."""
+    """The least number of nodes of launch.ranks_per_node slots for the plan; 1 if that is not set."""
     slots = plan.config.launch.ranks_per_node or len(gpus())
     if not slots:
         return 1
@@ -160,7 +160,7 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
-    """The plan, with the mean prompt length of data.train, as far as its rows have been read."""
+    """The plan with the mean prompt length of data.train, from those of its rows that have been read."""
     lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
     if not lengths:
         return plan
@@ -169,7 +169,7 @@ def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
 
 
 def render_launch(plan: RunPlan) -> str:
-    """One line per group of nodes that run the same, and for each role one command, as its node would start it."""
+    """One line per group of nodes with the same processes, and for each role a command that its node would start."""
     job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
     placed = placement(plan, job, nodes_needed(plan, job), len(gpus()))
     lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
@@ -235,7 +235,7 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
 
     assert job.trainer_role and job.driver_role  # dry runs are for `megarl train`, which has both
     yield 0, part_of(placed[0]).trainers(job.trainer_role)[0]
-    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # of the nodes, whatever this machine has
+    device = "cpu" if plan.config.cluster.gpu == "cpu" else "cuda"  # the nodes' device, which this machine may lack
     for node in placed:
         if 0 in node.serves:
             yield node.node, part_of(node).driver(job.driver_role)
@@ -247,7 +247,7 @@ SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
 
 
 def train(plan: RunPlan) -> None:
-    """Runs or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
+    """Starts or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
     resume, late = latest_checkpoint(run_dir), unscored(config)
     if resume.step < config.max_steps or late:
@@ -298,7 +298,7 @@ def _report(config: RunConfig) -> None:
 
 
 def note_beginning(plan: RunPlan, resume: Resume) -> None:
-    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them and they have changed."""
+    """Records the weights that a run begins with. Raises ConfigError if a resumed run needs them but they have changed."""
     config, weights = plan.config, plan.weights
     now = fingerprint(Path(weights.path)) if Path(weights.path).is_dir() else ""
     if not resume.checkpoint:
@@ -310,7 +310,7 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
 
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
-    """Prints what a resumed run's records have lost, and restores what the checkpoint knows."""
+    """Prints what the records of a resumed run lack, and restores what the checkpoint knows."""
     ledger = Ledger.load(resume.checkpoint)
     recovered = recover_ordinals(run_dir, resume.step, ledger.trained(), ledger.told())
     for lost in (check_lines(run_dir / METRICS_FILE, resume.step), recovered):
@@ -321,7 +321,7 @@ def mend_records(run_dir: Path, resume: Resume) -> None:
 
 
 def mend_evaluations(config: RunConfig) -> None:
-    """Says which versions a complete run ended without evaluating."""
+    """Prints which versions a complete run has not evaluated."""
     last = config.max_steps
     for version in note_lost(config.run_dir, last + 1, due=[last] if unscored(config) else []):
         then = "; the same command repeats it" if version == last else ""
@@ -336,7 +336,7 @@ def unscored(config: RunConfig) -> bool:
 
 
 def sft(plan: RunPlan) -> None:
-    """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`. A finished one is kept."""
+    """Runs the supervised warm start, which writes an HF checkpoint to `sft.output`. Does nothing if there is one."""
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
     if (Path(config.sft.output) / "config.json").exists():
         if node.is_head:
@@ -386,7 +386,7 @@ def reward_model(plan: RunPlan) -> None:
 
 
 def accuracy_line(metrics: str) -> str:
-    """A line on the held-out pairs, from metrics.jsonl of a reward model; empty without any."""
+    """A line about the held-out pairs, from the metrics.jsonl of a reward model; empty without held-out pairs."""
     rows = [json.loads(line) for line in metrics.splitlines()]
     first, last = rows[0], rows[-1]
     if "eval/accuracy" not in last:
@@ -413,8 +413,8 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one of the policy's engines of each group on this machine, with random weights, and lets it generate. What it compiles is
-    kept (launch.compile_cache), so the engines of a run start at once."""
+    """Starts one engine of each group of the policy's on this machine, with random weights, and lets it generate. Compiled kernels are kept
+    (launch.compile_cache), so that the engines of a run start at once."""
     for group in plan.groups:
         began = time.monotonic()
         with scratch_folder() as run_dir:
@@ -474,7 +474,7 @@ def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = 
 
 
 def best_step(config: RunConfig) -> tuple[int, str]:
-    """The step of the best checkpoint, and a remark that says so. Raises ConfigError if none can be chosen."""
+    """The step of the best checkpoint, and a remark for the user. Raises ConfigError if none can be chosen."""
     if (key := config.checkpoint.keep_best) is None:
         choice = ", ".join(scores_to_choose_by(config))
         raise ConfigError(f"--best: checkpoint.keep_best is null; set it to the score to choose by: {choice or 'a held-out score'}")
@@ -506,7 +506,7 @@ def _launch_showing(
         launch(plan, job, node, prepare_to_show, poll, resume)
     except (RuntimeError, TimeoutError) as error:
         progress.close()
-        tell(error)  # before the trackers, which may take long, or hang for the same reason
+        tell(error)  # before closing the trackers, which may take long, or hang for the same reason
         raise
     finally:
         progress.close()

@@ -1,8 +1,7 @@
-"""`megarl doctor`: what a run needs of this machine, what is there, and how to get the rest.
+"""`megarl doctor`: what a run needs of this machine, which of it is there, and how to get the rest.
 
-Every node of a run on GPUs looks for what is wrong with itself in the same way before anything starts (launch/launcher.py). Until its
-packages are looked at, only the standard library is needed, so an installation asks it first:
-
+Before anything starts, every node of a run on GPUs also checks itself in this way (launch/launcher.py). All checks before those of packages
+need only the standard library, so an installation can run them first:
     PYTHONPATH=. python3.12 -m megarl.launch.doctor          in a checkout without an environment
 """
 
@@ -31,10 +30,10 @@ from megarl.launch.gpus import gpus, nvidia_smi
 if TYPE_CHECKING:
     from megarl.plan.resolve import RunPlan
 
-OK, NOTE, LACKS = "ok", "note", "lacks"  # NOTE: a run goes on without it, but slower, or not with everything
-DRIVER = (580,)  # the first for CUDA 13
-CUDA = 13  # of the GPU lock: PyTorch compiles with no other
-GLIBC = (2, 34)  # of the wheels of the GPU lock
+OK, NOTE, LACKS = "ok", "note", "lacks"  # NOTE: a run works without it, but slower, or not with all features
+DRIVER = (580,)  # first version for CUDA 13
+CUDA = 13  # version in the GPU lock: PyTorch compiles only with this one
+GLIBC = (2, 34)  # version that wheels in the GPU lock need
 PYTHON = (3, 12)
 SHM_BYTES, DISK_BYTES = 8 << 30, 30 << 30
 OPEN_FILES = 65536
@@ -59,7 +58,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is loaded here, with or without a GPU that works. Asks no library: torch takes seconds to import."""
+    """Whether NVIDIA's driver is loaded here, even without a working GPU. Imports no library, since torch takes seconds."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
@@ -68,17 +67,17 @@ def system(gpu: bool) -> list[Check]:
 
 
 def installing() -> list[Check]:
-    """What `make setup-gpu` needs of a machine, which may be one without a GPU."""
+    """The checks for `make setup-gpu`, which may run on a machine without a GPU."""
     return [_system, _python, _room, _temporary, _compilers]
 
 
 def node(gpu: bool) -> list[Check]:
-    """What each node of a run looks at before anything starts: it takes two seconds."""
+    """The checks of each node of a run before anything starts. They take two seconds."""
     return [_driver, _nvlinks, _cuda_compilers, _compilers, _network] if gpu else []
 
 
 def look(checks: Sequence[Check]) -> Iterator[Finding]:
-    """A check that fails is a finding too, and the other checks go on."""
+    """Runs the checks. An exception in a check becomes a finding, and the other checks still run."""
     for check in checks:
         try:
             yield from check()
@@ -116,7 +115,7 @@ def _room() -> Iterator[Finding]:
 
 
 def _temporary() -> Iterator[Finding]:
-    """Sockets and stores of a launch lie there. Raises FileNotFoundError where there is no such folder at all."""
+    """Checks the folder for sockets and stores of a launch. Raises FileNotFoundError if there is no temporary folder."""
     path, given = tempfile.gettempdir(), os.environ.get("TMPDIR")
     if given and os.path.abspath(given) != path:
         yield Finding("TMPDIR", NOTE, f"{given} cannot be written to, so {path} is taken", "set it to a folder on this machine's disk")
@@ -134,12 +133,12 @@ def _free(what: str, path: str, wanted_bytes: int, why: str) -> Finding:
 
 
 def _clock() -> Iterator[Finding]:
-    """Nodes' logs and traces are read side by side. The kernel knows whether something keeps its clock."""
-    status = ctypes.create_string_buffer(512)  # struct timex, mode 0: only read
+    """Checks that the clock is synchronised, since logs and traces of several nodes are compared. The kernel knows whether it is."""
+    status = ctypes.create_string_buffer(512)  # struct timex; mode 0 only reads
     if ctypes.CDLL(None, use_errno=True).adjtimex(status) < 0:
         yield Finding("clock", NOTE, "cannot be asked: " + os.strerror(ctypes.get_errno()), "a container may forbid it: ask the host")
         return
-    unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC  # after modes, offset, freq, maxerror and esterror
+    unsynchronised = ctypes.c_int.from_buffer(status, 40).value & STA_UNSYNC  # the field after modes, offset, freq, maxerror and esterror
     remedy = "run chrony or systemd-timesyncd: traces of several nodes are laid side by side" if unsynchronised else ""
     yield Finding("clock", NOTE if unsynchronised else OK, "nothing keeps it right" if unsynchronised else "kept right", remedy)
 
@@ -182,7 +181,7 @@ def _nvlinks() -> Iterator[Finding]:
 
 
 def _cuda_compilers() -> Iterator[Finding]:
-    """Engines compile kernels when they start."""
+    """Checks for nvcc and ninja, with which engines compile kernels when they start."""
     toolkit = f"make setup-gpu installs it; or set CUDA_HOME to a toolkit of CUDA {CUDA}"
     if (nvcc := find_nvcc()) is None:
         yield Finding("nvcc", LACKS, "is not there", toolkit)
@@ -201,8 +200,8 @@ def _cuda_compilers() -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Triton compiles its launchers with C, nvcc calls C++, and Transformer Engine's extension is compiled when it is installed."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for it
+    """Checks for C and C++ compilers: Triton compiles its launchers, nvcc calls C++, Transformer Engine compiles at installation."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # the same order as Triton's
     yield Finding("C compiler", OK if compiler else LACKS, compiler or "is not there", "" if compiler else "apt-get install gcc; or set CC")
     compiler = shutil.which("c++") or shutil.which("g++")
     yield Finding("C++ compiler", OK if compiler else LACKS, compiler or "is not there", "" if compiler else "apt-get install g++")
@@ -212,7 +211,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def find_nvcc() -> Path | None:
-    """CUDA's compiler: that of CUDA_HOME, of the wheels in this environment, which fit it, or of PATH. Returns None without one."""
+    """CUDA's compiler, from CUDA_HOME, from wheels in this environment, or from PATH; None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = [Path(home) / "bin/nvcc"] if home else []
     found += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"), reverse=True)
@@ -221,12 +220,12 @@ def find_nvcc() -> Path | None:
 
 
 def find_program(name: str) -> str | None:
-    """On PATH, or beside this Python: jobs often call an environment's programs without activating it."""
+    """A program on PATH or beside this Python, since jobs often call an environment's programs without activating it."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def _network() -> Iterator[Finding]:
-    """Between nodes. Mooncake links RDMA's libraries also where it goes by TCP."""
+    """Checks the network between nodes. Mooncake needs RDMA's libraries even if it uses TCP."""
     devices = sorted(INFINIBAND.glob("*"))
     for library, package in (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4")):
         there, lacks = ctypes.util.find_library(library), LACKS if devices else NOTE
@@ -254,7 +253,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _registration() -> Finding:
-    """Whether a network card can be given GPU memory."""
+    """Checks whether network cards can access GPU memory."""
     modules = {line.split()[0] for line in MODULES.read_text().splitlines()}
     if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
         return Finding("GPU memory by RDMA", OK, "nvidia_peermem is loaded")
@@ -264,9 +263,10 @@ def _registration() -> Finding:
 
 
 def dead_nvlinks(status: str) -> Iterator[str]:
-    """Finds NVLinks that are down in the output of `nvidia-smi nvlink --status`. NCCL silently routes around them, if need be over PCIe.
+    """Problems with NVLinks that are down, from the output of `nvidia-smi nvlink --status`. NCCL silently routes around such links, if need
+    be over PCIe.
 
-    GPUs without any NVLink are fine, as long as no GPU of the node has one.
+    GPUs without NVLink are fine if no GPU of the node has one.
     """
     up = [len(re.findall(r"Link \d+: [\d.]+ GB/s", gpu)) for gpu in re.split(r"^GPU \d+:", status, flags=re.MULTILINE)[1:]]
     for gpu, count in enumerate(up):
@@ -274,7 +274,7 @@ def dead_nvlinks(status: str) -> Iterator[str]:
             yield f"GPU {gpu} has {count} NVLinks that are up, GPU {up.index(max(up))} has {max(up)}"
 
 
-# What a run imports. An empty folder would pass for a package, so what is imported is a module with code, or its extension.
+# Packages that a run imports. Each check imports a module with code or an extension, since an empty folder would pass as a package.
 EVERYWHERE = {"torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "sglang": "sglang.srt.server_args"}
 ON_GPUS = {
     "transformer-engine": "transformer_engine.pytorch",
@@ -286,7 +286,7 @@ MOONCAKE = {"mooncake": "mooncake.engine"}
 
 
 def packages(gpu: bool) -> list[Check]:
-    """A check for each package, which imports it in a process of its own."""
+    """A check for each package. It imports the package in a separate process."""
     wanted = EVERYWHERE | MOONCAKE | (ON_GPUS if gpu else {})
     return [lambda name=name, module=module: _imported(name, module) for name, module in wanted.items()]
 
@@ -320,7 +320,7 @@ def _version(name: str) -> str:
 
 
 def peers() -> Iterator[Finding]:
-    """Whether the GPUs of this machine can open each other's memory, as torch finds it."""
+    """Checks with torch whether the GPUs of this machine can open each other's memory."""
     code = (
         "import json, torch; n = torch.cuda.device_count() or exit('torch sees no GPU'); "
         "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not torch.cuda.can_device_access_peer(a, b)]))"
@@ -336,7 +336,7 @@ def peers() -> Iterator[Finding]:
 
 
 def writes(gpu: bool) -> Iterator[Finding]:
-    """A test write from each GPU into the next, or in memory, by each transport (launch/neighbours.py)."""
+    """Test writes by each transport, from each GPU to the next, or in host memory (launch/neighbours.py)."""
     command = [sys.executable, "-P", "-m", "megarl.launch.neighbours", *(["--gpu"] if gpu else [])]
     try:
         done = subprocess.run(command, capture_output=True, timeout=WRITES_S)
@@ -351,11 +351,11 @@ def writes(gpu: bool) -> Iterator[Finding]:
 
 
 def _written(kind: str, source: str, target: str, chosen: bool, bytes: int, gb_per_s: float, error: str) -> Finding:
-    """The finding of a neighbours.Write."""
+    """The finding that a neighbours.Write amounts to."""
     what, where = f"write by {kind}", f"from {source} to {target}"
     if not error:
         return Finding(what, OK, f"{bytes / (1 << 20):.0f} MiB {where}, {gb_per_s:.2f} GB/s, every byte as it was sent")
-    needed = chosen or kind == "nccl"  # auto takes it here, or trainer ranks do
+    needed = chosen or kind == "nccl"  # weights.transport=auto uses it here, or trainer ranks need it
     return Finding(what, LACKS if needed else NOTE, f"{where}: {error}", WRITE_REMEDIES.get(kind, ""))
 
 
@@ -389,7 +389,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> RunPlan | None:
-    """Returns the run whose engine is to compile here. Raises ConfigError, and RuntimeError if something is lacking."""
+    """Runs the checks. Returns the plan whose engine shall compile here, if any. Raises ConfigError, and RuntimeError if anything is
+    lacking."""
     from megarl.config.errors import ConfigError
 
     gpu = arguments.gpu or has_driver()
@@ -402,7 +403,7 @@ def run(arguments: argparse.Namespace) -> RunPlan | None:
 
 
 def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
-    """The run whose engine is to compile here. Raises ConfigError, also if an engine needs other or more GPUs than there are."""
+    """The plan whose engine shall compile here. Raises ConfigError, also if an engine needs other or more GPUs than this machine has."""
     from megarl.config.errors import ConfigError
     from megarl.config.load import load_config
     from megarl.plan.resolve import resolve
@@ -423,7 +424,7 @@ def _planned(config: str | None, settings: Sequence[str]) -> RunPlan | None:
 
 
 def tell(checks: Sequence[Check], of_what: str, gpu: bool, as_json: bool = False) -> None:
-    """Raises RuntimeError if something is lacking that `of_what` needs."""
+    """Prints the findings. Raises RuntimeError if `of_what` needs something that is lacking."""
     found = []
     for finding in look(checks):
         found.append(finding)

@@ -1,9 +1,9 @@
-"""Keeps the engines of one node alive: one that dies, or does not answer for too long, is started again on the same port.
+"""Keeps the engines of one node alive. An engine that dies, or does not answer for too long, is restarted on the same port.
 
-A worker that is busy with a command of a weight update, for up to timeouts.weights_s, keeps its scheduler from answering. It beats
-meanwhile (weight_sync.engine.beats).
+A worker may be busy with a command of a weight update for up to timeouts.weights_s, and then its scheduler cannot answer. Meanwhile it
+gives signs of life through a file (megarl.base.processes.beating).
 
-The driver gives a restarted engine its weights before it serves (generator.returns).
+A restarted engine gets its weights from the driver before it serves (megarl.generator.fleet.watch_returns).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.launch.processes import ProcessFailed, ProcessGroup, ProcessSpec, ta
 from megarl.observe.status import TraceWriter
 
 LOOK_UP_S = 1.0
-STILL_S = 5.0  # between two polls, which are mostly 0.1 s apart
+STILL_S = 5.0  # between two polls, which are normally 0.1 s apart, this is a standstill of the launcher
 
 
 @dataclass
@@ -29,18 +29,18 @@ class KeptEngine:
     spec: ProcessSpec
     host: str
     port: int
-    key: str  # for requests
+    key: str  # key for requests
     spare: bool = False  # training does not need it
     restarts: int = 0
     started: float = field(default_factory=time.monotonic)
-    answered: float | None = None  # time of its last answer; None: none since it was started
+    answered: float | None = None  # time of its last answer; None: no answer since its start
     ever_answered: bool = False
-    beaten: float = 0.0  # when a new beat was last seen
-    beat: int = 0  # modification time of its file of beats then
+    beaten: float = 0.0  # time at which a new beat was last seen
+    beat: int = 0  # modification time of its beats file then
     looked: float = 0.0
 
     def ask(self, timeout_s: float) -> None:
-        """Sends a request that SGLang's schedulers themselves must answer, even while they are paused for an update."""
+        """Sends a request that SGLang's schedulers themselves answer, even while they are paused for an update."""
         started = self.started
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
@@ -48,12 +48,12 @@ class KeptEngine:
             if connection.getresponse().status == 200 and started == self.started:
                 self.answered, self.ever_answered = time.monotonic(), True
         except (OSError, http.client.HTTPException):
-            pass  # `answered` shows that no answer came
+            pass  # `answered` is then not updated
         finally:
             connection.close()
 
     def look(self, now: float) -> None:
-        """Looks for a new beat. Times are this process's own, not those of a file server."""
+        """Looks for a new beat. Times are from this process's clock, not from a file server."""
         if now - self.looked < LOOK_UP_S or BEATS not in self.spec.env:
             return
         self.looked, path = now, Path(self.spec.env[BEATS])
@@ -62,9 +62,10 @@ class KeptEngine:
 
 
 class EngineKeeper:
-    """`policy` is generator.on_failure. With `fail` it keeps no engines: an engine that dies ends the run, as any other process does.
+    """Restarts the engines of this node. `policy` is generator.on_failure. With `fail` it keeps no engines: an engine that dies ends the
+    run, like any other process.
 
-    `departures` has the names of processes whose engine has left the run; they are ended, and not started again.
+    `departures` contains the processes of engines that have left the run. They are ended and not restarted.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class EngineKeeper:
         self._health_s, self._startup_s = health_s, startup_s
         self._engines: dict[str, KeptEngine] = {}
         self._polled = time.monotonic()
-        self._broken: Exception | None = None  # the error that ended the asking thread
+        self._broken: Exception | None = None  # the error of the thread that asks engines
 
     @property
     def names(self) -> set[str]:
-        """The names of processes whose death does not in itself end the run."""
+        """The names of processes whose death does not by itself end the run."""
         return {name for name in self._processes.names if name in self._engines or name in self._departures}
 
     def keep(self, spec: ProcessSpec, host: str, port: int, key: str, spare: bool = False) -> None:
-        """The run ends if an engine dies more often than it may; it goes on without one that is `spare`."""
+        """Begins to keep an engine. The run ends if it dies more often than allowed, unless it is `spare`."""
         if self._policy == "fail":
             return
         engine = KeptEngine(spec, host, port, key, spare)
@@ -98,7 +99,7 @@ class EngineKeeper:
         threading.Thread(target=self._ask_on, args=[engine], name=f"health of {spec.name}", daemon=True).start()
 
     def poll(self) -> None:
-        """Restarts engines. Raises ProcessFailed, with the end of its log, for one that has died more often than it may."""
+        """Restarts engines. Raises ProcessFailed, with the end of its log, for an engine that has died more often than allowed."""
         if self._broken is not None:
             raise RuntimeError(f"the engines' health cannot be checked: {self._broken!r}") from self._broken
         self._forgive_own_silence()
@@ -113,7 +114,7 @@ class EngineKeeper:
                 self._replace(name, engine, failure)
 
     def _forgive_own_silence(self) -> None:
-        """Forgives silent engines if this launcher itself stood still (SIGSTOP, a hanging file server): it could not notice answers."""
+        """Forgives silent engines if this launcher itself stood still (SIGSTOP, a hanging file server) and could not notice answers."""
         before, self._polled = self._polled, time.monotonic()
         still_s = self._polled - before
         if still_s < STILL_S:
@@ -137,7 +138,7 @@ class EngineKeeper:
             print(f"{failure}\n{name} is dropped: generator.on_failure=drop", flush=True)
             self._drop(name)
             return
-        useless = not engine.ever_answered and not failure.signalled  # it would fail the same way again
+        useless = not engine.ever_answered and not failure.signalled  # it would fail again in the same way
         if not useless and engine.spare and engine.restarts == self._max_restarts:
             print(f"{failure}\n{name} is dropped after generator.max_restarts={self._max_restarts}; the run goes on without it", flush=True)
             self._drop(name)

@@ -1,5 +1,5 @@
-"""The GPUs of this machine, as the driver shows them, and the cores near them. The standard library is enough (doctor.py): an installation
-asks before it has anything else.
+"""The GPUs of this machine, as the driver shows them, and the cores near them. It needs only the standard library, since an installation
+(doctor.py) uses it before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @dataclass(frozen=True)
 class Gpu:
     name: str  # as in CUDA_VISIBLE_DEVICES: an index or a UUID
-    address: str  # on PCI, such as 0000:1b:00.0; empty if unknown
+    address: str  # PCI address, such as 0000:1b:00.0; empty if unknown
 
 
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this launch may use, in CUDA's order, found without torch."""
+    """The GPUs that this launch may use, in CUDA's order. Does not need torch."""
     shown = nvidia_smi("--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
     return visible([tuple(line.split(", ")) for line in shown.splitlines()], os.environ.get(VISIBLE))
 
 
 def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
-    """Those of the driver's GPUs, (index, UUID, bus id) each, that CUDA_VISIBLE_DEVICES=`wanted` admits; None: it is not set.
+    """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID, bus id). None: it is not set.
 
-    The variable is read as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
+    Reads the variable as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
     """
     if wanted is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
@@ -47,7 +47,7 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Output of nvidia-smi; empty on a machine without it, or without a driver or a GPU (it then prints that, and fails).
+    """The output of nvidia-smi; empty if it is missing, or if there is no driver or GPU.
 
     Raises TimeoutError.
     """
@@ -67,8 +67,8 @@ def sysfs_address(bus_id: str) -> str:
 
 
 def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
-    """The cores of the NUMA node that the PCI device is attached to, where memory that a rank pins lies near its GPU and NIC; () if the
-    kernel does not know them."""
+    """The cores of the NUMA node of a PCI device. Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know
+    them."""
     path = devices / address / "local_cpulist"
     return parse_cpulist(path.read_text()) if path.exists() else ()
 

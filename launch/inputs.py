@@ -1,5 +1,5 @@
-"""Checks what a command needs beside its settings, before anything starts: datasets, tokenizer, weights, the user's own functions and
-classes, and room on the disk."""
+"""Checks the inputs of a command besides its settings, before anything starts: datasets, tokenizer, weights, the user's own functions and
+classes, and disk space."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from megarl.teachers.plan import FrozenRole
 from megarl.trackers.trackers import check_trackers
 from megarl.trainer.hf_files import check_checkpoint, check_config
 
-# Checks that the disk has room for what a command will write, before it computes for hours. All nodes see the same disk.
+# Checks that the disk has room for everything a command will write, before it computes for hours. All nodes see the same disk.
 
 
 OPTIMIZER_BYTES = 4 + 4 + 4  # per parameter of a checkpoint: the float32 master weight and both of Adam's moments
 
 
 def check_room(plan: RunPlan, command: str) -> None:
-    """Raises ConfigError if there is too little room for what `command` (train, sft, …) writes."""
+    """Raises ConfigError if there is too little room for the files that `command` (train, sft, …) writes."""
     if command == "train":
         check_room_for_checkpoints(plan)
     elif command == "sft":
@@ -52,11 +52,11 @@ def check_room(plan: RunPlan, command: str) -> None:
 
 
 def check_room_for_checkpoints(plan: RunPlan) -> None:
-    """Raises ConfigError if run_dir has no room for the checkpoints to come: each is complete before the oldest one is removed."""
+    """Raises ConfigError if run_dir has no room for future checkpoints. Each one is completed before the oldest is removed."""
     config = plan.config
     there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
     if config.checkpoint.keep_best is not None:
-        most += 2 if config.eval.engines else 1  # the best one, and that of the version which is being evaluated
+        most += 2 if config.eval.engines else 1  # the best checkpoint, and that of the version being evaluated
     number = max(1, most - there)
     parameters = plan.trained_parameters + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES
@@ -70,7 +70,7 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
 
 
 def check_room_for_weights(plan: RunPlan, option: str, folder: str | Path) -> None:
-    """Raises ConfigError if `folder`, which the user gave as `option`, has no room for the model as an HF checkpoint."""
+    """Raises ConfigError if `folder`, given by the user as `option`, has no room for the model as an HF checkpoint."""
     _check(option, folder, _weights_bytes(plan), "the weights")
 
 
@@ -89,12 +89,12 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-# Tries what scores responses on a few rows, before anything starts. A dry run shows the scores; a run is refused for what would end it.
+# Tries the rewards on a few rows before anything starts. A dry run shows the scores. A run is refused if a reward would end it.
 
 
 ABSURD = "}{ \\boxed{\u2603 </think> -1e999 \ufffd\n" * 40
 TEXTS = {"the reference answer": None, "an empty text": "", "an absurd text": ABSURD}
-_OF_ANSWERS = ("math", "last_number", "choice")  # rules of ours that find the reference answer right
+_OF_ANSWERS = ("math", "last_number", "choice")  # built-in rules that score the reference answer as right
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Tried:
     """The scores that one part of the reward has given to a dataset's first rows."""
 
     part: Part
-    key: str  # of the dataset
-    scores: Mapping[str, Sequence[Score]]  # by name in TEXTS, of each row
+    key: str  # config key of the dataset
+    scores: Mapping[str, Sequence[Score]]  # name in TEXTS -> score of each row
 
     def __str__(self) -> str:
         told = "; ".join(f"{name} {', '.join(map(_shown, scores))}" for name, scores in self.scores.items())
@@ -114,7 +114,7 @@ class Tried:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """What is doubtful, though it ends no run."""
+        """Doubts about the scores that do not stop a run."""
         named = reversed([(name, score) for name, scores in self.scores.items() for score in scores])
         failures = {failure.reason: name for name, score in named for failure in score.failures}
         yield from (f"scoring {name} failed: {reason}" for reason, name in failures.items())
@@ -129,10 +129,10 @@ def _shown(score: Score) -> str:
 
 
 def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) -> list[Tried]:
-    """Scores three texts for the first row of each dataset by the user's own functions; if `thorough` for several rows, and by rules of
-    ours too. Raises ConfigError for all mistakes that would end the run, those of each function once."""
+    """Scores three texts for the first row of each dataset with the user's own functions. If `thorough`, scores several rows, also with
+    built-in rules. Raises ConfigError for all mistakes that would end the run, each function's once."""
     if config.rollout.name in OF_HUBS or (config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM):
-        return []  # there the environment or the program says the reward
+        return []  # there the environment or the program gives the reward
     wanted: dict[Part, list[tuple[Checked, list[Row]]]] = {}
     for checked in datasets:
         suite = checked.key.removeprefix("eval.suites.")
@@ -194,7 +194,7 @@ COMMANDS = {
     "sft": "sft",
     "reward-model": "reward-model",
     "eval": "eval",
-}  # command → the command whose inputs it reads
+}  # command -> the command whose inputs it reads
 
 TRACKED = ("train", "sft", "reward-model")
 _MAY_BEGIN_RANDOM = ("sft", "reward-model")
@@ -202,14 +202,14 @@ _MAY_BEGIN_RANDOM = ("sft", "reward-model")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was checked of the datasets, and what the rewards gave to their first rows."""
+    """The results of checking the datasets, and of the rewards on their first rows."""
 
     datasets: list[Checked]
     rewards: list[Tried]
 
     @property
     def remarks(self) -> list[str]:
-        """A line for each dataset and reward with something that their owner may not know."""
+        """A line for each dataset and reward about which the user may not know something."""
         data = {f"Data: {each.key}": [*each.remarks] for each in self.datasets}
         rewards = {f"Reward: {each.part.setting} on {each.key}": [*each.remarks] for each in self.rewards}
         return [f"{of_what}: {'; '.join(remarks)}" for of_what, remarks in (data | rewards).items() if remarks]
@@ -218,7 +218,7 @@ class Inputs:
 def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> Inputs:
     """Checks all inputs. `plan` is None if the settings do not give a valid one.
 
-    With `at_hand` only files on this machine are checked, and only the first prompts of long datasets: that takes seconds, and works
+    With `at_hand`, checks only files on this machine, and only the first prompts of long datasets. That takes seconds, and works
     where a run could not. Raises ConfigError with all problems.
     """
     datasets: list[Checked] = []
@@ -251,7 +251,7 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
 
 
 def check_weights(plan: RunPlan) -> None:
-    """Raises ConfigError if the checkpoint that the command begins with is a folder, and damaged or of another model."""
+    """Raises ConfigError if the command begins with a checkpoint folder that is damaged or of another model."""
     folder = Path(plan.weights_path)
     if folder.is_dir() and not plan.weights.are_gone:
         check_config(plan.spec, folder)
@@ -259,7 +259,7 @@ def check_weights(plan: RunPlan) -> None:
 
 
 def check_complete(key: str, spec: ModelSpec, folder: Path) -> None:
-    """As `check_checkpoint`, of the folder that the setting `key` names."""
+    """Like `check_checkpoint`, for the folder that the setting `key` names."""
     problems = problems_of(lambda: check_checkpoint(spec, folder))
     if problems:
         raise ConfigError([f"{key}={folder}: {problem.removeprefix(f'{folder}: ')}" for problem in problems])
@@ -271,7 +271,7 @@ def is_here(path: str, config: RunConfig) -> bool:
 
 
 def check_frozen(role: FrozenRole, config: RunConfig) -> None:
-    """Raises ConfigError if a model on the trainer's ranks is damaged, or does not have the policy's tokens."""
+    """Raises ConfigError if a model on the trainer's ranks is damaged, or has other tokens than the policy."""
     from megarl.teachers.engines import check_tokens  # not at the top: it imports aiohttp
 
     key = f"roles.{role.name}.path"
@@ -296,7 +296,7 @@ def check_rule(name: str) -> None:
 
 
 def check_weights_transport(setting: str, at_hand: bool = False) -> None:
-    """Raises ConfigError if the transport cannot work on this host; with `at_hand` only if there is none of that name."""
+    """Raises ConfigError if the transport cannot work on this host; with `at_hand`, only if no transport has that name."""
     from megarl.weight_sync.transports.choice import AUTO, check_transport, transport_class  # not at the top: it imports torch
 
     if not at_hand:

@@ -1,8 +1,8 @@
-"""`megarl engines add`: engines that join a running run, started and watched by launchers of their own, one on each node of their job.
+"""`megarl engines add`: engines that join a running run. Launchers of their own, one on each node of their job, start and watch them.
 
-They start as the run's own engines do. The head announces them to the run's generator, which gives them the weights when they are up. The
-launchers stay as long as the engines: until these have left, the run has ended, or SIGTERM asks for an orderly end. In an orderly end the
-engines give back their unfinished requests.
+The engines start like the run's own. The head announces them to the run's generator, which gives them the weights when they are up. The
+launchers stay until the engines have left, the run has ended, or SIGTERM asks for an orderly end. In an orderly end, engines return their
+unfinished requests.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
 from megarl.messaging.rendezvous import POLICY, Rendezvous, rendezvous_path
 from megarl.plan.resolve import RunPlan, checked_before, resolve
 
-# A run that is under way, as another command finds it and speaks to it: its generator answers (megarl.executors.generator).
+# How another command finds a running run and talks to it. The run's generator answers (megarl.executors.generator).
 
 
-ANSWER_S = 60.0  # beyond the time that what is asked for may take
-MET_S = 60.0  # for the nodes of a run that is starting to meet
+ANSWER_S = 60.0  # in addition to the time for the request itself
+MET_S = 60.0  # time for the nodes of a starting run to meet
 LOOK_S = 0.2
-OWN_SETTINGS = (  # of engines that join: nothing of them changes where weights are, or what is sampled
+OWN_SETTINGS = (  # settings that joining engines may have; none affects weights or samples
     "launch.interface",
     "launch.ranks_per_node",
     *(f"generator.{name}" for name in ("kv_cache_tokens", "mem_fraction", "health_s", "max_restarts", "startup_timeout_s")),
 )
 
 
-GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")  # of these, what a group may have of its own
+GROUP_SETTINGS = ("generator.kv_cache_tokens", "generator.mem_fraction")  # those of them that a group may set
 
 
 @dataclass(frozen=True)
 class RunningRun:
     run_dir: str
-    folder: Path  # of its launch
+    folder: Path  # the folder of its launch
     rendezvous: Rendezvous
 
     @property
@@ -64,12 +64,12 @@ class RunningRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is being stopped, or a part has finished or failed: its generator may end before the last launcher."""
+        """Whether the run is being stopped, or a part of it has finished or failed. Its generator may end before its last launcher."""
         return any(name in ("stop", "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
 
     @property
     def on_one_host(self) -> bool:
-        """Whether it listens on loopback alone. Raises ConfigError if that is another host's."""
+        """Whether the run listens only on loopback. Raises ConfigError if it does so on another host."""
         if not is_loopback(self.rendezvous.hub_host):
             return False
         host = read_report(self.folder, 0).host
@@ -79,8 +79,8 @@ class RunningRun:
         return True
 
     def plan(self, overrides: Sequence[str], group: str = "") -> RunPlan:
-        """The plan of the run with the engines of `group` alone, and with other settings of those that join. Raises ConfigError for
-        settings that must be the run's, and for a group that it does not have."""
+        """The run's plan with only the engines of `group`, and with the settings of the joining engines. Raises ConfigError for settings
+        that must be the run's, and for a group that the run does not have."""
         for override in overrides:
             if (key := override.partition("=")[0]) not in OWN_SETTINGS:
                 raise ConfigError(f"{override}: {key} is the run's own; engines that join may differ in {', '.join(OWN_SETTINGS)}")
@@ -90,11 +90,11 @@ class RunningRun:
             raise ConfigError(f"{given}must be --group NAME of {', '.join(shapes)}" if any(shapes) else f"{given}the run has no groups")
         of_group = [_of_group(override, group) for override in overrides]
         config = load_config(self.folder / "config.yaml", [*of_group, f"run_dir={self.run_dir}"])
-        resolve(config)  # raises if what differs does not fit; the checks of megarl train are those of the run's own launcher
+        resolve(config)  # raises if the overrides do not fit; the run's own launcher has made the checks of megarl train
         return checked_before(config, "train").group_alone(group)
 
     def ask(self, call: FleetCall) -> FleetAnswer:
-        """Raises ConfigError if it is refused or the run has ended, TimeoutError."""
+        """The generator's answer. Raises ConfigError if the call is refused or the run has ended, TimeoutError."""
         peer, timeouts = self.connect(), load_config(self.folder / "config.yaml").timeouts
         try:
             peer.send(call)
@@ -111,20 +111,20 @@ class RunningRun:
 
 
 def _of_group(override: str, group: str) -> str:
-    """The override, with the group's key where it has one."""
+    """The override, with the group's own key if there is one."""
     key, _, value = override.partition("=")
     return f"generator.groups.{group}.{key.rpartition('.')[2]}={value}" if group and key in GROUP_SETTINGS else override
 
 
 def accepted(answer: FleetAnswer) -> FleetAnswer:
-    """Raises ConfigError if what was asked for is refused."""
+    """The answer. Raises ConfigError if the call is refused."""
     if answer.error:
         raise ConfigError(answer.error)
     return answer
 
 
 def find_run(run_dir: str) -> RunningRun:
-    """Raises ConfigError if no run is under way in `run_dir`, or it is another user's."""
+    """The run in `run_dir`. Raises ConfigError if none is running there, or if it is another user's."""
     try:
         return _found(run_dir)
     except OSError as error:
@@ -154,7 +154,7 @@ BEAT_S = 2.0
 
 
 def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), group: str = "") -> None:
-    """Runs `count` engines (None: as many as this job's nodes hold), of one of the run's groups, until they are no longer needed.
+    """Runs `count` engines of `group` (None: as many as this job's nodes have room for), until they are no longer needed.
 
     Raises ConfigError if they cannot join, RuntimeError if they fail, or cannot leave in order.
     """
@@ -166,7 +166,7 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
     tp, hosts = plan.config.generator.tp, 1 if run.on_one_host else 1 + node.count
     slots = slots_per_node((count or node.count) * tp, node.count, len(gpus()), plan.config.launch.ranks_per_node)
     placed = place(0, [EngineFleet(count or max(1, node.count * slots // tp), tp)], node.count, slots)
-    asked: list[int] = []  # signals
+    asked: list[int] = []  # the signals that have asked for an end
 
     def ask(number: int) -> bool:
         asked.append(number)
@@ -235,7 +235,7 @@ def _membership(
         try:
             yield member
         except BaseException:
-            peer.send(FleetCall("leave", engines=numbers, ends=True))  # nobody waits for the answer: the engines end now
+            peer.send(FleetCall("leave", engines=numbers, ends=True))  # without waiting for the answer: the engines end now
             raise
     finally:
         peer.close()
@@ -249,16 +249,16 @@ class Membership:
     peer: Peer
     numbers: list[int]
     silence_s: float
-    leave_s: float  # how long leaving may take
+    leave_s: float  # time limit for leaving
     _beat_at: float = 0.0
     _heard: float = field(default_factory=time.monotonic)
-    _left_at: float | None = None  # when they were told to leave
-    _told: dict[int, str] = field(default_factory=dict)  # what was printed of each engine last
+    _left_at: float | None = None  # time at which they were told to leave
+    _told: dict[int, str] = field(default_factory=dict)  # engine -> the last line printed about it
 
     def is_over(self, leaving: bool) -> bool:
-        """Called often; says whether the engines are not needed any more. `leaving`: they are to leave.
+        """Called often. Returns whether the engines are no longer needed. `leaving`: makes them leave.
 
-        Raises RuntimeError if the generator falls silent, or they cannot leave in order."""
+        Raises RuntimeError if the generator falls silent, or if they cannot leave in order."""
         now = time.monotonic()
         if leaving and self._left_at is None:
             self._left_at = now
@@ -295,7 +295,7 @@ def _named(numbers: Sequence[int]) -> str:
     return f"engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-# `megarl engines add|remove|list`: the arguments, and what each prints.
+# `megarl engines add|remove|list`: arguments and output.
 
 
 DESCRIPTION = "engines join a running run, and leave it"
@@ -341,7 +341,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _wanted(rest: Sequence[str]) -> tuple[int | None, list[str]]:
-    """How many engines, and the overrides."""
+    """The number of engines, and the overrides."""
     count = None
     if rest and "=" not in rest[0]:
         count, rest = (int(rest[0]) if rest[0].isdecimal() else 0), rest[1:]

@@ -1,6 +1,6 @@
-"""The launcher of a node: it meets the others, starts this node's processes, watches them, and ends together with the others.
+"""The launcher of a node. It meets the other launchers, starts this node's processes, watches them, and ends together with the others.
 
-On one host it is the whole launch; under srun or torchrun it runs once on every node.
+On one host it is the whole launch. Under srun or torchrun it runs once on every node.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from megarl.observe.status import TraceWriter
 from megarl.plan.checks import problems_by_group, repacked_blocks
 from megarl.plan.resolve import RunPlan
 
-# Checks that each node makes of itself before anything is started, and of what must be equal on all of them.
+# Checks before anything is started: each node checks itself, and the head checks that all nodes agree.
 
 
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 
 
 def versions() -> dict[str, str]:
-    """The versions of everything that must be the same on all nodes."""
+    """The versions of all software that must be the same on all nodes."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> list[str]:
-    """The reasons why this node cannot run its part: trainer ranks, engines, or both. `shared`: whether other nodes have parts too."""
+    """The reasons why this node cannot run its part (trainer ranks, engines, or both). `shared`: whether other nodes have parts too."""
     gpu = doctor.has_driver()
     lacking = (finding for finding in doctor.look(doctor.node(gpu)) if finding.state == doctor.LACKS)
     found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
@@ -69,7 +69,7 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
 
 def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
     found = importlib.util.find_spec("transformer_engine")
-    if not plan.config.trainer.local_layers and (found is None or found.origin is None):  # nothing, or an empty folder
+    if not plan.config.trainer.local_layers and (found is None or found.origin is None):  # missing, or an empty folder
         yield "trainer.local_layers=false: must be true without Transformer Engine, or install it: make setup-gpu (docs/cluster.md)"
     transport = plan.config.weights.transport
     if transport not in ("nccl", "gloo") and (given := growing_segments()):
@@ -78,22 +78,22 @@ def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
-    """Files that this node lacks, such as those that only the head has, on its own disk."""
+    """Problems with files that this node lacks, such as files on the head's own disk."""
     for path in (plan.weights_path, *(role.settings.path for role in plan.served), *(role.path for role in plan.frozen)):
         if path.startswith(("/", ".", plan.config.run_dir)) and not Path(path).is_dir():
             yield f"{path} is not there: is it on a file system that all nodes share?"
 
 
 def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
-    """Port names, such as mlx5_0:1, and whether each port is up."""
+    """Port name, such as mlx5_0:1 -> whether the port is up."""
     states = sorted(devices.glob("*/ports/*/state"))
     return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
-    """One line for each problem of a node, and each version or number of GPUs in which it differs from node 0. Also one for each InfiniBand
-    port that is down on it but up on others: NCCL and Mooncake would silently fall back, or hang. (A port that is down everywhere has no
-    cable.)"""
+    """One line for each problem of a node, and for each version or number of GPUs in which it differs from node 0. Also one for each
+    InfiniBand port that is down on a node but up on others, since NCCL and Mooncake would silently fall back, or hang. (A port that is down
+    everywhere has no cable.)"""
     first, lines = reports[0], []
     up = {port for report in reports for port, is_up in report.infiniband.items() if is_up}
     for report in reports:
@@ -115,10 +115,10 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-# A launcher's part of the trace: when the run started, what `megarl plan` expects of it, which engines were restarted, how it ended.
+# A launcher's part of the trace: the start of the run, the predictions of `megarl plan`, restarts of engines, how the run ended.
 
 
-END_CHARACTERS = 2000  # of an error
+END_CHARACTERS = 2000  # most characters of an error
 
 
 @contextlib.contextmanager
@@ -133,12 +133,12 @@ def traced(plan: RunPlan, node: Node, resume: Resume) -> Iterator[TraceWriter]:
             how = _how(error)
             raise
         finally:
-            with contextlib.suppress(OSError):  # report what ended the run, such as a full disk, and not this error
+            with contextlib.suppress(OSError):  # the error that ended the run, such as a full disk, must be reported instead of this one
                 trace.mark("end", how=how[:END_CHARACTERS])
 
 
 def _how(error: BaseException) -> str:
-    """Whoever stops a run does not find a fault in it, even where it could not stop cleanly."""
+    """How the run ended. A run that was stopped counts as stopped and not as failed, even if it could not stop cleanly."""
     if isinstance(error, Stopped):
         return f"stopped by {error.by}"
     if isinstance(error, KeyboardInterrupt):
@@ -149,7 +149,7 @@ def _how(error: BaseException) -> str:
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:
-    """What `megarl plan` says, which the report shows beside measurements; for a config that it cannot plan, why."""
+    """The predictions of `megarl plan`, which the report shows beside measurements. If it cannot plan the config, the reason."""
     try:
         found = estimate(plan.config, plan.spec)
     except ConfigError as error:
@@ -164,22 +164,22 @@ def expected(plan: RunPlan) -> dict[str, Any]:
 class Job:
     """The processes of a command."""
 
-    command: str  # as on the command line: train | sft | reward-model | eval | export
+    command: str  # train | sft | reward-model | eval | export
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
-    stops: bool = False  # whether it finishes the running step and saves on SIGTERM
+    stops: bool = False  # whether, on SIGTERM, it finishes the running step and saves
 
 
 def launch(
     plan: RunPlan, job: Job, node: Node, prepare: Callable[[Path], None], poll: Callable[[], None] = lambda: None, resume: Resume = Resume()
 ) -> Path:
-    """Runs `job` to its end on all nodes; returns the launch folder.
+    """Runs `job` to its end on all nodes. Returns the launch folder.
 
-    `prepare` is called with that folder, only on the head, before anything is started; `poll` about ten times a second.
+    `prepare` is called with that folder, only on the head, before anything is started. `poll` is called about ten times a second.
 
     Raises ProcessFailed for this node's processes, PeerFailed for another node's, ConfigError if the nodes cannot run the plan, and
-    Stopped when SIGTERM or Ctrl-C has stopped a job that `stops` (a second signal ends it at once).
+    Stopped if SIGTERM or Ctrl-C has stopped a job that `stops` (a second signal ends it at once).
     """
     raise_limits()
     folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
@@ -214,7 +214,7 @@ def launch(
             for line in taken(report.ports, report.address, processes.process_ids()):
                 failure.add(line)
             raise
-        except OSError as error:  # of this launcher's own
+        except OSError as error:  # from this launcher itself
             if problem := write_problem(Path(plan.config.run_dir)):
                 raise RunError(f"run_dir={plan.config.run_dir}: cannot be written to any more: {problem}") from error
             raise
@@ -225,7 +225,7 @@ def launch(
 
 @contextlib.contextmanager
 def failing_together(meeting: Meeting, node: Node) -> Iterator[None]:
-    """Tells the launchers of other nodes why this one ends."""
+    """If this launcher fails, tells the launchers of other nodes why."""
     try:
         yield
     except (RuntimeError, TimeoutError, ConfigError, OSError) as error:
@@ -254,14 +254,14 @@ def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> It
 
 @contextlib.contextmanager
 def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callable[[Path], None]) -> Iterator[None]:
-    """On the head: writes what this launch's processes read, and keeps other launches of the run out meanwhile."""
+    """On the head: writes the files that this launch's processes read, and locks out other launches of the run meanwhile."""
     if not node.is_head:
         yield
         return
     refusal = f"run_dir={plan.config.run_dir}: megarl {job.command} is running there already"
     with held(folder.parent / "lock", refusal):
         if node.count == 1:
-            shutil.rmtree(folder, ignore_errors=True)  # from an earlier launch
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier launch
             folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(plan.config))
         prepare(folder)
@@ -277,12 +277,12 @@ def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[No
 
 
 def evaluates_apart(plan: RunPlan, job: Job) -> bool:
-    """Whether a run has engines that only evaluate, and a driver of theirs."""
+    """Whether the job has engines that only evaluate, with their own driver."""
     return job.command == "train" and plan.config.eval.engines > 0
 
 
 def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
-    """The policy's engines, those that only evaluate, then those of each role."""
+    """The policy's engines, then engines that only evaluate, then those of each role."""
     policy = [EngineFleet(g.settings.engines, g.settings.tp, key=g.key, first=g.first) for g in plan.groups]
     if evaluates_apart(plan, job):
         policy.append(EngineFleet(plan.config.eval.engines, plan.config.generator.tp, EVALUATION))
@@ -290,7 +290,7 @@ def fleets_of(plan: RunPlan, job: Job) -> list[EngineFleet]:
 
 
 def _drives(node: NodePlan, job: Job) -> bool:
-    """Whether the drivers run on this node: they run beside the first engine."""
+    """Whether the drivers run on this node, which they do beside the first engine."""
     return job.driver_role is not None and 0 in node.serves
 
 
@@ -308,7 +308,7 @@ def _meet(job: Job, meeting: Meeting, placed: list[NodePlan], mine: NodeReport, 
 
 
 def report_of(plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, hosts: int | None = None) -> NodeReport:
-    """`drives`: whether the drivers run here. `hosts`: how many there are in the run, if more than `node` knows of."""
+    """This node's report. `drives`: whether the drivers run here. `hosts`: number of hosts in the run, if `node` does not know all."""
     address = address_of(plan.config.launch.interface, hosts or node.count)
     wanted = [part.name for part in mine.engines] + [f"{part.whole}.group" for part in mine.answering]
     wanted += ["hub", "evaluator"] * drives + ["trainer"] * (0 in mine.trainer_ranks)
@@ -318,7 +318,7 @@ def report_of(plan: RunPlan, node: Node, mine: NodePlan, drives: bool = False, h
 
 
 def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport], resume: Resume) -> Rendezvous:
-    """The rendezvous of one launch: fresh keys, and where everything is."""
+    """The rendezvous of one launch: fresh keys and all addresses."""
     keys = EngineKeys.generate()
     key_file = folder / "message_key.json"
     RunKey.generate().save(key_file)
@@ -339,8 +339,8 @@ def _rendezvous(folder: Path, placed: list[NodePlan], reports: list[NodeReport],
 
 
 def addresses(placed: list[NodePlan], reports: list[NodeReport]) -> dict[str, list[EngineAddress]]:
-    """Where each fleet's engines answer."""
-    found: dict[str, dict[int, EngineAddress]] = {}  # by fleet and engine
+    """Name of a fleet -> addresses of its engines."""
+    found: dict[str, dict[int, EngineAddress]] = {}  # fleet -> engine -> its address
     for node, report in zip(placed, reports):
         for part in node.answering:
             address = EngineAddress(report.address, report.ports[part.whole], report.ports[f"{part.whole}.group"])
@@ -349,7 +349,7 @@ def addresses(placed: list[NodePlan], reports: list[NodeReport]) -> dict[str, li
 
 
 def engine_keeper(processes: ProcessGroup, plan: RunPlan, folder: Path, training: bool, trace: TraceWriter | None = None) -> EngineKeeper:
-    """`folder`: of the run's launch. Only `training` can go on with a changed set of engines."""
+    """`folder`: of the run's launch. Only with `training` can the job continue with a changed set of engines."""
     generator = plan.config.generator
     policy = generator.on_failure if training else "fail"
     limits = generator.max_restarts, generator.health_s, generator.startup_timeout_s
@@ -357,7 +357,7 @@ def engine_keeper(processes: ProcessGroup, plan: RunPlan, folder: Path, training
 
 
 def _start(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart, job: Job) -> tuple[set[str], set[str]]:
-    """Starts this node's processes. Returns the names of the workers, with whose end the job ends, and of the trainer ranks among them."""
+    """Starts this node's processes. Returns the names of the workers (the job ends when they do), and of the trainer ranks among them."""
     trainers = here.trainers(job.trainer_role) if job.trainer_role else []
     roles = [job.driver_role, *(["evaluator"] if evaluates_apart(here.plan, job) else [])]
     drivers = [here.driver(role) for role in roles if role and _drives(here.placed, job)]
@@ -374,6 +374,6 @@ def start_engines(processes: ProcessGroup, keeper: EngineKeeper, here: NodePart)
         here.write_adapter()
     for part, spec in zip(here.placed.engines, here.engines()):
         processes.start(spec)
-        if part.parts == 1:  # the parts of an engine that spans nodes could only be restarted together
+        if part.parts == 1:  # parts of an engine that spans nodes could only be restarted together
             evaluates = part.fleet == EVALUATION
             keeper.keep(spec, here.report.address, here.report.ports[part.name], here.rendezvous.engine_key, evaluates)

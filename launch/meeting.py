@@ -1,18 +1,17 @@
-"""The launchers of one launch meet in a folder on their shared file system, which a run needs anyway for its checkpoints.
+"""The launchers of one launch meet in a folder on their shared file system, which checkpoints need anyway.
 
-    meeting.announce(report)              every node, once: says where it can be reached
+    meeting.announce(report)              every node, once: tells where it can be reached
     meeting.reports()                     every node: waits for all reports
     meeting.publish / await_rendezvous    the head decides, the others read
-    meeting.poll()                        every node, repeatedly: shows that it is alive; raises when another node failed or fell silent
+    meeting.poll()                        every node, repeatedly: shows that it is alive; raises if another node failed or fell silent
     meeting.ask_to_stop()                 any node; the others learn of it by meeting.asked_to_stop()
-    meeting.finish()                      every node with work, when that is done; nodes that only serve wait for meeting.all_finished()
+    meeting.finish()                      every node with work, when it is done; nodes that only serve wait for meeting.all_finished()
 
-Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, because on NFS it is an error if a file is
-replaced while it is read.
+Files appear by rename, so nobody reads half of one. Signs of life are overwritten in place, since NFS fails if a file is replaced while it
+is read.
 
-Hundreds of launchers may look at this folder on one file server. So each only lists it, at most twice a second. (Listing also makes NFS
-ask the server, whereas it may answer for a single file from a cache that is a minute old.) The head listens to all nodes, the others to
-the head.
+Hundreds of launchers may look at this folder on one file server. So each only lists it, at most twice a second. (Listing also makes NFS ask
+the server. For a single file, NFS may answer from a cache that is a minute old.) The head listens to all nodes, all others to the head.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
 
 HELD = (errno.EACCES, errno.EAGAIN)
-NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system, or its mount, has no locks
+NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors if the file system or its mount has no locks
 
 
 @contextlib.contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Holds the lock file `path` against every process of every host that shares its file system.
+    """Holds the lock file `path` against every process on every host that shares its file system.
 
-    It is a POSIX record lock, which children do not inherit, and which the kernel, or the file server if the host is gone, releases
-    however its holder ends. Raises ConfigError if another process holds it: `refusal`, and who that is.
+    It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel releases it, or the file server if the
+    host is gone. Raises ConfigError if another process holds it: `refusal`, and which process that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(path, "a+") as file:
@@ -65,7 +64,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process, of whatever host, holds the lock file `path`. True too where the file system has no locks."""
+    """Whether a process on any host holds the lock file `path`. Also true if the file system has no locks."""
     with open(path, "rb") as file:
         try:
             os.lockf(file.fileno(), os.F_TEST, 0)
@@ -84,9 +83,9 @@ def _not_locked(error: OSError, path: Path, refusal: str) -> None:
     print(f"megarl: {path}: no locks on this file system; a second launch would not be noticed", file=sys.stderr, flush=True)
 
 
-# A folder under TMPDIR for this node's part of a launch, where its processes put sockets, stores and caches.
+# A folder under TMPDIR for this node's part of a launch: for sockets, stores and caches of its processes.
 #
-# Only this user can look into it, and it goes with the launch. The folder of a killed launcher goes with the next launch on the node.
+# Only this user can access it. It is removed with the launch, or after a killed launcher by the next launch on the node.
 
 
 _PREFIX = "megarl-"
@@ -96,7 +95,7 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the limit of 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes the folder on a disk of this node, since not every shared file system has sockets and locks."""
+    """Makes the folder on this node's own disk, since some shared file systems lack sockets and locks."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
         base = Path("/tmp")
@@ -104,7 +103,7 @@ def scratch_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     with open(folder / f".{_LOCK}", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(lock.name, folder / _LOCK)  # now that the lock is held
+        os.rename(lock.name, folder / _LOCK)  # under its final name, now that the lock is held
         try:
             yield folder
         finally:
@@ -112,9 +111,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_leftovers(base: Path) -> None:
-    """Removes the folders of this user's launchers that were killed: the kernel has released their locks."""
+    """Removes the folders of this user's killed launchers, whose locks the kernel has released."""
     for path in base.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, still held, or already gone
+        with contextlib.suppress(OSError):  # of another user, still locked, or already removed
             if path.parent.lstat().st_uid == os.getuid():
                 with open(path, "rb") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,38 +132,38 @@ class NodeReport(msgspec.Struct, frozen=True):
     host: str
     address: str
     gpus: int
-    ports: dict[str, int]  # by purpose: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
+    ports: dict[str, int]  # purpose -> port: hub, trainer, engine.3 (engine.3.1: its second part), engine.3.group
     versions: dict[str, str]
     problems: list[str]  # reasons why this node cannot take part
-    infiniband: dict[str, bool] = {}  # by port: whether it is up
+    infiniband: dict[str, bool] = {}  # port -> whether it is up
 
 
 class PeerFailed(RuntimeError):
-    """Another node ended the run. The message comes from that node."""
+    """Another node has ended the run. The message is from that node."""
 
 
 class Meeting:
-    """`timeout_s` bounds every wait for a node; `silence_s` is how long a node may show no sign of life."""
+    """One node's view of the meeting. `timeout_s` bounds every wait for a node. `silence_s`: how long a node may give no sign of life."""
 
     def __init__(self, folder: Path, node: Node, timeout_s: float, silence_s: float):
         self.folder, self.node = Path(folder), node
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._beats = 0
         self._beat_at = 0.0
-        self._heard: dict[int, tuple[str, float]] = {}  # node → its last beat, and when this process first saw it
-        self._names: set[str] = set()  # of the files in the folder
+        self._heard: dict[int, tuple[str, float]] = {}  # node -> its last beat, and when this process first saw it
+        self._names: set[str] = set()  # names of the files in the folder
         self._looked_at = -math.inf
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def announce(self, report: NodeReport) -> None:
-        """Reports this node. Raises ConfigError if the launch's name was used before: its leftovers would be taken for this one's."""
+        """Reports this node. Raises ConfigError if the name of the launch was used before, since old files would count as this launch's."""
         if self.node.count > 1 and self._path_of_report(self.node.rank).exists():
             how = "torchrun needs a new --rdzv-id for every launch, srun a step of its own"
             raise ConfigError(f"{self.folder}: launch {self.node.launch} was used before; {how}")
         self._write(self._path_of_report(self.node.rank).name, msgspec.json.encode(report))
 
     def reports(self) -> list[NodeReport]:
-        """The reports of all nodes, in order. Raises TimeoutError that names those that are missing."""
+        """The reports of all nodes, in order. Raises TimeoutError that names missing nodes."""
         deadline = time.monotonic() + self._timeout_s
         found: dict[int, NodeReport] = {}
         while missing := [rank for rank in range(self.node.count) if rank not in found]:
@@ -186,7 +185,7 @@ class Meeting:
         return Rendezvous.load(self.folder)
 
     def poll(self) -> None:
-        """Shows that this node is alive. Raises PeerFailed if another has failed, or shown no sign of life for `silence_s`."""
+        """Shows that this node is alive. Raises PeerFailed if another node has failed, or given no sign of life for `silence_s`."""
         now = time.monotonic()
         if self.node.count == 1 or now - self._beat_at < BEAT_S:
             return
@@ -199,7 +198,7 @@ class Meeting:
 
     def _listen(self, rank: int, now: float) -> None:
         last, since = self._heard.setdefault(rank, ("", now))
-        with contextlib.suppress(OSError):  # no news: the file is not there yet, or cannot be read now
+        with contextlib.suppress(OSError):  # no news: the file does not exist yet, or cannot be read now
             if (beat := self._path_of_beats(rank).read_text()) != last:
                 self._heard[rank] = (beat, now)
                 return
@@ -207,9 +206,9 @@ class Meeting:
             raise PeerFailed(f"node {rank} has shown no sign of life for {self._silence_s:.0f} s; its launcher or its host is gone")
 
     def fail(self, message: str) -> None:
-        """Reports a failure. Only the first counts: later ones are mostly its consequences. If the folder cannot be written to (a full
-        disk), the other nodes will notice this one's silence."""
-        with contextlib.suppress(OSError):  # FileExistsError: another was first
+        """Reports a failure. Only the first one counts, since later ones are mostly its consequences. If the folder cannot be written to (a
+        full disk), the other nodes will notice this node's silence."""
+        with contextlib.suppress(OSError):  # FileExistsError: another node was first
             path = self.folder / f".failure.{self.node.rank}"
             path.write_text(message)
             os.link(path, self.folder / "failure")
@@ -228,7 +227,7 @@ class Meeting:
         self._write(self._path_of_finished(self.node.rank).name, b"")
 
     def all_finished(self, nodes: list[int], now: bool = False) -> bool:
-        """Whether all of `nodes` are done. `now`: as of this moment, not as of the last look into the folder."""
+        """Whether all of `nodes` are done. `now`: looks into the folder now instead of using the last look."""
         if now:
             self._looked_at = -math.inf
         return all(self._path_of_finished(rank).name in self._there() for rank in nodes)
@@ -243,7 +242,7 @@ class Meeting:
         return self.folder / f"alive.{rank}"
 
     def _there(self) -> set[str]:
-        """The names of the files in the folder, at most LOOK_S old; this node's own appear at once."""
+        """The names of the files in the folder, at most LOOK_S old. This node's own files are always included."""
         if (now := time.monotonic()) - self._looked_at >= LOOK_S:
             self._names, self._looked_at = set(os.listdir(self.folder)), now
         return self._names

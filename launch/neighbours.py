@@ -1,9 +1,10 @@
-"""A test write between neighbours, for `megarl doctor`. It is a weight update from one process into another, with the reshard map, the
-writes and the audit of a run. Each transport that can serve two processes of this machine is tried.
+"""Test writes between neighbours, for `megarl doctor`. Each is a weight update from one process into another, with the reshard map, the
+writes and the audit of a run. Every transport that can connect two processes of this machine is tried.
 
-    python -P -m megarl.launch.neighbours --gpu      from each GPU into the next, 1 GiB; without --gpu 16 MiB in memory
+    python -P -m megarl.launch.neighbours --gpu      from each GPU to the next, 1 GiB; without --gpu 16 MiB in host memory
 
-It prints an encoded Write a line, as soon as it is made. It is a process of its own: it imports torch, and a broken GPU may hang it.
+It prints each encoded Write on a line of its own as soon as it is done. It is a separate process, since it imports torch, and a broken GPU
+may hang it.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ WRITE_S = 60.0  # for each step of a write: to open memory, to connect, to write
 
 
 class Write(msgspec.Struct, frozen=True):
-    """A write from one device into another that was tried."""
+    """The result of a test write from one device to another."""
 
-    kind: str  # of transport
-    source: str  # device, as torch names it
+    kind: str  # kind of transport
+    source: str  # device, in torch's notation
     target: str
-    chosen: bool  # whether weights.transport=auto takes this kind here
+    chosen: bool  # whether weights.transport=auto uses this kind here
     bytes: int = 0
     gb_per_s: float = 0.0
-    error: str = ""  # empty: every byte arrived as it was sent
+    error: str = ""  # empty: all bytes arrived as sent
 
 
 def model(gpu: bool) -> ModelSpec:
@@ -56,14 +57,14 @@ def model(gpu: bool) -> ModelSpec:
 
 
 def ring(devices: list[str]) -> list[tuple[str, str]]:
-    """Each device and the next; of one alone, that and itself."""
+    """Pairs of each device and the next. A single device is paired with itself."""
     return list(zip(devices, devices[1:] + devices[:1]))
 
 
 def write(kind: str, source: str, map: ReshardMap, neighbour: Neighbour) -> tuple[int, float]:
-    """Writes weights from `source` to the neighbour, once to connect and TIMES again; returns (bytes, GB/s of the fastest of these).
+    """Writes weights from `source` to the neighbour, once to connect and TIMES again. Returns (bytes, GB/s of the fastest write).
 
-    Raises AuditError where something else has arrived, and TimeoutError or RuntimeError where a step fails.
+    Raises AuditError if other bytes have arrived, and TimeoutError or RuntimeError if a step fails.
     """
     transport_type, here = transport_class(kind), this_host()
     offer: Offer = transport_type.offers(Opening(map, {0: [0]}, [here, here], loopback(), WRITE_S, stores := []))[0]
@@ -102,18 +103,18 @@ def main() -> None:
     map = ReshardMap.build(trainer_layout(spec, TrainerTopology(), DTYPE), held)
     kinds, first = [kind for kind in TABLE if not transport_class(kind).hindrance(here, here)], transport_between(AUTO, here, here)
     with contextlib.ExitStack() as resources:
-        neighbours = {pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S)) for pair in ring(devices)}  # they start together
+        neighbours = {pair: resources.enter_context(Neighbour(pair[1], held, WRITE_S)) for pair in ring(devices)}  # start concurrently
         for (source, target), neighbour in neighbours.items():
             if gpu:
                 torch.cuda.set_device(source)
-            for kind in [kind for kind in kinds if kind != NCCL or source != target]:  # two ranks of NCCL cannot share a GPU
+            for kind in [kind for kind in kinds if kind != NCCL or source != target]:  # two NCCL ranks cannot share a GPU
                 tried = Write(kind, source, target, kind == first)
                 try:
                     size, rate = write(kind, source, map, neighbour)
                     tried = msgspec.structs.replace(tried, bytes=size, gb_per_s=rate)
                 except Exception as error:
                     tried = msgspec.structs.replace(tried, error=(str(error).strip().splitlines() or [repr(error)])[-1])
-                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))  # that one may still be at it
+                    neighbour = resources.enter_context(Neighbour(target, held, WRITE_S))  # the old one may still be busy
                 print(msgspec.json.encode(tried).decode(), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a run: which one this process is on, which process runs where, and on which cores."""
+"""The nodes of a run: which node this process is on, and which process runs on which node and slot."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.config.errors import ConfigError
 from megarl.messaging.host import address_towards, is_loopback, loopback, with_port
 from megarl.messaging.rendezvous import POLICY
 
-# Finds out which node of the run this process is, from srun's or torchrun's environment, if either started it.
+# Finds out which node of the run this process is on, from the environment of srun or torchrun, if either started it.
 
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned addresses (RFC 5737, 3849); looking up the route to them sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # unassigned addresses (RFC 5737, 3849); a look-up of their route sends nothing
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Node:
 
 
 def this_node(environment: Mapping[str, str] = os.environ) -> Node:
-    """The node of this process. Raises ConfigError if several tasks were started on a node: the launcher starts its processes itself."""
+    """The node of this process. Raises ConfigError if several tasks were started on a node, since the launcher itself starts processes."""
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         return _slurm_node(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -50,24 +50,24 @@ def this_node(environment: Mapping[str, str] = os.environ) -> Node:
 
 
 def speaks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this launcher is the head, which prints for people."""
+    """Whether this launcher is the head, which prints messages for the user."""
     rank = environment.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in environment else environment.get("GROUP_RANK")
     return rank in (None, "0")
 
 
 def _slurm_node(environment: Mapping[str, str]) -> Node:
-    """The node of a Slurm task. In a heterogeneous job's step SLURM_PROCID counts over all components."""
+    """The node of a Slurm task. In a step of a heterogeneous job, SLURM_PROCID counts over all components."""
     tasks, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
     if tasks != nodes:
         raise ConfigError(f"srun --ntasks={tasks}: must be one task per node, and there are {nodes} nodes: use --ntasks-per-node=1")
-    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]  # components have job ids of their own
+    job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]  # each component has its own job id
     launch = f"slurm.{job}.{environment.get('SLURM_STEP_ID', '0')}.{environment.get('SLURM_RESTART_COUNT', '0')}"
     return Node(int(environment["SLURM_PROCID"]), tasks, launch)
 
 
 def address_of(interface: str | None, nodes: int) -> str:
-    """The address at which other nodes reach this one, on `interface` (a pattern such as ib*) or the default route; an IPv6
-    address only where there is no other.
+    """The address at which other nodes reach this one, on `interface` (a pattern such as ib*) or on the default route. It is an IPv6
+    address only if there is no other.
 
     Raises ConfigError if no interface matches, or the host has no default route.
     """
@@ -95,24 +95,24 @@ def _address_on(pattern: str) -> str:
     for family in (socket.AF_INET, socket.AF_INET6):
         for name in fnmatch.filter(sorted(found), pattern):
             for entry in found[name]:
-                if entry.family == family and "%" not in entry.address:  # an address with a zone means something here only
+                if entry.family == family and "%" not in entry.address:  # an address with a zone is valid only on this host
                     return entry.address
     there = ", ".join(sorted(found))
     raise ConfigError(f"launch.interface={pattern}: no network interface of {socket.gethostname()} matches; there are {there}")
 
 
-# Decides which process runs on which node: pure arithmetic on the topologies and the shape of the allocation.
+# Decides which process runs on which node. Pure arithmetic on topologies and the shape of the allocation.
 
 
 @dataclass(frozen=True)
 class EngineFleet:
-    """Engines of one model and of one size."""
+    """Engines of one model and one size."""
 
     engines: int
     tp: int
     name: str = POLICY
-    key: str = "generator"  # of the section with their settings, for messages
-    first: int = 0  # the number of the first of them, after those of other sizes
+    key: str = "generator"  # config section with their settings, for messages
+    first: int = 0  # number of its first engine, after engines of other sizes
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class EnginePart:
     part: int
     parts: int
     ranks: int  # TP ranks in this part
-    first_slot: int  # of the node's slots
-    fleet: str = POLICY  # the engines that it belongs to
+    first_slot: int  # its first slot on the node
+    fleet: str = POLICY  # name of the fleet
 
     @property
     def name(self) -> str:
-        """The name of its process, and of the port that it listens on."""
+        """The name of its process and of its port."""
         return f"{self.whole}.{self.part}" if self.part else self.whole
 
     @property
@@ -139,7 +139,7 @@ class EnginePart:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The ranks and engines of one node. A slot is a GPU, or the place of one rank on a machine without GPUs."""
+    """The ranks and engines of one node. A slot is a GPU, or on a machine without GPUs the place of one rank."""
 
     node: int
     trainer_ranks: range  # on slots 0, 1, …
@@ -152,7 +152,7 @@ class NodePlan:
 
     @property
     def answering(self) -> tuple[EnginePart, ...]:
-        """Of each engine that answers requests on this node, the part that does."""
+        """The engine parts on this node that answer requests."""
         return tuple(part for part in self.engines if part.part == 0)
 
     @property
@@ -161,10 +161,10 @@ class NodePlan:
 
 
 def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int) -> list[NodePlan]:
-    """Fills the nodes' slots in order: trainer ranks first, then one fleet's engines after the other's.
+    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after another.
 
-    An engine that fits into a node is never split; a larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
-    innermost axes (tp, then cp) stay on its fast links. Raises ConfigError if there are too few nodes.
+    An engine that fits into a node is never split. A larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
+    innermost axes (tp, then cp) use its fast links. Raises ConfigError if there are too few nodes.
     """
     for fleet in fleets:
         if fleet.tp > slots and fleet.tp % slots:
@@ -172,7 +172,7 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
     first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
     slot = trainer_ranks
     for fleet, engine in [(each, each.first + i) for each in fleets for i in range(each.engines)]:
-        free = slots - slot % slots  # in the node that `slot` is in
+        free = slots - slot % slots  # free slots in the node of `slot`
         if free < min(fleet.tp, slots):
             slot += free
         first_of_engine.append((fleet, engine, slot))
@@ -202,7 +202,7 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
 
 
 def slots_per_node(ranks: int, nodes: int, gpus: int, wanted: int | None) -> int:
-    """The slots of a node: `wanted` (launch.ranks_per_node), or its GPUs, or without GPUs the fewest that hold `ranks` on all nodes.
+    """The slots of a node: `wanted` (launch.ranks_per_node), else its GPUs, or without GPUs the least number for `ranks` on all nodes.
 
     Raises ConfigError if a node has fewer GPUs than wanted.
     """

@@ -1,4 +1,4 @@
-"""The child processes of a run: started in sessions of their own, watched together and ended together."""
+"""The child processes of a run. They start in their own sessions, and are watched and ended together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megarl.base.files import log_tail
 from megarl.observe.status import read_statuses
 
 FILES = 65_536
-LAST_WORDS = "the run ends: "  # in a log: the text after it is the whole message for the terminal
+LAST_WORDS = "the run ends: "  # in a log: the text after this is the whole message for the terminal
 _WAITED = re.compile(r"^(?:\[rank\d+\]: )?TimeoutError: .* waited \d+ s for ", re.MULTILINE)
-STACKS_S = 0.5  # for all children to write their stacks
+STACKS_S = 0.5  # time for all children to write their stacks
 FORGOTTEN_S = 1.0
-KILLED_S = 30.0  # a process in a system call that does not return (a broken GPU, a lost NFS server) outlives SIGKILL
+KILLED_S = 30.0  # a process that hangs in a system call (broken GPU, lost NFS server) outlives SIGKILL
 
 
 TORCHRUN = frozenset(
@@ -50,25 +50,25 @@ class ProcessSpec:
 
     name: str
     argv: list[str]
-    env: dict[str, str] = field(default_factory=dict)  # on top of the launcher's environment
+    env: dict[str, str] = field(default_factory=dict)  # in addition to the launcher's environment
     dumps_stacks: bool = False  # whether it writes its Python stacks on SIGUSR1
 
 
 class ProcessFailed(RuntimeError):
-    """A child ended before its work was done. The message has its last words; without any, the cause as far as its host knows it, and the
-    end of its log."""
+    """A child ended before its work was done. The message has its last words. Without last words it has the cause, as far as the host knows
+    it, and the end of the child's log."""
 
     def __init__(self, name: str, returncode: int, log: Path, ended_before: int):
         """`ended_before`: see deaths.cause."""
         self.name, self.how, self.signalled = name, f"{name} {processes.how(returncode)}", returncode < 0 or returncode > 128
         self.cause = processes.cause(returncode, ended_before)
         tail, why = log_tail(log), f" ({self.cause})" if self.cause else ""
-        self.waited = _WAITED.search(tail) is not None  # whether it had waited in vain for another process
+        self.waited = _WAITED.search(tail) is not None  # whether it had waited for another process until a deadline
         _, told, words = tail.rpartition(LAST_WORDS)
         super().__init__(f"{words}\n({self.how}{why}; its log is {log})" if told else f"{self.how}{why}; the end of {log}:\n{tail}")
 
     def begin(self, text: str) -> None:
-        """Puts `text`, the cause, before the message."""
+        """Puts `text`, the cause of the failure, before the message."""
         self.args = (f"{text}\n{self}",)
 
     def add(self, text: str) -> None:
@@ -77,12 +77,12 @@ class ProcessFailed(RuntimeError):
 
 
 def inherited() -> dict[str, str]:
-    """The launcher's environment without torchrun's variables, which would make a rank use the agent's store for its own group."""
+    """The launcher's environment without torchrun's variables, which would make ranks use the agent's store for their own group."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_") and name not in TORCHRUN}
 
 
 class ProcessGroup:
-    """The processes of one run on this host. A context manager: leaving it ends whatever still runs."""
+    """The processes of one run on this host. A context manager: leaving it ends all processes that still run."""
 
     def __init__(self, log_dir: Path):
         self.log_dir = log_dir
@@ -100,7 +100,7 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> None:
         if spec.dumps_stacks:
             self._dumps_stacks.add(spec.name)
-        again = spec.name in self._children  # then its predecessor's log is kept, and that one's descendants end
+        again = spec.name in self._children  # a restart: keeps the old log, and ends descendants of the old process
         if again:
             self._signal(self._children[spec.name], signal.SIGKILL)
         with open(self.log_path(spec.name), "ab" if again else "wb") as log:
@@ -110,7 +110,7 @@ class ProcessGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that its own children end with it, and Ctrl-C reaches only the launcher
+                start_new_session=True,  # so that its children end with it, and Ctrl-C reaches only the launcher
             )
 
     def log_path(self, name: str) -> Path:
@@ -120,7 +120,7 @@ class ProcessGroup:
         return [name for name, child in self._children.items() if child.poll() is None]
 
     def process_ids(self) -> dict[str, int]:
-        """The process ids of the children that run, by name."""
+        """Name -> process id of each running child."""
         return {name: self._children[name].pid for name in self.running()}
 
     @property
@@ -140,9 +140,9 @@ class ProcessGroup:
         return ProcessFailed(name, code, self.log_path(name), self._ended_for_memory)
 
     def forget(self, name: str) -> None:
-        """Ends what is left of a child, and no longer counts it."""
+        """Ends the rest of a child's processes, and no longer counts the child."""
         self.kill(name)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # held by the kernel; otherwise it would stay as a zombie
+        with contextlib.suppress(subprocess.TimeoutExpired):  # reaps it, unless it hangs in the kernel; otherwise it would stay as a zombie
             self._children.pop(name).wait(FORGOTTEN_S)
 
     def ask_to_stop(self, names: set[str]) -> None:
@@ -151,11 +151,11 @@ class ProcessGroup:
             self._children[name].send_signal(signal.SIGTERM)
 
     def check(self, may_finish: set[str] | frozenset[str] = frozenset(), among: set[str] | None = None) -> None:
-        """Raises ProcessFailed if a child (one of `among`, if given) died, or ended well although it is not among `may_finish`.
+        """Raises ProcessFailed if a child (of `among`, if given) has died, or has ended well but is not in `may_finish`.
 
-        If several children have died, it names the cause, not those that died as a consequence. A child with last words comes first, even
-        if it has not ended yet. Then come those killed by a signal or by a Python error of their own, then those that lost a peer, and
-        last those that ended because they were asked for their stack while they were exiting.
+        If several children have died, it names the cause and not its consequences. A child with last words comes first, even if it has not
+        ended yet. Then come children killed by a signal or by their own Python error, then children that lost a peer, and last those that
+        died because they were asked for their stack while they were exiting.
         """
         dead = {name: child.returncode for name, child in self._children.items() if child.poll() is not None}
         watched = dead.keys() if among is None else dead.keys() & among
@@ -166,7 +166,7 @@ class ProcessGroup:
             raise self._failed(first, failed.get(first, 1))
 
     def dump_stacks(self) -> dict[str, str]:
-        """Asks children for their Python stacks, which go to their logs. Returns what each has written there after a moment."""
+        """Makes children write their Python stacks to their logs. Returns what each has written after a moment."""
         asked = self._dumps_stacks & set(self.running())
         before = {name: self.log_path(name).stat().st_size for name in asked}
         for name in asked:
@@ -175,9 +175,9 @@ class ProcessGroup:
         return {name: self.log_path(name).read_bytes()[before[name] :].decode(errors="replace") for name in asked}
 
     def stop(self, grace_s: float = 1.0) -> None:
-        """Kills every child at once, and the remaining descendants after `grace_s`.
+        """Kills all children at once, and the remaining descendants after `grace_s`.
 
-        At this point no process has anything to save. In the grace period descendants end with their parents, or clean up after them (as
+        At this point no process has anything to save. In the grace period, descendants end with their parents, or clean up after them (as
         multiprocessing's resource tracker does in /dev/shm). SIGTERM is not used, since engines would report a crash of their schedulers.
         """
         for child in self._children.values():
@@ -196,11 +196,11 @@ class ProcessGroup:
 
     def _signal(self, child: subprocess.Popen, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)  # even if the child is gone: its descendants may be left
+            os.killpg(child.pid, number)  # even if the child has ended, since descendants may be left
 
 
 def _lives(child: subprocess.Popen) -> bool:
-    """Whether it, or any process of the session that it leads, still runs."""
+    """Whether the child, or any process of its session, still runs."""
     if child.poll() is None:
         return True
     try:
@@ -211,22 +211,23 @@ def _lives(child: subprocess.Popen) -> bool:
 
 
 def raise_limits() -> None:
-    """Raises the limits of this process and its children as far as the system allows. Open files are raised to FILES: each request to an
-    engine has its own connection, and shells mostly start with 1024. RDMA needs locked memory."""
+    """Raises the limits of this process and its children as far as the system allows. Open files: up to FILES, since each request to an
+    engine has its own connection, and shells mostly start with 1024. Locked memory: RDMA needs it."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(FILES, most)), most))
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
 
 
-# Finds ports that were free when a launch chose them, but that others have taken before its own process could.
+# Finds ports that were free when a launch chose them, but that other processes took before the launch's own.
 
 
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def taken(ports: Mapping[str, int], address: str, own: Mapping[str, int]) -> Iterator[str]:
-    """A line for each of `ports` (by purpose) on which a process listens at `address` that is neither in `own` nor a descendant of one."""
+    """A line for each of `ports` (purpose -> port) on which a process listens at `address` that neither is in `own` nor descends from
+    it."""
     ours = {process.pid for pid in own.values() for process in _family(pid)}
     for connection in psutil.net_connections("tcp"):
         if not connection.laddr:
@@ -255,22 +256,22 @@ def _who(pid: int | None) -> str:
         return f"process {pid}"
 
 
-# Reports what every process of a run was doing when one had waited in vain for another: its status line, state and stack.
+# When a process has waited for another until a deadline: reports status line, state and stack of every process of the run.
 
 
-# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the main one.
+# The stack that faulthandler writes on SIGUSR1 for the thread that got the signal, which is the main thread.
 _STACK = re.compile(r"^Current thread .*\(most recent call first\):\n((?:  File .*\n)+)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
-_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # where a process is that waits for another
+_WAITS = ("torch/distributed/", "megarl/messaging/", "selectors.py")  # code in which a process waits for another
 _OUTERMOST = ("<module>", "_run_module_as_main")  # the first frames of a program's main thread
 _STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def process_report(running: Mapping[str, int], stacks: Mapping[str, str], run_dir: Path) -> str:
-    """One line per process. `running` has the processes on this host by name, `stacks` what each wrote when asked for its stack.
+    """One line per process. `running`: name -> pid of the processes on this host. `stacks`: what each wrote when asked for its stack.
 
-    Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is
-    ending, as after losing its peer, or that wrote no stack, and so may be about to end, is marked only if no other is.
+    Processes that neither wait for others nor serve come first and are marked, since the others may wait for them. A process that is ending
+    (as after losing its peer), or that wrote no stack and so may be about to end, is marked only if no other is.
     """
     lines = {status.name: str(status) for status in read_statuses(run_dir)}
     busy, ending, waiting = [], [], []
@@ -295,7 +296,7 @@ def _frames(written: str) -> list[re.Match[str]]:
 
 
 def _is_ending(written: str) -> bool:
-    """Whether the main thread was running the interpreter's exit handlers, which no module's code calls, or printing an error."""
+    """Whether the main thread was printing an error, or running exit handlers of the interpreter, which no module's code calls."""
     stack = _STACK.search(written)
     assert stack is not None
     frames = _frames(written)
@@ -304,19 +305,19 @@ def _is_ending(written: str) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Says if a process, or a descendant of it, is stopped; otherwise empty."""
+    """A text if a process or one of its descendants is stopped; otherwise empty."""
     try:
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 return _STOPPED if each == process else f"has process {each.pid} ({each.name()}), which {_STOPPED}"
     except psutil.NoSuchProcess:
-        pass  # it has ended meanwhile
+        pass  # the process has ended meanwhile
     return ""
 
 
 def _where(frames: list[re.Match[str]]) -> str:
-    """The innermost call, and the innermost one of MegaRL's own that led there."""
+    """The innermost call, and the innermost call in MegaRL's own code."""
     if not frames:
         return ""
     own = next((frame for frame in frames if "megarl/" in frame[1]), frames[0])

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes from, and checks before anything starts that it is usable."""
+"""Finds the checkpoint that a run resumes from, and checks that it is usable before anything starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megarl.config.errors import ConfigError
 from megarl.plan.checkpoints import CheckpointError, check_checkpoint_files, checkpoint_path, complete_checkpoints
 from megarl.rollouts.buffer import Ledger
 
-EXPORTING = "exporting"  # the folder in run_dir of an export's links and logs; users keep what they export in run_dir/export
-_LINKED_AGAIN = 5  # attempts, since a run may prune meanwhile
+EXPORTING = "exporting"  # folder in run_dir for an export's links and logs; users may export to run_dir/export
+_LINKED_AGAIN = 5  # attempts, since the run may remove checkpoints meanwhile
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def latest_checkpoint(run_dir: Path | str) -> Resume:
 
 
 def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
-    """Raises ConfigError if a file of the checkpoint is missing or visibly damaged; it says which one, and what to do."""
+    """Raises ConfigError if a file of the checkpoint is missing or visibly damaged. The message names the file and says what to do."""
     if not resume.checkpoint:
         return
     if problem := _damage(Path(resume.checkpoint)):
@@ -41,7 +41,8 @@ def check_resume_point(run_dir: Path | str, resume: Resume) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """Finds any damage, except to bytes in files of tensors, which are hashed when they are read."""
+    """A problem with the checkpoint; empty if there is none. Contents of tensor files are not checked: they are hashed when they are
+    read."""
     try:
         check_checkpoint_files(folder)
         Ledger.load(folder)
@@ -54,12 +55,12 @@ def _damage(folder: Path) -> str:
 
 @contextlib.contextmanager
 def held_checkpoint(run_dir: Path, step: int | None) -> Iterator[Resume]:
-    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files. So it stays whole while it is read, even
-    if its run removes it. Raises ConfigError if there is none.
+    """Holds a checkpoint (the newest, or that of `step`) as a folder of hard links to its files. So it stays complete while it is read,
+    even if its run removes it. Raises ConfigError if there is none.
 
-    On a file system without hard links it yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
+    On a file system without hard links, yields the checkpoint itself, which may be removed meanwhile, and prints a warning.
     """
-    for left in (run_dir / EXPORTING).glob("step_*"):  # left by an export that was killed
+    for left in (run_dir / EXPORTING).glob("step_*"):  # left by a killed export
         shutil.rmtree(left)
     held = _linked(run_dir, step)
     try:
@@ -85,7 +86,7 @@ def _linked(run_dir: Path, step: int | None) -> Resume:
             for file in found[chosen].rglob("*"):
                 link = links / file.relative_to(found[chosen])
                 link.mkdir() if file.is_dir() else os.link(file, link)
-        except FileNotFoundError:  # the run has removed it meanwhile
+        except FileNotFoundError:  # the run has removed the checkpoint meanwhile
             shutil.rmtree(links)
             continue
         except OSError as error:

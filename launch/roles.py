@@ -1,4 +1,4 @@
-"""Builds and runs the process of each role: executors and channels, wired as in LlamaRL, Algorithm 2."""
+"""Builds and runs the process of each role: executors and channels, connected as in LlamaRL, Algorithm 2."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_on_trainer(rank: int, launch_dir: Path) -> None:
 
 
 def train_on_generator(rank: int, launch_dir: Path) -> None:
-    """The generator executor of a run. When the run is stopped, it goes on as long as trainer ranks need it, and is then ended."""
+    """The generator executor of a run. When the run is stopped, it continues as long as trainer ranks need it, and is then killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from megarl.executors.generator import GeneratorExecutor
     from megarl.messaging.link import Hub
@@ -78,7 +78,7 @@ def train_on_generator(rank: int, launch_dir: Path) -> None:
 
 
 def train_on_evaluator(rank: int, launch_dir: Path) -> None:
-    """The driver of a run's engines that only evaluate. When the run is stopped, it is ended."""
+    """The driver of a run's engines that only evaluate. When the run is stopped, it is killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from megarl.evaluation.engines import EvaluationReceiver, evaluate_versions
     from megarl.messaging.link import Hub
@@ -116,7 +116,7 @@ def reward_model(rank: int, launch_dir: Path) -> None:
 
 
 def evaluate(rank: int, launch_dir: Path) -> None:
-    """Evaluates the weights that the engines were started with; writes result.json to the launch folder."""
+    """Evaluates the weights that the engines were started with. Writes result.json to the launch folder."""
     from megarl.evaluation.evaluate import evaluate_engines
 
     result = asyncio.run(evaluate_engines(load_plan(launch_dir, "eval"), Rendezvous.load(launch_dir)))
@@ -124,7 +124,7 @@ def evaluate(rank: int, launch_dir: Path) -> None:
 
 
 def warm(rank: int, launch_dir: Path) -> None:
-    """Waits for the engines, which compile when they start, and has each compile what only requests lead to."""
+    """Waits for the engines, which compile kernels when they start. Then sends requests, since some kernels are compiled only then."""
     from megarl.generator.completions import Sampling
     from megarl.rollouts.rollout import open_fleet
 
@@ -157,8 +157,8 @@ def prepare_megatron(plan: RunPlan) -> None:
 
 
 def check_gpus(plan: RunPlan) -> None:
-    """Raises RuntimeError if the trainer would train on the CPU by mistake. Then the node has GPUs and the run is planned for them, but
-    PyTorch was built without CUDA or for a newer driver."""
+    """Raises RuntimeError if the trainer would train on the CPU by mistake: the node has GPUs and the run is planned for them, but PyTorch
+    was built without CUDA or for a newer driver."""
     import torch
 
     here = len(gpus())

@@ -1,4 +1,4 @@
-"""`megarl rows`: the rows of an environment from a hub, as files that runs read."""
+"""`megarl rows`: writes the rows of an environment from a hub to files that runs read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config.schema import OF_HUBS, RunConfig
 
 
 def write_environment_rows(config: RunConfig) -> str:
-    """Writes data.train.source and data.eval.source, and says how many rows they have. Raises ConfigError."""
+    """Writes data.train.source and data.eval.source. Returns a text with their numbers of rows. Raises ConfigError."""
     from megarl.agents.hubs import openenv, verifiers
     from megarl.rollouts.environments.loading import find_rollout  # not at the top: these import aiohttp
 
@@ -23,7 +23,7 @@ def write_environment_rows(config: RunConfig) -> str:
     ]
     if wrong:
         raise ConfigError(wrong)
-    find_rollout(config)  # for its check of the arguments
+    find_rollout(config)  # checks the arguments
     files = {split: Path(source).expanduser() for split, source in sources.items()}
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -28,15 +28,15 @@ from megarl.roles.plan import ServedRole
 from megarl.roles.settings import REWARD_MODEL
 from megarl.speculative import plan as speculative
 
-# All environment variables of a run's processes, with the reason for each.
+# The environment variables of a run's processes, with the reason for each.
 
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None) -> dict[str, str]:
-    """torchrun's variables, so that the trainer need not care who launched it, and those that Megatron-core asks for. `store` is the file
-    through which ranks meet if all of them are on this node."""
+    """torchrun's variables, so that the trainer does not depend on how it was launched, and variables that Megatron-core needs. `store`:
+    the file through which ranks meet if all of them are on this node."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.trainer_topology.world_size),
@@ -44,30 +44,30 @@ def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str,
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         **({"MEGARL_TRAINER_STORE": str(store)} if store else {}),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it, to order communication kernels after the compute they wait for
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it, to order communication kernels after the computation they wait for
         **one_thread(),
         **binding(local_rank),
     }
 
 
 def one_thread() -> dict[str, str]:
-    """One compute thread per process, which waits passively: processes share the cores, and spinning threads cost a factor of 7."""
+    """One compute thread per process, which waits passively. Processes share the cores, and spinning threads cost a factor of 7."""
     return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def binding(slot: int) -> dict[str, str]:
-    """The cores of the rank, near its GPU; the worker moves to them before it imports anything (launch/worker.py)."""
+    """The cores of the rank, near its GPU. The worker binds to them before it imports anything (launch/worker.py)."""
     here = gpus()
     cores = cores_near(here[slot].address) if slot < len(here) and here[slot].address else ()
     return {CORES: ",".join(map(str, cores))} if cores else {}
 
 
 def network(interface: str | None, wanted: bool, address: str = "") -> dict[str, str]:
-    """Sets the network interface at which this node is reached, at `address`; `wanted` sets it for NCCL too.
+    """Sets the network interface at which this node is reached, at `address`. `wanted` sets it for NCCL too.
 
-    By default gloo uses the address that the host's name resolves to, often 127.0.1.1; NCCL looks at the interfaces itself. NCCL needs the
-    setting only if launch.interface is set, or on a single node, where it should not listen on the network. Mooncake takes addresses for
-    IPv4 unless it is told otherwise, before it is imported.
+    By default, gloo uses the address that the host's name resolves to, often 127.0.1.1. NCCL looks at the interfaces itself. NCCL needs the
+    setting only if launch.interface is set, or on a single node, where it should not listen on the network. Mooncake assumes IPv4 addresses
+    unless it is told otherwise before it is imported.
     """
     ipv6 = {"MC_USE_IPV6": "1"} if ":" in address else {}
     if interface is None:
@@ -76,14 +76,14 @@ def network(interface: str | None, wanted: bool, address: str = "") -> dict[str,
 
 
 def scratch(folder: Path) -> dict[str, str]:
-    """Makes `folder` the TMPDIR."""
+    """Sets TMPDIR to `folder`."""
     return {"TMPDIR": str(folder)}
 
 
 def compiling(folder: str | None) -> dict[str, str]:
-    """Where compiled kernels are kept, so that the next launch finds them: in `folder` (launch.compile_cache), or in ~/.cache. Each host
-    has its own, since all nodes compile at the same time, and a home is often shared. On GPUs also where compilers are: jobs call an
-    environment's programs without activating it. Raises ConfigError where a user without a home has not said where."""
+    """Where compiled kernels are kept, so that the next launch finds them: in `folder` (launch.compile_cache) or in ~/.cache. Each host has
+    its own subfolder, since all nodes compile at the same time, and homes are often shared. On GPUs, also adds compilers to PATH, since
+    jobs often call an environment's programs without activating it. Raises ConfigError if the user has no home and has not set a folder."""
     try:
         base = Path(folder or "~/.cache/megarl/compiled").expanduser() / socket.gethostname()
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def compiling(folder: str | None) -> dict[str, str]:
 
 
 _COMPILED = {
-    "SGLANG_CACHE_DIR": "sglang",  # also where it keeps DeepGEMM's kernels, CUTLASS's, TileLang's and CUDA's
+    "SGLANG_CACHE_DIR": "sglang",  # also for kernels of DeepGEMM, CUTLASS, TileLang and CUDA
     "SGLANG_JIT_CACHE_DIR": "sglang-jit",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
@@ -112,14 +112,14 @@ _COMPILED = {
 def weight_group(transport: str) -> dict[str, str]:
     """Settings for trainer ranks and engines that `transport` (weights.transport) joins in an NCCL group.
 
-    SGLang turns cuMem off in its engines by default; elsewhere it is on. Ranks that differ in it cannot open each other's buffers, and
-    without it, sends from several ranks of a node to one of another may hang (NVIDIA/nccl issue 1721).
+    SGLang turns cuMem off in its engines by default; elsewhere it is on. Ranks with different settings cannot open each other's buffers.
+    Without cuMem, sends from several ranks of a node to one rank of another may hang (NVIDIA/nccl issue 1721).
     """
     return {CUMEM: os.environ.get(CUMEM, "1")} if transport == "nccl" else {}
 
 
 def engine_devices(part: EnginePart) -> dict[str, str]:
-    """The part's GPUs, by the names under which this launch was given them."""
+    """The GPUs of an engine part, by their names in this launch's CUDA_VISIBLE_DEVICES."""
     names = [gpu.name for gpu in gpus()]
     slots = range(part.first_slot, part.first_slot + part.ranks)
     return {VISIBLE: ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)}
@@ -127,15 +127,15 @@ def engine_devices(part: EnginePart) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodePart:
-    """One node's part of a launch: which processes of the plan run here, and what all nodes have agreed on."""
+    """One node's part of a launch: the processes of the plan that run here, and the values that all nodes have agreed on."""
 
     plan: RunPlan
     placed: NodePlan
     report: NodeReport
     rendezvous: Rendezvous
-    folder: Path  # of the launch
-    interface: str | None  # by which processes reach each other
-    scratch: Path  # the TMPDIR of this node's processes
+    folder: Path  # folder of the launch
+    interface: str | None  # network interface through which processes reach each other
+    scratch: Path  # TMPDIR of this node's processes
     alone: bool  # whether this is the only node
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
@@ -153,7 +153,7 @@ class NodePart:
         return specs
 
     def numbered(self, part: EnginePart) -> EnginePart:
-        """By the number that the engine has in the run, which others may have begun."""
+        """The part with the engine's number in the run. It differs if engines join a run of other launchers."""
         return replace(part, engine=part.engine + self.rendezvous.first_engine)
 
     def trainers(self, role: str) -> list[ProcessSpec]:
@@ -170,7 +170,7 @@ class NodePart:
         return self._worker(role, 0, one_thread())
 
     def _environment(self) -> dict[str, str]:
-        """That of all which computes: trainer ranks and engines."""
+        """The environment of all computing processes: trainer ranks and engines."""
         config = self.plan.config
         wanted = config.launch.interface is not None or self.alone
         joined = {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
@@ -181,7 +181,7 @@ class NodePart:
         return ProcessSpec(f"{role}.{rank}", argv, {**environment, **scratch(self.scratch), PARENT: str(os.getpid())}, dumps_stacks=True)
 
     def _generator(self, part: EnginePart) -> EngineGroup:
-        """The settings of one of the policy's engines. Those that only evaluate are of no group."""
+        """The group, with its settings, of one of the policy's engines. Engines that only evaluate have no group."""
         if part.fleet == POLICY:
             return self.plan.group_of(part.engine)
         return EngineGroup("", replace(self.plan.config.generator, groups={}), 0)
@@ -234,7 +234,7 @@ class NodePart:
         )
 
     def _place(self, part: EnginePart) -> dict[str, Any]:
-        """What follows from where the part is."""
+        """The settings that depend on where the part runs."""
         engine = self.rendezvous.engines[part.fleet][part.engine]
         return {
             "host": self.report.address,
@@ -248,7 +248,7 @@ class NodePart:
 
 
 def _shape(own: GeneratorConfig) -> dict[str, Any]:
-    """The part of an engine's settings that its group may have of its own."""
+    """The engine settings that a group may set."""
     return {
         "max_running_requests": own.max_concurrency,
         "tp": own.tp,

@@ -1,4 +1,4 @@
-"""The trackers of a launch (observe.trackers): a process for each, beside the run's own. A failure is reported and changes nothing else."""
+"""The trackers of a launch (observe.trackers), each in a process of its own. A failure is reported and changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOPELESS_S = 5.0
 
 
 class Trackers:
-    """Processes that follow `folder`/metrics.jsonl. Start them before the run's own; call `poll` now and then, and `close` at the end."""
+    """Processes that follow `folder`/metrics.jsonl. Start them before the run's processes. Call `poll` now and then, `close` at the end."""
 
     def __init__(self, config: RunConfig, folder: Path, tell: Callable[[str], None]):
         self._folder, self._tell, self._deadline_s = folder, tell, config.timeouts.trackers_s
@@ -34,7 +34,7 @@ class Trackers:
         self._looked = 0.0
 
     def start(self, config_path: Path, first: int) -> None:
-        """`first`: the first step of this start. The processes read `config_path`, and end when this process does."""
+        """Starts the processes, which read `config_path` and end with this process. `first`: the first step of this start."""
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         stale = json.dumps(asdict(Stale.of(self._folder / METRICS_FILE, first)))
@@ -48,14 +48,14 @@ class Trackers:
                 self._processes[name] = subprocess.Popen(
                     argv,
                     env={**inherited(), **one_thread()},
-                    stdin=subprocess.PIPE,  # whose end is the order to finish
+                    stdin=subprocess.PIPE,  # closing it is the order to finish
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
 
     def poll(self) -> None:
-        """Says once of each tracker that it has failed, and why."""
+        """Reports once for each tracker that it has failed, and why."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -69,12 +69,12 @@ class Trackers:
                 self._say(name, f"{problem}; it is tried again")
 
     def close(self) -> None:
-        """Lets every tracker finish within timeouts.trackers_s, all at once, and says which could not; where they cannot write their own
-        files, within HOPELESS_S. No process of the run may be writing any more."""
+        """Lets all trackers finish at once, within timeouts.trackers_s, and reports which could not. If they cannot write their own files,
+        the limit is HOPELESS_S. No process of the run may be writing any more."""
         if self._processes:
             try:
                 complete_metrics(self._folder)
-            except OSError as error:  # such as a full disk, which may be why the run has ended
+            except OSError as error:  # such as a full disk, which may be the reason why the run has ended
                 self._tell(f"{METRICS_FILE} lacks the last evaluation: {error}")
         deadline_s, whose = self._deadline_s, "timeouts.trackers_s"
         if problem := write_problem(self._folder):

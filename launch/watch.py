@@ -12,9 +12,9 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessFailed, ProcessGroup, process_report
 
-# Stops a run on request (by Ctrl-C, or by SIGTERM as from Slurm's preemption): its trainer ranks finish the running step, save, and end.
+# Stops a run on request (Ctrl-C, or SIGTERM as from Slurm's preemption): trainer ranks finish the running step, save, and end.
 #
-# The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed for it, and are ended
+# The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed, and are killed
 # when the trainer ranks are done.
 
 
@@ -22,7 +22,7 @@ NAMES: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class Stopped(Exception):
-    """The run was stopped on request (by signal `number`) before its end. `problem` says what kept it from stopping cleanly."""
+    """The run was stopped on request (by signal `number`) before its end. `problem`: the reason why it could not stop cleanly."""
 
     def __init__(self, problem: str = "", number: int = signal.SIGTERM):
         super().__init__(problem)
@@ -30,25 +30,25 @@ class Stopped(Exception):
 
 
 class StopOrder:
-    """The order to stop, as one launcher follows it. `deadline_s` is how long its trainer ranks may take."""
+    """A launcher's handling of an order to stop. `deadline_s`: time limit of its trainer ranks."""
 
     def __init__(self, meeting: Meeting, processes: ProcessGroup, deadline_s: float):
         self._meeting, self._processes, self._deadline_s = meeting, processes, deadline_s
         self._trainers: set[str] | None = None
         self._since: float | None = None
-        self._signalled = False  # whether this launcher itself got a signal, not only one on another node
+        self._signalled = False  # whether this launcher itself got a signal, and not only another node
         self._told = False
-        self.signal: int = signal.SIGTERM  # the signal that gave the order; this one if another node did
+        self.signal: int = signal.SIGTERM  # the signal that gave the order; SIGTERM if another node gave it
 
     def arm(self, trainers: set[str]) -> None:
-        """Called once there is something to save: `trainers` are the trainer ranks of this node."""
+        """Called once there is something to save. `trainers`: the trainer ranks of this node."""
         self._trainers = trainers
 
     def order(self, number: int = signal.SIGTERM) -> bool:
-        """Called by the handler of signal `number`. Returns False if it comes too early, or a second time: then all processes must end at
-        once.
+        """Called by the handler of signal `number`. Returns False if the signal comes too early, or a second time. Then all processes must
+        end at once.
 
-        Slurm signals all nodes: an order that another node has already passed on is the same one, not a second.
+        Slurm signals all nodes. An order that another node has already passed on is therefore the same order, not a second one.
         """
         if self._trainers is None or self._signalled:
             return False
@@ -65,7 +65,7 @@ class StopOrder:
         if self._since is None and self._meeting.asked_to_stop():
             self._begin(self._trainers)
         if self._since is not None and not self._told:
-            self._told = True  # printed here, because a signal handler may interrupt another print
+            self._told = True  # printed here, since a signal handler may interrupt another print
             within = f"the running step is finished and saved, within {self._deadline_s:g} s (checkpoint.on_termination_s)"
             print(f"{NAMES[self.signal]}: {within}. A second one ends everything at once.", flush=True)
         if self._since is not None and time.monotonic() - self._since > self._deadline_s:
@@ -74,7 +74,7 @@ class StopOrder:
             raise Stopped(f"{alive} did not finish and save within checkpoint.on_termination_s={self._deadline_s:g}", self.signal)
 
     def among(self) -> set[str] | None:
-        """The names of the processes that still matter; None while all do."""
+        """The names of the processes that still matter; None while all of them do."""
         return self._trainers if self._since is not None else None
 
     @property
@@ -91,7 +91,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RunWatch:
-    """This node's part of a run. `show` is called about ten times a second."""
+    """Watches this node's part of a run. `show` is called about ten times a second."""
 
     processes: ProcessGroup
     keeper: EngineKeeper
@@ -100,7 +100,7 @@ class RunWatch:
     show: Callable[[], None]
 
     def follow(self, workers: set[str], working: list[int]) -> None:
-        """Watches until the workers of all nodes in `working` are done: engines serve the last of them.
+        """Watches until the workers of all nodes in `working` are done, since engines serve until the last one is.
 
         When the run is stopped, only trainer ranks matter.
         """
@@ -111,7 +111,7 @@ class RunWatch:
         except ProcessFailed:
             if not self.meeting.all_finished(working, now=True):
                 raise
-            # All work was done, and another node saw it first: with its part of an engine it ended the one here.
+            # All work was done, and another node noticed first. With its part of an engine, it has ended the part here.
 
     def _poll(self) -> None:
         self.show()
@@ -132,10 +132,10 @@ def watch(
     until: Callable[[], bool] = lambda: True,
     among: Callable[[], set[str] | None] = lambda: None,
 ) -> None:
-    """Returns when all `workers` have ended well and `until` holds. All other processes (engines) must outlive them.
+    """Returns when all `workers` have ended well and `until()` is true. All other processes (engines) must outlive them.
 
-    `among` is called every time, and may name the only processes that still matter (None: all). Calls `poll` about ten times a second.
-    Raises ProcessFailed as soon as any process dies, after asking the others for their stacks, so that the logs explain a hang.
+    `among` is called each time, and returns the names of the only processes that still matter (None: all). Calls `poll` about ten times a
+    second. Raises ProcessFailed as soon as any process dies, after asking the others for their stacks, so that the logs explain a hang.
     """
     while (_of(workers, among()) & set(processes.running())) or not until():
         _check(processes, workers, among)
@@ -156,7 +156,7 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
         stacks = processes.dump_stacks()
         named = failure
         try:
-            processes.check(workers, among())  # meanwhile it may have turned out that this process does not matter
+            processes.check(workers, among())  # by now it may be known that this process does not matter
         except ProcessFailed as another:
             named = another
         if named.waited:
@@ -166,8 +166,8 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
 
 @contextlib.contextmanager
 def termination_as_exit(first: Callable[[int], bool] = lambda _: False) -> Iterator[None]:
-    """Makes SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too, unless `first` says that it
-    has handled the signal. If SIGINT is ignored, as in the background of a shell, it stays ignored."""
+    """Makes SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too, unless `first` returns that
+    it has handled the signal. If SIGINT is ignored, as in the background of a shell, it stays ignored."""
 
     def terminate(number: int, _: object) -> None:
         if not first(number):

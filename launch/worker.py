@@ -1,6 +1,6 @@
 """One process of a run: `python -P -m megarl.launch.worker ROLE RANK LAUNCH_DIR`.
 
-The launch folder holds the resolved configuration and the rendezvous of this launch; everything else follows from them.
+The launch folder has the resolved configuration and the rendezvous of this launch. Everything else follows from them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megarl.base.processes import end_with_parent
 from megarl.config.errors import ConfigError, RunError
 from megarl.launch.processes import LAST_WORDS
 
-CORES = "MEGARL_CORES"  # environment variable: the cores this process keeps to
+CORES = "MEGARL_CORES"  # environment variable: the cores of this process
 PARENT = "MEGARL_PARENT"  # environment variable: the process that has started this one
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, and the processes that a library spawns here when this one ends."""
+    """Ends this process when its parent ends, and processes that a library spawns here when this process ends."""
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
-    os.environ[PARENT] = str(os.getpid())  # for the processes that this one spawns
+    os.environ[PARENT] = str(os.getpid())  # read by processes that this one spawns
 
 
 def end_with_any_thread() -> None:
-    """Makes a thread that dies of an error end the process: otherwise whoever waits for it would wait until a deadline."""
+    """Makes an error in any thread end the process. Otherwise processes that wait for this one would wait until a deadline."""
 
     def end(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
@@ -42,7 +42,7 @@ def end_with_any_thread() -> None:
 
 
 def keep_to_cores() -> None:
-    """Restricts this process to those of CORES that it may use; a job's own limits come first."""
+    """Restricts this process to those of CORES that it may use: limits of a job come first."""
     wanted = {int(core) for core in os.environ.get(CORES, "").split(",") if core}
     if allowed := wanted & os.sched_getaffinity(0):
         os.sched_setaffinity(0, allowed)
@@ -59,12 +59,12 @@ def main() -> None:
     parser.add_argument("launch_dir", type=Path)
     arguments = parser.parse_args()
 
-    from megarl.launch import roles  # after the arguments: it imports torch
+    from megarl.launch import roles  # after the arguments are read, since it imports torch
 
     try:
         roles.ROLES[arguments.role](arguments.rank, arguments.launch_dir)
     except (ConfigError, RunError, TimeoutError) as error:
-        traceback.print_exc()  # for the log; the next line is for people
+        traceback.print_exc()  # for the log; the next line is for the user
         raise SystemExit(f"{LAST_WORDS}{error}") from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -73,7 +73,7 @@ def main() -> None:
         raise SystemExit(f"{LAST_WORDS}the disk is full ({error}); the complete checkpoints in run_dir can be used") from None
 
 
-if __name__ == "__mp_main__":  # a child that a library spawned from a worker
+if __name__ == "__mp_main__":  # in a child that a library has spawned from a worker
     die_with_parent()
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests to messages in OpenAI's form, answers to JSON. (docs.anthropic.com/en/api/messages)"""
+"""Anthropic's messages: reads requests as messages in OpenAI's form, writes answers as JSON (docs.anthropic.com/en/api/messages)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEUTRAL = {"output_format": ((), f"no format can be forced: {FORCED}"), "mcp_se
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
+    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
     refuse_unless_neutral(body, _NEUTRAL)
     if (asked := (body.get("output_config") or {}).get("format")) is not None:
         raise Refused(f"output_config.format={str(asked)[:50]}: no format can be forced: {FORCED}")
@@ -38,7 +38,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(message: dict[str, Any]) -> list[Message]:
-    """Results of tools are messages of their own, before what the user says beside them."""
+    """Tool results become messages of their own, before the user's text that came with them."""
     role, content = message["role"], message["content"]
     if role not in ("user", "assistant"):
         raise Refused(f"role={str(role)[:50]}: must be user or assistant")

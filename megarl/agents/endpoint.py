@@ -1,5 +1,5 @@
-"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile input: it is bounded, and every call gets
-one clear answer."""
+"""The HTTP endpoint that agents call, in the generator's event loop. What they send is hostile input: its size is bounded, and every call
+gets exactly one answer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from megarl.agents.episode import MISFORMED, TOO_LARGE, Episode, Refused
 from megarl.agents.openai_chat import Request
 from megarl.agents.openai_responses import Asked
 
-MODEL = "policy"  # the name at /v1/models; calls may name any
-_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # of a request; what is longer has no room in rollout.max_tokens
+MODEL = "policy"  # the name at /v1/models; calls may use any name
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 256 << 10, 64  # bound of a request: a longer one has no room in rollout.max_tokens
 _MOST_CONNECTIONS = 64
-_KEY_S = 5.0  # in which a new connection must bring a call with the key; as long again if it has begun one
+_KEY_S = 5.0  # time for a new connection to send a call with the key; as long again if it has begun one
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
 _Answer = Callable[[Episode, Any], Awaitable["dict[str, Any] | list[str]"]]
-"""An answer as JSON, or as the lines of a stream."""
+"""Answers a call: returns JSON, or the lines of a stream."""
 
 
 class _Door:
-    """Admits connections to an episode. Other users of the host can connect too, unless it listens at a socket of the file system."""
+    """Admits connections to an episode. Other users of the host can connect too, unless it listens at a socket in the file system."""
 
     def __init__(self, server: Callable[[], asyncio.Protocol], connections: dict[asyncio.BaseProtocol, _Connection]):
         self._server, self._connections = server, connections
-        self.strangers: dict[_Connection, None] = {}  # connections that have brought no call with the key, the oldest first
+        self.strangers: dict[_Connection, None] = {}  # connections that have not yet sent a call with the key, oldest first
         self.members: set[_Connection] = set()
         self.room = asyncio.Event()
         self.room.set()
@@ -51,13 +51,13 @@ class _Door:
             await loop.connect_accepted_socket(lambda: _Connection(self._server(), self, self._connections), connection)
 
     def close(self) -> None:
-        """Ends its connections too, once their answers are written."""
+        """Stops listening, and ends the connections once their answers are written."""
         for connection in [*self.strangers, *self.members]:
             connection.close()
 
 
 class _Connection(asyncio.Protocol):
-    """Without a call with the key the connection ends after a few seconds, and frees its place."""
+    """A connection. If it does not send a call with the key within a few seconds, it is closed and frees its place."""
 
     def __init__(self, handler: asyncio.Protocol, door: _Door, connections: dict[asyncio.BaseProtocol, _Connection]):
         self._handler, self._door, self._all, self._heard = handler, door, connections, False
@@ -80,7 +80,7 @@ class _Connection(asyncio.Protocol):
         self._make_room()
 
     def _expire(self) -> None:
-        """If the event loop was slow, data that has arrived may still wait to be read."""
+        """Waits once more if a call has begun: after a slow turn of the event loop, its data may have arrived but not been read."""
         if self._heard:
             self._timer = asyncio.get_running_loop().call_later(_KEY_S, self.abort)
         else:
@@ -109,9 +109,9 @@ class Served(NamedTuple):
     """What a program needs to call its episode."""
 
     key: str
-    port: int  # on 127.0.0.1; 0 if it listens at a socket of the file system
+    port: int  # on 127.0.0.1; 0 for a socket in the file system
     failed: asyncio.Future[None]  # fails if the engines fail one of the episode's calls
-    ended: asyncio.Future[str]  # why no more of its calls are taken
+    ended: asyncio.Future[str]  # gets the reason once no more of its calls are accepted
 
 
 class _Open(NamedTuple):
@@ -120,22 +120,22 @@ class _Open(NamedTuple):
     ended: asyncio.Future[str]
 
     def refuse(self, refusal: Refused) -> None:
-        """Too many refused calls end the episode, because they only cost time."""
+        """Counts a refused call. Too many of them end the episode, since they only cost time."""
         self.episode.refuse(refusal)
         if self.episode.exhausted and not self.ended.done():
             self.ended.set_result(self.episode.exhausted)
 
 
 class Endpoint:
-    """Open it in the event loop in which the episodes' calls are to run.
+    """The endpoint of all episodes. Open it in the event loop in which the episodes' calls are to run.
 
-    Each episode has a listener and a key of its own. It may have 64 connections that have brought calls with the key; further ones wait
-    until one of these is closed. It may have 64 connections without such a call; each has a few seconds, and a new one replaces the oldest.
+    Each episode has its own listener and key. It may have 64 connections that have sent calls with the key; further ones wait until one of
+    these is closed. It may have 64 connections without such a call. Each of those has a few seconds, and a new one replaces the oldest.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
-        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # by aiohttp's handlers
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}  # aiohttp's handler -> its connection
         self._runner: web.AppRunner | None = None
 
     async def open(self) -> None:
@@ -146,7 +146,7 @@ class Endpoint:
         app.router.add_post("/v1/messages/count_tokens", self._handler(anthropic_messages, _count))
         app.router.add_get("/v1/models", _models)
         app.router.add_route("*", "/{path:.*}", _nothing)
-        # A call whose agent has hung up is cancelled, because an answer that nobody reads is not part of the episode.
+        # If the agent hangs up, its call is cancelled: an answer that nobody reads is not part of the episode.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEP_ALIVE_S)
         await self._runner.setup()
 
@@ -156,7 +156,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def serving(self, episode: Episode, path: Path | None) -> AsyncIterator[Served]:
-        """Listens at `path`, or at a port of 127.0.0.1, as long as the context lasts; afterwards its key is refused."""
+        """Listens for the episode at `path`, or at a port of 127.0.0.1, until the context ends. Afterwards its key is refused."""
         with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as listener:
             listener.bind(str(path) if path else ("127.0.0.1", 0))
             listener.listen(_BACKLOG)
@@ -202,7 +202,7 @@ class Endpoint:
             except asyncio.CancelledError:
                 found.refuse(Refused("it was given up"))
                 raise
-            except Exception as failure:  # the engine's, or a mistake of ours: the rollout fails with it
+            except Exception as failure:  # from the engine, or a bug here: the rollout fails with it
                 _fail(found.failed, failure)
                 return refused("the call failed, and its episode with it", "server_error", 500)
             return web.json_response(answered) if isinstance(answered, dict) else await _stream(request, answered)
@@ -216,7 +216,7 @@ def _fail(failed: asyncio.Future[None], failure: BaseException | None) -> None:
 
 
 async def _asked(request: web.Request, episode: Episode, form: ModuleType) -> Any:
-    """What the call asks for. Raises Refused."""
+    """Reads the call's request. Raises Refused."""
     try:
         body = await _read(request, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * episode.sampling.max_tokens)
         return await episode.aside(lambda: form.read_request(msgspec.json.decode(body)))

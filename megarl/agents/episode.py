@@ -1,10 +1,10 @@
-"""One episode of an agent: answers its calls, and keeps what was sampled, as a tree.
+"""One episode of an agent: answers its calls, and keeps the sampled turns as a tree.
 
-A call brings the whole conversation as text. This module looks for its longest beginning that ends with a message as this episode has
-returned it. That beginning stands for the ids that were sampled; only the rest is rendered by the chat template and tokenised. So an agent
-that sends its conversation back, with more behind it, continues it token by token.
+A call brings the whole conversation as text. This module finds the longest beginning that ends with a message this episode has returned.
+For that beginning it uses the token ids that were sampled; the chat template renders only the rest, which is then tokenised. So an agent
+that sends its conversation back with more at the end continues it token by token.
 
-Calls are read, rendered and tokenised in threads, one call of an episode after the other. An agent that sends much delays only itself.
+Threads read, render and tokenise calls, one call of an episode after the other. So an agent that sends much delays only itself.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from megarl.generator.tool_parsers import Parser, ToolCall, Tools
 from megarl.rewards.score import Score
 from megarl.rollouts.environments.base import Generate
 
-# What was sampled in one episode of an agent, as a tree: each turn of the policy stands behind the turn that it goes on from.
+# The sampled turns of one episode, as a tree: the parent of a turn is the turn that it continues.
 #
-# A conversation that only grows is a single path. Retries, subagents and compacted conversations are further branches. Every leaf becomes a
-# sample, with the path to it as its tokens. What branches share is learned once, in the first of them, and is context in the others.
+# A conversation that only grows is a single path. Retries, subagents and compacted conversations add branches. Every leaf becomes a sample,
+# whose tokens are the path to it. Tokens that branches share are learned once, in the first of them, and are context in the others.
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Token ids are kept as they were sampled, and never made from text again."""
+    """One sampled turn. Its token ids are kept as they were sampled, never derived from text again."""
 
     parent: Turn | None
-    context: list[int]  # ids between the parent's and the sampled ones, which the policy did not write
+    context: list[int]  # ids after the parent's and before the sampled ones, which the policy did not write
     completion: Completion
 
     @property
     def path(self) -> list[Turn]:
-        """From the first turn to this one."""
+        """The turns from the first to this one."""
         found, turn = [], self
         while turn is not None:
             found.append(turn)
@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass
 class Tree:
-    turns: list[Turn] = field(default_factory=list)  # in the order in which they were finished
+    turns: list[Turn] = field(default_factory=list)  # in the order in which they finished
 
     def add(self, parent: Turn | None, context: Sequence[int], completion: Completion) -> Turn:
         turn = Turn(parent, list(context), completion)
@@ -75,8 +75,8 @@ class Tree:
         return [turn for turn in self.turns if id(turn) not in inner]
 
     def samples(self, prompt_tokens: int, decode: Callable[[Sequence[int]], str], score: Score, metrics: dict[str, float]) -> list[Sample]:
-        """A sample for each leaf, without its first `prompt_tokens` ids, which must be context. Metrics, parts of the score and failures
-        belong to the first, so that they count once."""
+        """A sample for each leaf, without its first `prompt_tokens` ids, which must be context. Only the first sample has the metrics, the
+        parts of the score and the failures, so that they count once."""
         learned: set[int] = set()
         found = []
         for branch, leaf in enumerate(self.leaves()):
@@ -96,7 +96,7 @@ class Played(NamedTuple):
 
 
 def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequence[int]], str]) -> Group:
-    """The samples of all episodes, behind what they all begin with. An episode that has sampled nothing has an empty one."""
+    """The group of all episodes. Its prompt is what all their samples begin with. An episode that sampled nothing has an empty sample."""
     trees = [tree for tree, _, _ in played if tree.turns]
     prefix, samples = shared_prefix(trees) if trees else prompt.token_ids, []
     for tree, score, metrics in played:
@@ -106,9 +106,9 @@ def group_of(prompt: Prompt, played: Sequence[Played], decode: Callable[[Sequenc
 
 
 def shared_prefix(trees: Sequence[Tree]) -> list[int]:
-    """The ids that all branches of all trees begin with, and that none of them has sampled."""
+    """The ids that all branches of all trees begin with and that were not sampled."""
     contexts = [turn.context for tree in trees for turn in tree.turns if turn.parent is None]
-    shortest, longest = min(contexts), max(contexts)  # what these two share, all share
+    shortest, longest = min(contexts), max(contexts)  # the common prefix of these two is that of all
     same = next((place for place, (one, other) in enumerate(zip(shortest, longest)) if one != other), min(len(shortest), len(longest)))
     return shortest[:same]
 
@@ -130,7 +130,7 @@ def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Cal
             if not own and said:
                 spans.append((len(text), len(text) + len(said)))
             text += said
-        # Each answer of an engine covers all positions so far. Earlier turns keep the experts that they were sampled with.
+        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
         routing += drawn.routing[len(routing) :]
     finish_reason = path[-1].completion.finish_reason
     masks = {"policy_mask": array("b") if all(mask) else mask, "environment_spans": spans}
@@ -138,19 +138,19 @@ def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Cal
 
 
 _ID_LETTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # Mistral's templates refuse ids of any other
-# Code points that stand for special tokens in messages while the template renders them. They are for private use, and no fonts have signs
-# there, as they have at those from U+E000 on, which terminals show.
+_ID_LENGTH = 9  # Mistral's templates refuse ids of any other length
+# Code points that stand for special tokens in messages while the template renders them. They are for private use. Terminals have no glyphs
+# for them, unlike for those from U+E000 on.
 _HIDDEN = 0x10F000
 _COUNTED_A_CALL = 4
 TOO_LARGE, TOO_LONG = "request_too_large", "context_length_exceeded"
 _Found = TypeVar("_Found")
 
-MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a call raises that is not as it must be
+MISFORMED = (LookupError, TypeError, AttributeError, ValueError, RecursionError)  # what reading a malformed call raises
 
 
 class Refused(Exception):
-    """A call that is not answered; the agent is told why."""
+    """The reason why a call is not answered. The agent gets it as an error."""
 
     def __init__(self, message: str, kind: str = "invalid_request_error", status: int = 400):
         super().__init__(message)
@@ -158,29 +158,29 @@ class Refused(Exception):
 
 
 class Answer(NamedTuple):
-    """What an agent is told of a turn."""
+    """A turn as an agent receives it."""
 
     content: str
     calls: list[tuple[str, ToolCall]]  # with their ids
     finish_reason: str  # "stop" | "length" | "tool_calls"
     prompt_tokens: int
     completion: Completion
-    stop: str | None = None  # the call's stop string that ended it; the content is what was said before it
+    stop: str | None = None  # the call's stop string that ended the turn; the content ends before it
 
 
 class Kept(NamedTuple):
-    """A conversation up to an answer, from which a call may go on without sending it again."""
+    """A conversation up to an answer. A call may continue it without sending it again."""
 
     messages: list[Message]
-    letters: int  # of what its last call has brought; the rest is shared with the conversation that it goes on from
+    letters: int  # in the messages of its last call; the rest is shared with the conversation that it continues
 
 
 class _Asked(NamedTuple):
-    """Where in the tree a call is."""
+    """The place of a call in the tree."""
 
-    parent: Turn | None  # the turn to go on from
-    context: list[int]  # the ids between it and what is to be sampled
-    conversation: bytes  # its name
+    parent: Turn | None  # the turn that the call continues
+    context: list[int]  # the ids between that turn and the new one
+    conversation: bytes  # the name of the conversation
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -188,43 +188,44 @@ class _Asked(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """What the text of a completion says."""
+    """The parsed text of a completion."""
 
     content: str
     calls: list[ToolCall]
-    stop: str | None  # the stop string that has ended it
+    stop: str | None  # the stop string that has ended the turn
 
 
 @dataclass
 class Episode:
-    """`sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the policy that is
-    trained. `sampling.max_tokens` bounds every branch as a whole, prompts and tools included."""
+    """One episode. `sampling` is the run's: an agent cannot ask for another temperature, since log-probs would then not be those of the
+    policy that is trained. `sampling.max_tokens` bounds every branch as a whole, including prompts and tools."""
 
     generate: Generate
     tokenizer: Tokenizer
     template: ChatTemplate
     parser: Parser
     sampling: Sampling
-    max_calls: int = 256  # completions, those that were given up among them; and calls that are refused or given up
+    max_calls: int = 256  # most completions, including abandoned ones; also most calls that are refused or abandoned
     tree: Tree = field(default_factory=Tree)
-    counts: Counter[str] = field(default_factory=Counter)  # calls, and of these: rewritten, unstable, out_of_room
-    last_content: str = ""  # of the turn that was finished last
+    counts: Counter[str] = field(default_factory=Counter)  # number of calls, and how many of them were rewritten, unstable, out_of_room
+    last_content: str = ""  # content of the turn that finished last
     last_refusal: str = ""
-    kept: dict[str, Kept] = field(default_factory=dict)  # by the answer's name, the oldest first
-    called: dict[str, str] = field(default_factory=dict)  # the id of a call that was sampled -> that of the first one of its turn
-    refused: int = 0  # calls, those that were given up among them
-    _begun: int = 0  # completions
-    _counted: int = 0  # calls for a number of tokens
-    _known: dict[bytes, Turn] = field(default_factory=dict)  # by the conversation up to the turn's message
+    kept: dict[str, Kept] = field(default_factory=dict)  # name of an answer -> the conversation up to it, oldest first
+    called: dict[str, str] = field(default_factory=dict)  # id of a sampled call -> id of the first call of its turn
+    refused: int = 0  # refused or abandoned calls
+    _begun: int = 0  # completions that have begun
+    _counted: int = 0  # calls that counted tokens
+    _known: dict[bytes, Turn] = field(default_factory=dict)  # name of the conversation up to a turn's message -> the turn
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def complete(
         self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
     ) -> list[Answer]:
-        """Samples n next turns. Messages and tools are in OpenAI's form, contents are texts. A turn also ends at any of the strings `stop`.
+        """Samples n next turns. Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the strings in
+        `stop`.
         Raises: Refused, EngineError, TimeoutError.
 
-        A call that is cancelled leaves nothing in the tree: nobody has seen what it would have sampled.
+        A cancelled call adds nothing to the tree, since nobody has seen its answer.
         """
         asked = await self._ready(messages, tools, n, stop)
         ids = asked.prompt_ids
@@ -239,7 +240,7 @@ class Episode:
         return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
 
     async def aside(self, function: Callable[[], _Found]) -> _Found:
-        """What it returns, from a thread. The next one waits for its end, even if whoever has asked for it has given up."""
+        """Runs `function` in a thread and returns its result. Calls run one after the other, even if the caller of one has gone."""
         async with self._reading:
             running = asyncio.ensure_future(asyncio.to_thread(function))
             try:
@@ -256,7 +257,7 @@ class Episode:
 
     @property
     def exhausted(self) -> str:
-        """Why no more of its calls are taken; empty as long as they are."""
+        """The reason why no more calls are accepted; empty as long as they are."""
         if self.refused <= self.max_calls:
             return ""
         limit = f"more than rollout.args.max_calls={self.max_calls} of its calls were refused or given up"
@@ -267,12 +268,12 @@ class Episode:
         return {**calls, "branches": float(len(self.tree.leaves()))}
 
     def why_unanswered(self, why: str) -> str:
-        """What is to be said of an episode that has sampled nothing. `why`: what went wrong with whoever plays it, or empty."""
+        """The message for an episode that has sampled nothing. `why`: what went wrong with its player, or empty."""
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
         return f"no call of it was answered: {refused}{why or 'it ended well'}"
 
     async def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
-        """How long the prompt of these messages is, without what was sampled before. Raises Refused."""
+        """The number of tokens in the prompt of these messages, all tokenised from text. Raises Refused."""
         self._counted += 1
         if self._counted > _COUNTED_A_CALL * self.max_calls:
             raise Refused(f"tokens are counted {_COUNTED_A_CALL} times for each of rollout.args.max_calls={self.max_calls}", "max_calls")
@@ -282,7 +283,7 @@ class Episode:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
     def logprobs(self, answer: Answer) -> list[tuple[str, float]]:
-        """The text and the log-prob of each token that was sampled for an answer, without the end-of-text."""
+        """The text and log-prob of each sampled token of an answer, without end-of-text."""
         ids, values = answer.completion.token_ids, answer.completion.logprobs
         return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
 
@@ -300,17 +301,17 @@ class Episode:
             return _Asked(*self._place(messages, tools, conversations), conversations[-1])
 
         try:
-            await self.parser("", tools)  # raises now, not after the policy has answered, for tools that it cannot read
+            await self.parser("", tools)  # if it cannot read the tools, raises now and not after the policy has answered
             asked = await self.aside(place)
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
-        if self._begun + n > self.max_calls:  # others may have begun meanwhile
+        if self._begun + n > self.max_calls:  # other calls may have begun meanwhile
             raise self._no_more_calls()
         return asked
 
     def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes] | None) -> tuple[Turn | None, list[int]]:
-        """The turn to go on from, none if the conversations up to each message have no names, and the ids between it and what is to be
-        sampled. Raises ValueError if the template refuses, and Refused."""
+        """The turn that the messages continue, and the ids between it and the new turn. Without `conversations` (the names of the
+        conversations up to each message) the turn is None. Raises ValueError if the template refuses the messages, and Refused."""
         if len(messages) > self.sampling.max_tokens:
             raise self._too_long(f"{len(messages)} messages")
         template, stand_ins = self.template, _StandIns([*self.template.special_tokens, *self.template.ends])
@@ -342,7 +343,7 @@ class Episode:
         return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
 
     def _encode(self, text: str, stand_ins: _StandIns, first: bool = False) -> list[int]:
-        """What the template wrote may be special tokens; what messages say is text, whatever it looks like."""
+        """Tokenises rendered text. The template's own text may name special tokens; text of messages stays text, whatever it looks like."""
         ids: list[int] = []
         for number, (part, special) in enumerate(stand_ins.parts(text)):
             if first and not number:
@@ -358,7 +359,7 @@ class Episode:
             text = self.tokenizer.decode_all(ids[:-1])
         try:
             content, calls = await self.parser(text, tools) if tools else (text, [])
-        except MISFORMED:  # the tools can be read, so it is the text that cannot
+        except MISFORMED:  # the tools are valid, so the text is malformed
             content, calls = text, []
         return _Heard(content, calls, stop)
 
@@ -369,7 +370,7 @@ class Episode:
         finish_reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
         self.called.update((number, named[0][0]) for number, _ in named)
         told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
-        for form in (content, content + (stop or "")):  # agents that need the stop string put it back
+        for form in (content, content + (stop or "")):  # some agents put the stop string back
             self._known[_next(asked.conversation, {**told, "content": form})] = turn
         self.last_content = content
         return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop)
@@ -385,14 +386,14 @@ def _conversations(messages: Sequence[Message], tools: Tools) -> list[bytes]:
 
 
 def _next(conversation: bytes, message: Message) -> bytes:
-    """What an agent may drop or add without changing what was said does not count: white space around it, other fields."""
+    """The name after one more message. It ignores what agents may change without changing the meaning: outer white space, other fields."""
     calls = [(call.get("id"), call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or []]
     said = [message["role"], (message.get("content") or "").strip(), calls, message.get("tool_call_id") or message.get("name")]
     return hashlib.sha256(conversation + json.dumps(said, sort_keys=True).encode()).digest()
 
 
 def _json(arguments: Any) -> Any:
-    """The arguments of a call, which are a JSON text in OpenAI's form, as a value; as they are if they are not JSON."""
+    """The value of a call's arguments, which are JSON text in OpenAI's form; unchanged if they are not JSON."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -400,7 +401,7 @@ def _json(arguments: Any) -> Any:
 
 
 def _as_template_wants(message: Message) -> Message:
-    """Templates take a call's arguments as an object, or as JSON (data/chat.py makes that of an object)."""
+    """Converts a call's arguments to an object, as most templates take them. For the others data/chat.py converts them to JSON."""
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}
     calls = [
@@ -410,7 +411,7 @@ def _as_template_wants(message: Message) -> Message:
 
 
 class _StandIns:
-    """Puts code points for private use in the place of special tokens' names in messages."""
+    """Replaces the names of special tokens in messages by private-use code points."""
 
     def __init__(self, names: Sequence[str]):
         self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
@@ -427,7 +428,7 @@ class _StandIns:
         return [self.hide(inner) for inner in value] if isinstance(value, list) else value
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
-        """(text, whether special tokens in it are meant), in order."""
+        """The pieces of `text` in order, each with whether special tokens in it count as such."""
         found, start = [], 0
         for mark in self._marks.finditer(text):
             found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]

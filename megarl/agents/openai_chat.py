@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests to messages, answers to JSON. (platform.openai.com/docs/api-reference/chat)"""
+"""OpenAI's chat completions: reads requests as messages, writes answers as JSON (platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megarl.agents.episode import Answer, Refused, openai_call
 from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 
-ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # what templates call them
+ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # OpenAI's role -> the template's
 _MOST_CHOICES = 128
 _MOST_STOP_LETTERS = 256  # an engine searches this much text after every token
 FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
 _DRAWN = "the run's rollout settings say how tokens are drawn, because training uses their log-probs"
 _UNSUPPORTED = "it is not supported"
-# The values by which a field asks for nothing, and why other values are refused. Fields that are not listed are ignored.
+# For each field: the values that ask for nothing, and why other values are refused. Fields that are not listed are ignored.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), _DRAWN),
     "frequency_penalty": ((0,), _DRAWN),
@@ -24,7 +24,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _DRAWN),
     "min_tokens": ((0,), _DRAWN),
     "ignore_eos": ((False,), _DRAWN),
-    "guided_json": ((), FORCED),  # this and the next ones are vLLM's and SGLang's
+    "guided_json": ((), FORCED),  # this and the following fields are vLLM's and SGLang's
     "guided_regex": ((), FORCED),
     "guided_choice": ((), FORCED),
     "guided_grammar": ((), FORCED),
@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Request(NamedTuple):
-    """What an agent asks for, by chat completions or Anthropic's messages."""
+    """A request of an agent, by chat completions or Anthropic's messages."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -51,13 +51,13 @@ class Request(NamedTuple):
     n: int
     stream: bool
     model: str
-    usage: bool = False  # whether a stream ends with it
+    usage: bool = False  # whether a stream ends with the usage
     stop: tuple[str, ...] = ()
     logprobs: bool = False
 
 
 def read_request(body: dict[str, Any]) -> Request:
-    """Raises Refused for settings that cannot be honoured. The run decides how tokens are drawn: temperature and top_p are ignored."""
+    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
     asked_format = (body.get("response_format") or {}).get("type", "text")
     if asked_format != "text":
         raise Refused(f"response_format.type={str(asked_format)[:100]}: no format can be forced: {FORCED}")
@@ -82,14 +82,14 @@ def refuse_unless_neutral(body: dict[str, Any], neutral: Mapping[str, tuple[tupl
 
 
 def tool_choice(name: str, choice: Any) -> str:
-    """Raises Refused for calls that are forced."""
+    """The request's choice: auto or none. Raises Refused if it would force a call."""
     if choice not in ("auto", "none"):
         raise Refused(f"{name}={str(choice)[:100]}: must be auto or none: no call can be forced upon the policy: {FORCED}")
     return choice
 
 
 def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """A text, or a list of them. Raises Refused for other values."""
+    """The stop strings of a request, a text or a list of texts. Raises Refused for other values."""
     value = body.get(name) or []
     found = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in found):
@@ -98,7 +98,7 @@ def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | None:
-    """None where it is not set. Raises Refused if it is not a whole number from 1 to `most`."""
+    """A field of the request; None if it is not set. Raises Refused if it is not a whole number from 1 to `most`."""
     value = body.get(name)
     if value is not None and (type(value) is not int or not 1 <= value <= most):
         raise Refused(f"{name}={str(value)[:50]}: must be a whole number from 1 to {most}")
@@ -106,7 +106,7 @@ def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | 
 
 
 def text_of(content: Any, *kinds: str) -> str:
-    """Texts of a message's content, whose parts may be listed. `kinds`: what parts of text are called, if not text."""
+    """The text of a message's content, which may be a list of parts. `kinds`: the types of text parts, besides "text"."""
     if content is None or isinstance(content, str):
         return content or ""
     if wrong := [part.get("type") for part in content if part.get("type") not in (kinds or ("text",))]:
@@ -123,12 +123,12 @@ def _message(message: dict[str, Any]) -> Message:
     if calls:
         kept["tool_calls"] = [openai_call(*call) for call in calls]
     if role == "assistant":
-        kept.pop("name", None)  # a label that the agent gave, not the policy
+        kept.pop("name", None)  # a label that the agent has added
     return {"role": role, "content": text_of(message.get("content")), **kept}
 
 
 Logprobs = Sequence[Sequence[tuple[str, float]] | None]
-"""[answers] the text and the log-prob of each token; None if they are not asked for."""
+"""[answers] the text and log-prob of each token; None if the request does not ask for them."""
 
 
 def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def written(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str
 
 
 def streamed(answers: Sequence[Answer], logprobs: Logprobs, name: str, model: str, usage: bool) -> Iterator[dict[str, Any]]:
-    """The finished answers as chunks. Each call and text is one piece, because a call is known only at its end."""
+    """The finished answers as chunks. Each text and each call is one chunk, since a call is known only at its end."""
     head = _head(name, model, "chat.completion.chunk")
     for index, (answer, values) in enumerate(zip(answers, logprobs, strict=True)):
         said = _said(answer)
@@ -172,7 +172,7 @@ def token_logprobs(values: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """None for a part of a character, which has no text."""
+    """The bytes of `text`; None for a part of a character, whose text is unknown."""
     return None if "\ufffd" in text else [*text.encode()]
 
 

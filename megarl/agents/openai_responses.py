@@ -1,7 +1,7 @@
-"""OpenAI's responses: requests to messages, answers to JSON. (platform.openai.com/docs/api-reference/responses)
+"""OpenAI's responses: reads requests as messages, writes answers as JSON (platform.openai.com/docs/api-reference/responses).
 
-A turn of the policy is several items here: its text, and each of its calls. They become one message again, because a conversation continues
-from the sampled ids only if the message of a turn comes back unchanged.
+Here a turn of the policy is several items: its text, and each of its calls. When they come back they are joined into one message, since a
+conversation continues from the sampled ids only if the message of a turn is unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 
 __all__ = ["error"]  # errors have the form of chat completions
-_LOGPROBS = "message.output_text.logprobs"  # of `include`; its other values name what no answer here has
-_MOST_KEPT_LETTERS = 16 << 20  # of an episode; without it the bound would be one request's size for each call
+_LOGPROBS = "message.output_text.logprobs"  # value of `include`; its other values name data that no answer here has
+_MOST_KEPT_LETTERS = 16 << 20  # of an episode; otherwise its calls together could keep a whole request each
 _TRAINED = "the policy is trained on the conversation as it was sent"
 _NEUTRAL = {
     **NEUTRAL,
@@ -42,22 +42,22 @@ _NEUTRAL = {
 
 
 class Asked(NamedTuple):
-    """What an agent asks for."""
+    """A request of an agent."""
 
     messages: list[Message]  # one for each item of the input
-    instructions: str  # of this call alone: a call that goes on from its answer sends them again
-    previous: str | None  # the response to go on from
+    instructions: str  # for this call only: a call that continues its answer sends them again
+    previous: str | None  # id of the response that the call continues
     tools: list[dict[str, Any]]
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
-    store: bool  # whether later calls may go on from the answer
+    store: bool  # whether later calls may continue the answer
     logprobs: bool
     model: str
 
 
 def read_request(body: dict[str, Any]) -> Asked:
-    """Raises Refused for what cannot be honoured. What decides how tokens are drawn, temperature and top_p, is the run's: it is ignored."""
+    """Raises Refused for settings that cannot be honoured. Ignores temperature and top_p: the run decides how tokens are drawn."""
     refuse_unless_neutral(body, _NEUTRAL)
     asked_format = ((body.get("text") or {}).get("format") or {}).get("type", "text")
     if asked_format != "text":
@@ -71,7 +71,7 @@ def read_request(body: dict[str, Any]) -> Asked:
         previous=_string(body, "previous_response_id") if body.get("previous_response_id") else None,
         tools=[] if choice == "none" else [*map(_tool, body.get("tools") or [])],
         max_tokens=whole_number(body, "max_output_tokens"),
-        stop=stop_strings(body, "stop"),  # OpenAI has none here, but other servers have
+        stop=stop_strings(body, "stop"),  # not in OpenAI's interface, but in that of other servers
         stream=bool(body.get("stream")),
         store=body.get("store") is not False,
         logprobs=_LOGPROBS in (body.get("include") or []),
@@ -112,7 +112,7 @@ def _string(item: dict[str, Any], name: str) -> str:
 
 
 def conversation(episode: Episode, asked: Asked) -> list[Message]:
-    """All that was said before, without the instructions. Raises Refused."""
+    """All messages of the conversation so far, without the instructions. Raises Refused."""
     if asked.previous is None:
         return _joined(asked.messages, episode.called)
     if asked.previous not in episode.kept:
@@ -121,10 +121,10 @@ def conversation(episode: Episode, asked: Asked) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Message]:
-    """One message for each turn of the assistant: its text and its calls. Calls of one turn stay together even if an agent has put a result
-    after each of them."""
+    """Joins each turn of the assistant, its text and its calls, into one message. Calls of one turn stay together even if an agent has put
+    each result directly after its call."""
     found: list[Message] = []
-    turn: Message | None = None  # the assistant's latest
+    turn: Message | None = None  # the assistant's latest turn
     for message in messages:
         if message["role"] != "assistant":
             found.append(message)
@@ -138,7 +138,7 @@ def _joined(messages: Sequence[Message], called: Mapping[str, str]) -> list[Mess
 
 
 def _side_by_side(latest: Message, turn: Message, message: Message) -> bool:
-    """Two texts are two turns: the policy says one."""
+    """Whether two neighbouring messages are one turn. A turn has only one text, so two texts are two turns."""
     return latest is turn and not (turn["content"] and message["content"])
 
 
@@ -148,7 +148,7 @@ def _of_one_turn(turn: Message, message: Message, called: Mapping[str, str]) -> 
 
 
 def keep(episode: Episode, name: str, asked: Asked, said: Sequence[Message], answer: Answer) -> None:
-    """Lets later calls go on from an answer. The oldest answers are forgotten when all together are too large."""
+    """Keeps an answer, so that later calls can continue it. If all kept answers together are too large, the oldest are dropped."""
     turn = {"role": "assistant", "content": answer.content, "tool_calls": [openai_call(*call) for call in answer.calls]}
     episode.kept[f"resp_{name}"] = Kept([*said, turn], len(str(asked.messages)))
     while sum(kept.letters for kept in episode.kept.values()) > _MOST_KEPT_LETTERS:
@@ -170,7 +170,7 @@ def written(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, as
         "previous_response_id": asked.previous,
         "max_output_tokens": asked.max_tokens,
         "parallel_tool_calls": True,
-        # The package's types want these; the agent knows what it has sent, and it may be long.
+        # The openai package's types require these fields. They are left empty: the agent knows its own request, which may be long.
         "instructions": None,
         "metadata": {},
         "tools": [],
@@ -198,7 +198,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def streamed(answer: Answer, logprobs: Sequence[tuple[str, float]], name: str, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The finished answer as events (name, data), each text and each call in one piece."""
+    """The finished answer as events (name, data). Each text and each call is one piece."""
     whole = written(answer, logprobs, name, asked)
     begun = {"response": {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
     events: list[tuple[str, dict[str, Any]]] = [("response.created", begun), ("response.in_progress", begun)]

@@ -1,4 +1,4 @@
-"""Episodes played from outside, by a program or a hub's environment. The policy answers each at an endpoint of its own."""
+"""Episodes that are played from outside, by a program or a hub's environment. Each episode calls the policy at its own endpoint."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from megarl.generator.tool_parsers import Parser
 from megarl.rewards.score import Score, short
 from megarl.rollouts.environments.base import RolloutContext
 
-_RECENT = 100  # prompts
-_MOST_TOLD = 20  # failures that are written to the log
+_RECENT = 100  # number of prompts over which `max_unanswered` holds
+_MOST_TOLD = 20  # most failures that are written to the log
 
 
 @dataclass(eq=False)
 class Player(ABC):
-    """Plays the n episodes of each prompt. One that fails has the reward `on_crash`, and is trained on.
+    """Plays the n episodes of each prompt. An episode that fails gets the reward `on_crash`, and is trained on.
 
-    One in which no call of the policy was answered has sampled nothing. It is played again, `retries` times; then its prompt is dropped.
-    The run fails if that happens to more than `max_unanswered` of the last 100 prompts.
+    An episode in which no call of the policy was answered has sampled nothing. It is played again up to `retries` times; then its prompt is
+    dropped. The run fails if that happens to more than `max_unanswered` of the last 100 prompts.
     """
 
-    rollout: str  # its name in rollout.name
-    name: str  # of what plays, for messages
+    rollout: str  # the value of rollout.name
+    name: str  # name of the program or environment, for messages
     tokenizer: Tokenizer
     template: ChatTemplate
     parser: Parser
     on_crash: float
-    max_calls: int  # of an episode
+    max_calls: int  # most calls of an episode
     retries: int
-    at_once: int  # episodes, of all prompts together
+    at_once: int  # most episodes at once, of all prompts together
     max_unanswered: float
 
-    failures: ClassVar[tuple[str, ...]]  # the kinds there are; each is a metric
+    failures: ClassVar[tuple[str, ...]]  # all kinds of failure; each is a metric
 
     def __post_init__(self) -> None:
         self._endpoint, self._opening, self._is_open = Endpoint(), asyncio.Lock(), False
         self._places = asyncio.Semaphore(self.at_once)
-        self._unanswered, self._why = deque[bool](maxlen=_RECENT), ""  # whether each of the last prompts was; why the last one was
+        self._unanswered, self._why = deque[bool](maxlen=_RECENT), ""  # for each of the last prompts; of the last one
         self._told = 0
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises RunError if too many prompts are unanswered or nothing can play, and the error of any failed call of the policy."""
+        """Raises RunError if too many prompts are unanswered or no episode can be played, and the error of any failed call of the
+        policy."""
         async with self._opening:
             if not self._is_open:
                 await self.open()
@@ -67,7 +68,7 @@ class Player(ABC):
         return group_of(prompt, played, self.tokenizer.decode_all)
 
     async def open(self) -> None:
-        """Before the first prompt."""
+        """Called before the first prompt."""
         await self._endpoint.open()
 
     async def close(self) -> None:
@@ -76,19 +77,19 @@ class Player(ABC):
 
     @abstractmethod
     async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
-        """The n episodes of a prompt, as `played` has them. Those that sampled nothing have no turns."""
+        """The n episodes of a prompt, as `played` returns them. Episodes that sampled nothing have no turns."""
 
     def episode(self, context: RolloutContext, sampling: Sampling) -> Episode:
         return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)
 
     def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:
-        """Why an episode has sampled nothing; its player failed with `why`."""
+        """Notes and returns the reason why an episode has sampled nothing. `why`: the failure of its player."""
         found = episode.why_unanswered(why)
         self._why = f"prompt {prompt.ordinal}: {found}" + (f"; the end of its errors:\n{errors}" if errors else "")
         return found
 
     def played(self, episode: Episode, score: Score, own: dict[str, float]) -> Played:
-        """The samples of an episode that was scored, or failed (`failed`); `own` are its player's metrics."""
+        """An episode with its score, or with the substitute from `failed`. `own`: the metrics of its player."""
         kinds = [failure.kind for failure in score.failures if failure.part == self._part]
         return Played(
             episode.tree, score, {**own, **episode.metrics(), **{f"failed_{kind}": float(kind in kinds) for kind in self.failures}}
@@ -102,7 +103,7 @@ class Player(ABC):
         return f"{EPISODE}{self.rollout}"
 
     def tell(self, prompt: Prompt, why: str, errors: str = "") -> None:
-        """Writes a failure to the log, unless there were many."""
+        """Writes a failure to the log, up to a limit."""
         self._told += 1
         if self._told <= _MOST_TOLD:
             more = "; further failures are not written, but counted (rollout/failed_…)" if self._told == _MOST_TOLD else ""
@@ -115,7 +116,7 @@ def check_on_crash(on_crash: float) -> None:
         raise ConfigError(f"rollout.args.on_crash={on_crash}: must be a finite number of absolute value at most {MAX_REWARD:g}")
 
 
-# The report of a player on an episode: a reward, and further numbers.
+# A player's report on an episode: a reward, and further numbers.
 
 
 MOST_METRICS = 32
@@ -127,7 +128,7 @@ class NoReward(Exception):
 
 
 def numbers(told: dict[str, Any], otherwise: str) -> tuple[Score, dict[str, float]]:
-    """The reward and the metrics that an object has. Raises NoReward with the message `otherwise` if these are not all that it has."""
+    """The reward and the metrics in `told`. Raises NoReward with the message `otherwise` if there is no reward or anything else besides."""
     found = {name: float(value) for name, value in told.items() if type(value) in (int, float) and abs(value) <= MAX_REWARD}
     named = len(told) <= MOST_METRICS and all(map(_METRIC.fullmatch, told))
     if "reward" not in found or len(found) < len(told) or not named:

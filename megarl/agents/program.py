@@ -1,4 +1,4 @@
-"""Episodes that a program plays: any program, which calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)."""
+"""Episodes that a program plays. It may be any program that calls the policy by OpenAI's or Anthropic's interface (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NOT_FOUND = "exit status 127"  # as Jail and shells report a missing command
 _INTERPRETER = re.compile(r"(python|node|bash|sh|ruby|perl|deno|bun)[\d.]*")
 _LOOK = 'command -v "$1" >/dev/null || exit 3; test -z "$2" || test -e "$2" || exit 4'
 _LOOK_S = 60.0
-_MOST_WORD_BYTES = 128 << 10  # of a command, its end included: MAX_ARG_STRLEN of Linux
+_MOST_WORD_BYTES = 128 << 10  # of one argument, including its final NUL: Linux's MAX_ARG_STRLEN
 _Positive = Annotated[int, Meta(ge=1)]
 
 
 class Program(Player):
-    """Starts `command` once for each sample. A word {prompt} in it is replaced by the prompt; standard input has a JSON object with it.
+    """Starts `command` once for each sample. The prompt replaces a word {prompt} in it; standard input has a JSON object with the prompt.
 
-    `reward` says what is scored. The run's reward scores the program's output (`output`) or the policy's last message (`message`). With
-    `program`, the last line of output is the reward, or a JSON object with it. A program fails by its exit status, its memory, `deadline_s`
-    or a missing reward.
+    `reward` says what is scored. With `output` or `message`, the run's reward scores the program's output or the policy's last message.
+    With `program`, the last line of output is the reward, or a JSON object that contains it. A program fails by its exit status, its
+    memory, `deadline_s` or a missing reward.
     """
 
     failures = ("exit", "deadline", "limits", "reward", UNANSWERED)
@@ -103,7 +103,7 @@ class Program(Player):
         self._jail = Jail(**self._limits)
 
     async def check(self) -> None:
-        """Raises ConfigError if the sandbox does not have the program, or the script that an interpreter is to run."""
+        """Raises ConfigError if the sandbox lacks the program, or the script that an interpreter should run."""
         program, script = self._command[0], script_of(self._command)
         cell = Jail(**self._limits)
         cell.deadline_s = _LOOK_S
@@ -120,7 +120,7 @@ class Program(Player):
 
     async def open(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # hundreds of programs, each with files and connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for hundreds of programs, each with files and connections
         await super().open()
 
     async def close(self) -> None:
@@ -144,15 +144,15 @@ class Program(Player):
         return self.played(episode, self.failed(kind, why, ended.errors), {})
 
     async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
-        """Starts the program until one of its calls is answered, at most 1 + `retries` times. It is not started again if only its row is to
-        blame."""
+        """Starts the program until one of its calls is answered, at most 1 + `retries` times. It is not started again if its row is the
+        cause."""
         left = self.retries
         while True:
             episode, unfit = self.episode(context, sampling), self._unfit(prompt)
             ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
             if why := ended.why if episode.tree.turns else self.unanswered(prompt, episode, ended.why, ended.errors):
                 self.tell(prompt, why, ended.errors)
-            if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may have been the cause
+            if not episode.tree.turns and ended.why == _NOT_FOUND:  # after a turn, the policy may be the cause
                 told = f"ended with {_NOT_FOUND}: the command was not found; the end of its errors: {ended.errors.strip() or 'none'}"
                 raise RunError(f"rollout.args.command={json.dumps(self._command)}: {told}")
             if episode.tree.turns or unfit or episode.counts["out_of_room"] or not left:
@@ -160,7 +160,7 @@ class Program(Player):
             left -= 1
 
     def _unfit(self, prompt: Prompt) -> str:
-        """Why the prompt cannot be in the command; empty if it can."""
+        """The reason why the prompt cannot be an argument of the command; empty if it can."""
         for word in self._words(prompt):
             if "\0" in word:
                 return "the prompt has the character NUL, which {prompt} in rollout.args.command cannot hold; standard input has it too"
@@ -173,7 +173,7 @@ class Program(Player):
         return [word.replace("{prompt}", prompt.text) for word in self._command]
 
     async def _run(self, episode: Episode, prompt: Prompt) -> Ended:
-        """Raises the error of a failed call of the program."""
+        """Runs the program. Raises the error if a call of the policy fails."""
         cell = self._jail
         async with self._places, contextlib.AsyncExitStack() as context:
             own = context.enter_context(tempfile.TemporaryDirectory(prefix="megarl-endpoint-"))
@@ -193,7 +193,7 @@ class Program(Player):
                 await asyncio.wait({running})
 
     def _given(self, prompt: Prompt) -> str:
-        """The answer is for programs that score themselves: others could show it to the policy."""
+        """The program's standard input. Only programs that score themselves get the answer: others could show it to the policy."""
         own = {"answer": prompt.answer, "row": prompt.row} if self._reward == PROGRAM else {}
         return json.dumps({"prompt": prompt.text, **own}, default=str) + "\n"
 
@@ -219,7 +219,7 @@ class Program(Player):
 
 
 def said(output: str) -> tuple[Score, dict[str, float]]:
-    """The reward in the last line, and the other numbers there as metrics. Raises NoReward."""
+    """The reward in the last line of output, and the other numbers there as metrics. Raises NoReward."""
     line = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(line)
@@ -232,7 +232,7 @@ def said(output: str) -> tuple[Score, dict[str, float]]:
 
 
 def script_of(command: list[str]) -> str:
-    """The file that the command's interpreter is to run; empty if there is none, or the prompt is in its name."""
+    """The script that the command's interpreter runs; empty if there is none, or if its name contains the prompt."""
     if not _INTERPRETER.fullmatch(Path(command[0]).name) or len(command) < 2:
         return ""
     return "" if command[1].startswith("-") or "{prompt}" in command[1] or command[1] == "run" else command[1]

@@ -1,4 +1,4 @@
-"""From the rewards of a prompt's samples to advantages, and losses that need several samples of a prompt at once."""
+"""Advantages from the rewards of a prompt's samples, and losses that need several samples of a prompt at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-# From the rewards of a prompt's samples to their advantages.
+# Advantages from the rewards of a prompt's samples.
 
 
 _SMALLEST_STD = 1e-6
@@ -19,15 +19,15 @@ _SMALLEST_STD = 1e-6
 def mean_baseline(rewards: Tensor) -> Tensor:
     """Reward minus the mean reward of the prompt's samples (LlamaRL, section 6; Dr. GRPO, arXiv:2503.20783).
 
-    Args: rewards [G, n]. Returns: advantages [G, n], exactly 0 in groups whose rewards are all equal,
-    whatever the rounding of the mean: those groups can then be left out of training.
+    Args: rewards [G, n]. Returns: advantages [G, n]. They are exactly 0 in groups whose rewards are all equal, however the mean is rounded,
+    so that those groups can be left out of training.
     """
     undecided = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)
     return torch.where(undecided, rewards - rewards.mean(dim=1, keepdim=True), 0.0)
 
 
 def normalized(rewards: Tensor) -> Tensor:
-    """The same, divided by the standard deviation of the prompt's rewards (n - 1 in its denominator): GRPO, arXiv:2402.03300."""
+    """`mean_baseline` divided by the standard deviation of the prompt's rewards, with denominator n - 1 (GRPO, arXiv:2402.03300)."""
     return mean_baseline(rewards) / (rewards.std(dim=1, keepdim=True) + _SMALLEST_STD)
 
 
@@ -45,13 +45,14 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def best(rewards: Tensor) -> Tensor:
-    """n for the best of a prompt's n samples, the first of several, and 0 for the others: a mean over samples is one over prompts."""
+    """n for the best of a prompt's n samples (the first, if several are best), 0 for the others. Its mean over all samples weighs prompts
+    equally."""
     n = rewards.shape[1]
     return n * torch.nn.functional.one_hot(rewards.argmax(dim=1), n).to(rewards.dtype)
 
 
 def best_and_worst(rewards: Tensor) -> Tensor:
-    """n for the best of a prompt's n samples, -n for the worst, each the first of several; 0 for the others. All 0 if all are equal."""
+    """n for the best of a prompt's n samples, -n for the worst (the first, if several are), 0 for the others. All 0 if all are equal."""
     return best(rewards) - best(-rewards)
 
 
@@ -64,12 +65,12 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def undivided(rewards: Tensor) -> Tensor:
-    """The rewards: a critic's advantages are those of tokens, and formed elsewhere (megarl.critic.losses)."""
+    """The rewards themselves. With a critic, advantages are per token, and megarl.critic.losses computes them."""
     return rewards
 
 
 def nothing(rewards: Tensor) -> Tensor:
-    """0, whatever the rewards: the policy learns from teachers alone."""
+    """0 for every sample: the policy learns from teachers alone."""
     return torch.zeros_like(rewards)
 
 
@@ -78,14 +79,14 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "best_and_worst": best_and_worst,
     "gae": undivided,
     "none": nothing,
-}  # of algorithms that train on chosen samples; not for others
+}  # for algorithms that train on chosen samples only
 
 
-# Losses of a prompt's responses together: each needs the log-probs of several responses at once.
+# Losses on whole prompts: each needs the log-probs of several responses to a prompt at once.
 #
-# Packing puts these into different microbatches, and on different ranks. So before an optimizer step the policy's log-probs of its
-# mini-batch are computed once (executors/batch_steps.py). They give each response's weight w(y), minus the loss's derivative by log pi(y).
-# The sum of -w(y) grad log pi(y) is then exactly the loss's gradient, however the mini-batch is split.
+# Packing puts these responses into different microbatches, and on different ranks. So before an optimizer step, the policy's log-probs of
+# the mini-batch are computed once (executors/batch_steps.py). They give the weight w(y) of each response, which is minus the derivative of
+# the loss by log pi(y). The sum of -w(y) grad log pi(y) is then exactly the gradient of the loss, however the mini-batch is split.
 
 
 Loss = Callable[[Tensor, Tensor, float], Tensor]
@@ -93,8 +94,8 @@ Loss = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def dpo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta gap), with the gap between the log-ratios of best and worst: online DPO (arXiv:2402.04792; DPO, arXiv:2305.18290,
-    equation 7)."""
+    """-log sigmoid(beta gap), where gap is the log-ratio of the best response minus that of the worst. This is online DPO
+    (arXiv:2402.04792); the loss is DPO's (arXiv:2305.18290, equation 7)."""
     return torch.where(_paired(advantages), softplus(-beta * _gap(advantages, log_ratio)), 0.0)
 
 
@@ -104,33 +105,33 @@ def ipo(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
 
 
 def copg(advantages: Tensor, log_ratio: Tensor, beta: float) -> Tensor:
-    """CoPG (arXiv:2406.19185): of a pair it is -(dR - beta/2 dl) dl, with dR and dl its differences in reward R and log-ratio l.
+    """CoPG (arXiv:2406.19185): the loss of a pair is -(dR - beta/2 dl) dl, where dR and dl are its differences in reward R and log-ratio l.
 
-    Returned is half the mean over all pairs of the prompt's responses. With advantages A = R minus the mean of the others' rewards that is
-    -mean(A l) + beta/2 var(l), n - 1 in the variance's denominator. The weight of a response is then A - beta times the same of l: RLOO's,
-    with the KL divergence in the reward.
+    Returns half the mean over all pairs of the prompt's responses. That equals -mean(A l) + beta/2 var(l), where A is R minus the mean of
+    the other rewards, and the variance has denominator n - 1. The weight of a response is A minus beta times its log-ratio's difference
+    from the mean of the others. This is RLOO with the KL divergence in the reward.
     """
     return beta / 2 * log_ratio.var(dim=1) - (advantages * log_ratio).mean(dim=1)
 
 
 class GroupWeights(NamedTuple):
-    weights: Tensor  # [G, n] in the place of advantages, with loss_mean=sequence_sum
-    loss: float  # sum over the prompts
-    sums: dict[str, float]  # pairs, and sums over them: pair_margin, pair_accuracy
+    weights: Tensor  # [G, n], used in place of advantages with loss_mean=sequence_sum
+    loss: float  # summed over the prompts
+    sums: dict[str, float]  # number of pairs; pair_margin and pair_accuracy summed over them
 
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """`loss` with its `beta`, which is above 0. `pairs`: it is of best and worst alone."""
+    """`loss` with its `beta`, which is above 0. `pairs`: it uses only the best and the worst response."""
 
     loss: Loss
     beta: float
     pairs: bool
 
     def weigh(self, advantages: Tensor, log_ratio: Tensor) -> GroupWeights:
-        """All [G, n], float64. A response of zero advantage may have any log-ratio if `pairs`.
+        """Args: both [G, n], float64. With `pairs`, the log-ratio of a response of zero advantage is not used.
 
-        Sums: prompts whose best response has another reward than their worst; beta times the gap of these; those whose gap is above 0.
+        Sums: the prompts whose best and worst rewards differ (pairs), beta times their gaps, and how many of the gaps are above 0.
         """
         variable = log_ratio.detach().requires_grad_()
         with torch.enable_grad():
@@ -138,7 +139,7 @@ class GroupLoss:
             (slopes,) = torch.autograd.grad(losses.sum(), variable)
         pair, gap = best_and_worst(advantages), _gap(best_and_worst(advantages), log_ratio)
         sums = {"pairs": _paired(pair), "pair_margin": self.beta * gap, "pair_accuracy": gap > 0}
-        weights = -slopes * log_ratio.shape[1]  # as a mean over samples; the losses are a mean over prompts
+        weights = -slopes * log_ratio.shape[1]  # the trainer takes a mean over samples; the loss is a mean over prompts
         return GroupWeights(weights, losses.sum().item(), {name: value.sum().item() for name, value in sums.items()})
 
 
@@ -150,5 +151,5 @@ def _paired(advantages: Tensor) -> Tensor:
 
 
 def _gap(advantages: Tensor, log_ratio: Tensor) -> Tensor:
-    """[G] of the best response's log-ratio, whose advantage is positive, to the worst's; 0 without a pair."""
+    """[G]: log-ratio of the best response (positive advantage) minus that of the worst; 0 without a pair."""
     return torch.where(advantages != 0, advantages.sign() * log_ratio, 0.0).sum(dim=1)

@@ -12,14 +12,14 @@ from megarl.teachers.loss import Taught
 
 
 class LossOutput(NamedTuple):
-    """A loss as a sum, so that it adds up over microbatches and ranks; the caller divides by the mini-batch's denominator."""
+    """A loss as a sum, which adds up over microbatches and ranks. The caller divides it by the mini-batch's denominator."""
 
-    loss: Tensor  # scalar, sum over the unmasked tokens or over the sequences, to be minimised
+    loss: Tensor  # scalar to minimise: a sum over the unmasked tokens or over the sequences
     sums: dict[str, Tensor]  # detached scalars, each a sum over the unmasked tokens; "tokens" counts them
 
 
 class Microbatch(Protocol):
-    """The tensors that a loss reads beside the log-probs: t tokens of n sequences, end to end.
+    """The tensors that a loss reads besides the log-probs: n sequences end to end, t tokens in all.
 
     Values where `loss_mask` is False are arbitrary.
     """
@@ -31,25 +31,25 @@ class Microbatch(Protocol):
     def loss_mask(self) -> Tensor: ...  # [t] bool
 
     @property
-    def mu_logprobs(self) -> Tensor: ...  # [t] behaviour policy, as sampled
+    def mu_logprobs(self) -> Tensor: ...  # [t] log-probs under the behaviour policy, as sampled
 
     @property
     def advantages(self) -> Tensor: ...  # [t]
 
     @property
-    def reference_logprobs(self) -> Tensor | None: ...  # [t] frozen reference, if the algorithm needs one
+    def reference_logprobs(self) -> Tensor | None: ...  # [t] log-probs under the frozen reference, if needed
 
     @property
-    def entropy(self) -> Tensor | None: ...  # [t] of the distributions that the tokens were chosen from, in nats, with its gradient
+    def entropy(self) -> Tensor | None: ...  # [t] nats, of each token's distribution, differentiable
 
     @property
-    def old_values(self) -> Tensor | None: ...  # [t] of a critic: the values that the batch began with
+    def old_values(self) -> Tensor | None: ...  # [t] for a critic: its values when the batch began
 
     @property
-    def returns(self) -> Tensor | None: ...  # [t] of a critic: what its values are to become
+    def returns(self) -> Tensor | None: ...  # [t] for a critic: the targets of its values
 
     @property
-    def proximal_logprobs(self) -> Tensor | None: ...  # [t] the weights that the batch began with; None: the current ones
+    def proximal_logprobs(self) -> Tensor | None: ...  # [t] under the weights that the batch began with; None: the current ones
 
     @property
     def teachers(self) -> tuple[Taught, ...]: ...  # the numbers of each teacher; none without distillation
@@ -70,30 +70,31 @@ class Algorithm(Protocol):
 
     @property
     def group_loss(self) -> GroupLoss | None:
-        """What turns advantages into the weights of responses before each optimizer step; None: advantages are these weights."""
+        """Turns advantages into weights of responses before each optimizer step; None: advantages are used as they are."""
         ...
 
     @property
     def gae(self) -> Gae | None:
-        """How a critic's values become the advantages of tokens; None: there is no critic."""
+        """Turns a critic's values into advantages of tokens; None: there is no critic."""
         ...
 
     def penalties(self, policy: Tensor, reference: Tensor) -> Tensor:
-        """[t] of `penalty`, token by token."""
+        """[t] the share of each token in `penalty`. Arguments as there."""
         ...
 
     @property
     def penalizes_rewards(self) -> bool:
-        """Whether `penalty` is taken off each response's reward before advantages are formed. It needs reference log-probs."""
+        """Whether `penalty` is subtracted from each response's reward before advantages are computed. It needs reference log-probs."""
         ...
 
     def penalty(self, policy: Tensor, reference: Tensor) -> float:
-        """[t], from the log-probs [t] of a response's tokens under the policy that the batch began with, and under the reference."""
+        """The KL penalty of a response, from the log-probs [t] of its tokens under the policy that the batch began with and the
+        reference."""
         ...
 
     @property
     def skip_zero(self) -> bool:
-        """Whether samples of zero advantage have no gradient, so that they may be left out of training."""
+        """Whether samples of zero advantage have zero gradient, so that training may leave them out."""
         ...
 
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -105,9 +106,9 @@ class Algorithm(Protocol):
         ...
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """What the sum of a mini-batch's losses is divided by. `tokens`: those by the policy; `samples`: without branches."""
+        """The divisor of a mini-batch's summed loss. `tokens`: sampled by the policy; `samples`: without branches."""
         ...
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """A step's metrics, from the losses' sums over the global batch in all its optimizer steps."""
+        """A step's metrics, from `LossOutput.sums` added up over the global batch and all its optimizer steps."""
         ...

@@ -1,4 +1,4 @@
-"""From the scored groups of a step to its training sequences, its mini-batches and its metrics."""
+"""Turns the scored groups of a step into training sequences, mini-batches and metrics."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, teac
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What one optimizer step is made of."""
+    """What one optimizer step trains on."""
 
-    places: list[int]  # in the batch, of its samples that are trained on; possibly none
-    tokens: int  # of the policy in these
-    denominator: float  # the divisor of its summed loss, as if it were a batch: counts also samples that are left out of training
+    places: list[int]  # places in the batch of the samples that are trained on; may be empty
+    tokens: int  # the policy's tokens in these samples
+    denominator: float  # divisor of the summed loss; it also counts samples that training leaves out
 
 
 def minibatches(
     batch: Batch, trained: Collection[int], algorithm: Algorithm, trainer: TrainerConfig, seed: int, masked: Collection[int] = ()
 ) -> list[MiniBatch]:
-    """The mini-batches of all epochs, in the order of their optimizer steps. `trained`: the places of samples that are trained on.
-    `masked`: the places of samples that no mean counts either.
+    """The mini-batches of all epochs, in the order of their optimizer steps. A prompt's samples stay together.
 
-    A prompt's samples stay together.
+    Args: trained, the places of samples that are trained on; masked, the places of samples that not even a denominator counts.
     """
     samples, found = batch.samples, []
     starts = [0, *accumulate(len(group.samples) for group in batch.groups)]
@@ -60,9 +59,9 @@ def minibatches(
 
 
 def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """[epochs * count][groups / count] which groups each mini-batch has; an epoch has every group once.
+    """[epochs * count][groups / count] the groups of each mini-batch. An epoch has every group once.
 
-    An epoch's order depends on its number, `seed` and `step` alone, so it is the same on all ranks, and after a resume.
+    The order in an epoch depends only on its number, `seed` and `step`, so it is the same on all ranks and after a resume.
     """
     assert groups % count == 0, f"{groups} groups, {count} mini-batches"
     found = []
@@ -76,7 +75,7 @@ def cut(groups: int, count: int, epochs: int, seed: int, step: int) -> list[list
 
 
 def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
-    """Rewards [G, n] of episodes, float64; with `config`, what training uses in their place (rewards/score.py). Raises ValueError if
+    """Rewards [G, n] of episodes, float64. With `config`, the rewards that training uses instead (rewards/score.py). Raises ValueError if
     groups have different numbers of episodes."""
     groups = [episodes(group.samples) for group in batch.groups]
     if len(set(map(len, groups))) != 1:
@@ -89,19 +88,20 @@ def batch_rewards(batch: Batch, config: RunConfig | None = None) -> Tensor:
 
 
 def masked_places(batch: Batch, mask_truncated: bool) -> set[int]:
-    """The places in the batch of the samples that algorithm.mask_truncated leaves out of the loss."""
+    """The places of the samples in the batch that algorithm.mask_truncated leaves out of the loss."""
     return {place for place, sample in enumerate(batch.samples) if mask_truncated and sample.finish_reason == "length"}
 
 
 def to_train_sequences(
     batch: Batch, advantages: Tensor, skip_zero: bool, masked: Collection[int] = ()
 ) -> dict[int, TrainSequence | Elsewhere]:
-    """Sequences to train on, by their samples' places in the batch, in its order. The sequences of other data-parallel ranks are Elsewhere.
+    """The sequences to train on, keyed by the place of their sample in the batch, in its order. A sequence of another data-parallel rank is
+    Elsewhere.
 
-    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6).
-    `skip_zero` leaves out samples of zero advantage, possibly all of them. The gradient stays the same: they add nothing to it, and
-    denominators still count them (executors/batch_steps.py). `Algorithm.skip_zero` says whether that holds; a KL penalty has a gradient at
-    zero advantage. `masked`: the places of samples that are always left out.
+    Args: advantages [G, n], one per episode (constant over the tokens of all its samples: LlamaRL, section 6). `skip_zero` leaves out
+    samples of zero advantage, possibly all. That keeps the gradient, since they add nothing to it and denominators still count them
+    (executors/batch_steps.py). It does not hold with a KL penalty, for example, which has a gradient at zero advantage:
+    `Algorithm.skip_zero` says whether it holds. `masked`: the places of samples that are always left out.
     """
     lengths = [group.prompt_tokens + sample.tokens for group in batch.groups for sample in group.samples]
     of_episodes = zip(
@@ -116,7 +116,7 @@ def to_train_sequences(
 
 
 def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
-    """Masks the environment's tokens like the prompt's: both are context that the policy did not choose."""
+    """Masks the environment's tokens like the prompt's, since the policy has chosen neither."""
     prompt, length = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.token_ids)
     token_ids, loss_mask = np.empty(length, np.int32), np.empty(length, np.bool_)
     mu_logprobs, advantages = np.empty(length, np.float32), np.empty(length, np.float32)
@@ -131,12 +131,13 @@ def _train_sequence(sample: SampleNumbers, advantage: float) -> TrainSequence:
 
 
 def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None) -> dict[str, float]:
-    """Metrics of a batch, used by a trainer at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are any.
+    """Metrics of a batch that the trainer uses at weight version `version`. `trained` [G, n]: the rewards after penalties, if there are
+    any.
 
-    They cover all groups that were generated for the step, also dropped ones. Staleness, penalties and zero_advantage_fraction cover only
-    trained groups. A token's staleness is `version` minus the version that produced it; the environment's tokens have none. Rewards are of
-    episodes, one each; reward/std is over all. rollout/<name> and reward/<name>/mean are means of Sample.metrics and reward_parts over the
-    samples that have them.
+    They cover all groups that were generated for the step, including dropped ones. Only staleness, penalties and zero_advantage_fraction
+    are restricted to trained groups. The staleness of a token is `version` minus the version that sampled it; the environment's tokens have
+    none. Each episode has one reward, and reward/std is over all of them. rollout/<name> and reward/<name>/mean are means of Sample.metrics
+    and reward_parts over the samples that have them.
     """
     trained_on = batch_rewards(batch) if trained is None else trained
     samples = batch.generated
@@ -168,9 +169,9 @@ def batch_metrics(batch: Batch, version: Version, trained: Tensor | None = None)
 def step_times(
     batch: Batch, step_s: float, train_s: float, batch_wait_s: float, weights_wait_s: float, sync_s: float, pause_s: float
 ) -> dict[str, float]:
-    """The metrics of one step in seconds; docs/asynchrony.md says what each one is.
+    """The times of one step, in seconds; docs/asynchrony.md defines each.
 
-    The bubble is the time that perfect overlap would have saved: the idle time of the side that idled less.
+    The bubble is the time that perfect overlap would have saved. It is the idle time of whichever side idled less.
     """
     trainer_wait_s = batch_wait_s + weights_wait_s
     return {
@@ -190,8 +191,8 @@ def step_times(
 
 
 def dropped_metrics(batch: Batch) -> dict[str, float]:
-    """Counts of what dynamic sampling has dropped. prompts/dropped_right and _wrong: all samples are right, or wrong. prompts/unanswered:
-    an episode has sampled nothing."""
+    """What dynamic sampling has dropped. prompts/dropped_right and _wrong count prompts whose samples are all right, or all wrong.
+    prompts/unanswered counts prompts with an episode that sampled nothing."""
     answered = [group for group in batch.dropped if not any_unanswered(group.samples)]
     dropped = [[sample.reward for sample in group.samples if not sample.branch] for group in answered]
     unanswered = len(batch.dropped) - len(answered)
@@ -206,8 +207,8 @@ def dropped_metrics(batch: Batch) -> dict[str, float]:
 
 
 def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str, float]:
-    """For each of several sources: how many of its prompts this step trains on and drops, and its mean reward over both. `prompts/rested`
-    counts those that the curriculum has left out."""
+    """For each of several sources: how many of its prompts this step trains on, how many it drops, and the mean reward of both together.
+    `prompts/rested` counts the prompts that the curriculum has left out."""
     found: dict[str, float] = {"prompts/rested": batch.rested} if curriculum else {}
     for number, name in enumerate(mixture.names if len(mixture.names) > 1 else ()):
         groups, dropped = ([group for group in some if mixture.source(group.ordinal) == number] for some in (batch.groups, batch.dropped))
@@ -218,7 +219,7 @@ def source_metrics(batch: Batch, mixture: Mixture, curriculum: bool) -> dict[str
 
 
 def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
-    """Why the run must stop, if too few prompts are left to make a batch; otherwise None."""
+    """If too few prompts are left for a batch, the reason why the run must stop; otherwise None."""
     if batch.groups:
         return None
     found, rollout = dropped_metrics(batch), config.rollout
@@ -236,6 +237,6 @@ def too_many_dropped(batch: Batch, config: RunConfig) -> str | None:
 
 
 def _means(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the mappings that have it."""
+    """For each name, the mean of its values over the mappings that have it."""
     names = sorted({name for each in counts for name in each})
     return {name: fmean(each[name] for each in counts if name in each) for name in names}

@@ -1,4 +1,4 @@
-"""The losses on single tokens: AIPO (LlamaRL, section 6) and its relatives, their estimates of KL, and supervised learning."""
+"""Losses on single tokens: AIPO (LlamaRL, section 6) and its relatives, with their KL estimates, and supervised learning."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from megarl.algorithms.base import LossOutput, Microbatch
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
 
-# Sums over sequences that are laid end to end.
+# Sums over sequences that lie end to end.
 #
-# `boundaries` [n + 1] int32 are where n sequences begin and end in a row of t tokens: sequence i has tokens boundaries[i] to
+# `boundaries` [n + 1] int32 says where n sequences in a row of t tokens begin and end: sequence i has tokens boundaries[i] to
 # boundaries[i + 1] - 1.
 
 
 def segment_sums(values: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] of floats [t]; differentiable. The same bits at every call, also on GPUs: ranks that hold copies of a weight rely on it."""
+    """[n] the sum of `values` (floats [t]) in each sequence; differentiable. Bitwise deterministic, also on GPUs, which ranks that hold
+    copies of a weight rely on."""
     return torch.segment_reduce(values, "sum", offsets=boundaries)
 
 
 def segment_counts(mask: Tensor, boundaries: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n]: how many of `mask` [t] are set in each sequence, but at least 1."""
+    """[n] how many tokens of each sequence `mask` [t] selects, but at least 1."""
     return segment_sums(mask.to(dtype), boundaries).clamp(min=1)
 
 
 def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
-    """[tokens], each the value [n] of its sequence; a constant for autograd."""
+    """[tokens] for each token, the value of its sequence in `values` [n]. A constant for autograd."""
     return values.detach().repeat_interleave(boundaries.diff(), output_size=tokens)
 
 
 # Estimates of KL(pi || ref) from tokens that pi has sampled (Schulman, "Approximating KL divergence", 2020).
 #
-# Of d = log pi - log ref each is a term whose mean over tokens of pi estimates the divergence: k1 and k3 without bias, k2 and k3 never
-# negative. In a loss, only the gradient counts. In the mean, k2's, d grad log pi, is the gradient of KL(pi || ref), and k3's is that of
-# KL(ref || pi). k1's, grad log pi, is 0 in the mean, so k1 is for rewards alone.
+# Each is a function of d = log pi - log ref at a token. Its mean over tokens sampled from pi estimates the divergence: k1 and k3 without
+# bias; k2 and k3 are never negative. In a loss, only the gradient counts. The mean gradient of k2, d grad log pi, is that of KL(pi || ref).
+# The mean gradient of k3 is that of KL(ref || pi). The mean gradient of k1, grad log pi, is 0, so k1 is for rewards only.
 
 
-_MOST_DIFFERENCE = 20.0  # bound of -d in k3, whose exponential one absurd token must not make infinite
+_MOST_DIFFERENCE = 20.0  # bound of -d in k3, so that one absurd token cannot make its exponential infinite
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -61,35 +62,33 @@ def k3(difference: Tensor) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-# How much a token counts that older weights have sampled. Algorithms differ in this rule.
+# The weight of a token that older weights have sampled. Algorithms differ in this rule.
 #
-# From a token's log-ratio log(pi / mu) a rule computes the weight w of its term -w A log pi; w is a constant for autograd. Where a paper
-# states an objective that contains the ratio, w A grad log pi is its gradient at the current weights, and so at every optimizer step. With
-# algorithm.ratio other than behavior, the log-ratio is that to the proximal policy.
-# Ratios are formed from bounded log-ratios, so none overflows. NaN passes through.
+# From a token's log-ratio log(pi / mu), a rule computes the weight w of the term -w A log pi; w is a constant for autograd. If a paper's
+# objective contains the ratio, w A grad log pi is the gradient of that objective at the current weights, at every optimizer step. If
+# algorithm.ratio is not "behavior", the log-ratio is taken to the proximal policy.
+# Log-ratios are bounded before they become ratios, so no ratio overflows. NaN passes through.
 
 
-_MOST = 20.0  # bound of a log-ratio in means, sums and weights without another bound, which one absurd token must not make infinite
+_MOST = 20.0  # bound of a log-ratio where no other bound applies, so that one absurd token cannot make means, sums or weights infinite
 
 
 class Weights(NamedTuple):
     weight: Tensor  # [t]
-    clipped: Tensor  # [t] bool: where the weight is not the ratio
-    surrogate: Tensor | None = (
-        None  # [t] what times A is the objective whose gradient w A grad log pi is; None: the objective is w A log pi
-    )
+    clipped: Tensor  # [t] bool: whether the weight differs from the ratio
+    surrogate: Tensor | None = None  # [t] s, if the objective is s A with gradient w A grad log pi; None: the objective is w A log pi
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Weights]
 """(log_ratio [t], advantages [t], mask [t], boundaries [n + 1], rho_min, rho) -> Weights.
 
-The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends. Outside the
-mask, and where a token has become impossible, log_ratio is -inf; any finite weight will do there.
+The tokens of n sequences stand end to end; `boundaries` says where each sequence begins and ends. log_ratio is -inf outside the mask, and
+for a token that has become impossible. Any finite weight will do there.
 """
 
 
 def clamped(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """min(pi/mu, rho): AIPO (LlamaRL, section 6). `rho_min` above 0 clamps from below too: CISPO (MiniMax-M1, arXiv:2506.13585)."""
+    """min(pi/mu, rho): AIPO (LlamaRL, section 6). With `rho_min` above 0, also clamps from below: CISPO (MiniMax-M1, arXiv:2506.13585)."""
     low, high = _log(rho_min), _log(rho)
     return Weights(log_ratio.clamp(low, high).exp(), (log_ratio < low) | (log_ratio > high))
 
@@ -99,8 +98,8 @@ def clipped(
 ) -> Weights:
     """The gradient of min(r A, clip(r, rho_min, rho) A), r = pi/mu (PPO; GRPO, arXiv:2402.03300).
 
-    It is 0 for tokens beyond the bound that their advantage pushes them towards, and for negative advantages at ratios above `dual_clip`
-    (Ye et al., arXiv:1912.09729) and `rho`.
+    The gradient is 0 for tokens whose ratio is beyond the bound that their advantage pushes it towards. With a negative advantage it is
+    also 0 where the ratio is above both `dual_clip` (Ye et al., arXiv:1912.09729) and `rho`.
     """
     low, high, most = _log(rho_min), _log(rho), _log(max(dual_clip, rho))
     beyond = torch.where(advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > most))
@@ -111,7 +110,7 @@ def clipped(
 def sequence_clipped(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
 ) -> Weights:
-    """Like `clipped`, but by the geometric mean of a response's ratios (GSPO, arXiv:2507.18071, equations 5 to 7).
+    """Like `clipped`, with the geometric mean of a response's ratios as r (GSPO, arXiv:2507.18071, equations 5 to 7).
 
     With loss_mean=sequence the gradient is GSPO's.
     """
@@ -122,7 +121,7 @@ def sequence_clipped(
 def response_clipped(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float, dual_clip: float
 ) -> Weights:
-    """Like `clipped`, but by the ratio of the whole response, the product of its tokens' (Proximal RLOO, arXiv:2410.18252, appendix B).
+    """Like `clipped`, with the product of a response's ratios as r (Proximal RLOO, arXiv:2410.18252, appendix B).
 
     With loss_mean=sequence_sum the gradient is Proximal RLOO's.
     """
@@ -130,31 +129,31 @@ def response_clipped(
     weight, beyond, surrogate = clipped(whole, advantages, mask, boundaries, rho_min, rho, dual_clip)
     assert surrogate is not None
     tokens = spread(segment_counts(mask, boundaries, log_ratio.dtype), boundaries, len(mask))
-    return Weights(weight, beyond, surrogate / tokens)  # once a response
+    return Weights(weight, beyond, surrogate / tokens)  # so that its sum counts each response once
 
 
 def masked(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """pi/mu inside the bounds, 0 outside: tokens on which trainer and generator disagree too much do not count (IcePop, 2025)."""
+    """pi/mu inside the bounds, 0 outside: ignores tokens on which trainer and generator disagree too much (IcePop, 2025)."""
     high = _log(rho)
     outside = (log_ratio < _log(rho_min)) | (log_ratio > high)
     return Weights(torch.where(outside, 0.0, log_ratio.clamp(max=high).exp()), outside)
 
 
 def tapered(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """1 for responses of positive advantage; for the others the ratio of the whole response, at most `rho` (TOPR, arXiv:2503.14286)."""
+    """1 for responses of positive advantage; for the others, the ratio of the whole response, at most `rho` (TOPR, arXiv:2503.14286)."""
     whole, high = spread(_sequence_sums(log_ratio, mask, boundaries), boundaries, len(mask)), _log(rho)
     good = advantages > 0
     return Weights(torch.where(good, 1.0, whole.clamp(max=high).exp()), ~good & (whole > high))
 
 
 def uncorrected(log_ratio: Tensor, advantages: Tensor, mask: Tensor, boundaries: Tensor, rho_min: float, rho: float) -> Weights:
-    """1, as if the current weights had sampled everything: LlamaRL's figure 8 compares with this."""
+    """1, as if the current weights had sampled everything: the baseline in LlamaRL's figure 8."""
     return Weights(torch.ones_like(log_ratio), torch.zeros_like(mask))
 
 
 def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float, cap: float, level: str, above: str) -> Weights:
-    """A further factor of each token, from log(prox/mu) [t]: its own prox/mu, or with `level` "sequence" the product over its response.
-    Above `cap` and below `floor`, 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
+    """[t] a further factor of each token: prox/mu, from log_lag = log(prox/mu) [t]. With `level` "sequence" it is the product over the
+    response. Above `cap` and below `floor` it becomes 0 (IcePop), or with `above` "truncate" that bound (truncated importance sampling)."""
     if level == "sequence":
         log_lag = spread(_sequence_sums(log_lag, mask, boundaries), boundaries, len(mask))
     low, high = _log(floor), _log(cap)
@@ -164,7 +163,7 @@ def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float,
 
 
 def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] sums over the unmasked tokens of each sequence."""
+    """[n] sums of `log_ratio` over the unmasked tokens of each sequence."""
     return segment_sums(torch.where(mask, log_ratio.clamp(-_MOST, _MOST), 0.0), boundaries)
 
 
@@ -172,10 +171,10 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-# The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives, which weight tokens by other rules.
+# The policy gradient on samples from older weights: AIPO (LlamaRL, section 6) and its relatives, which differ in how they weight tokens.
 
 
-_MAX_REPORTED_LOG_RATIO = 20.0  # for metrics of ratios only: one absurd token must not make the mean infinite
+_MAX_REPORTED_LOG_RATIO = 20.0  # only for metrics, so that one absurd token cannot make a mean infinite
 _METRICS = {
     "is_ratio": "is_ratio/mean",
     "is_ratio_clipped": "is_ratio/clipped_fraction",
@@ -189,23 +188,23 @@ _PAIR_METRICS = {"pair_margin": "pairs/margin", "pair_accuracy": "pairs/accuracy
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """`weigh`, with bounds `rho_min` and `rho`, gives tokens their weights; `baseline` turns rewards into advantages.
+    """A policy-gradient algorithm. `weigh`, with bounds `rho_min` and `rho`, weights tokens; `baseline` turns rewards into advantages.
 
     `loss_mean` "token": all tokens of a mini-batch count equally; "sequence": all responses do, whatever their length; "sequence_sum": a
-    response's tokens are summed, and responses averaged, so that the policy's actions are whole responses.
+    response's tokens are summed and responses averaged, so that the actions of the policy are whole responses.
 
-    `kl_coef` multiplies an estimate of the KL divergence from the reference. With `kl` "loss" it is added to the loss, token by token. With
-    `kl` "reward" its sum over a response's tokens is subtracted from the reward (RLOO, arXiv:2402.14740).
+    `kl_coef` multiplies an estimate of the KL divergence from the reference. With `kl` "loss" the product is added to the loss, token by
+    token. With `kl` "reward" its sum over a response's tokens is subtracted from the reward (RLOO, arXiv:2402.14740).
 
-    A batch of rollouts may make several optimizer steps. mu has sampled it, and prox, the proximal policy, is the policy before the first
-    of them. `ratio` says which ratio r the rule bounds, and by what each token's weight is multiplied besides:
+    A batch of rollouts may be trained on in several optimizer steps. The policy mu has sampled it; prox, the proximal policy, is the policy
+    before the first of these steps. `ratio` says which ratio r the rule bounds, and which further factor the weight of each token has:
 
         behavior    r = pi/mu
-        proximal    r = pi/prox            prox counts as what has sampled the tokens (PPO): the lag of prox behind mu is ignored
-        decoupled   r = pi/prox            times prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or
-                    below `behavior_floor` (IcePop); `behavior_level` and `behavior_above` change this (weights.py)
+        proximal    r = pi/prox     treats the tokens as sampled from prox (PPO); ignores that prox differs from mu
+        decoupled   r = pi/prox     factor prox/mu, or 0 where that is above `behavior_cap` (AReaL, arXiv:2505.24298) or below
+                                    `behavior_floor` (IcePop); `behavior_level` and `behavior_above` change this (`lag_weights`)
 
-    `entropy_coefficient` times the entropy of each token's distribution is subtracted from the loss, with the same mean.
+    The entropy of each token's distribution, times `entropy_coefficient`, is subtracted from the loss, with the same mean.
     """
 
     weigh: Rule
@@ -237,7 +236,7 @@ class PolicyGradient:
 
     @property
     def skip_zero(self) -> bool:
-        # A penalty, entropy and a teacher act at zero advantage too; a loss of pairs does not.
+        # A penalty, an entropy bonus or a teacher has a gradient at zero advantage; a loss of pairs has none.
         penalty = self.kl_coef != 0.0 or self.entropy_coefficient != 0.0 or (self.group_loss is not None and not self.group_loss.pairs)
         return self.skip_zero_advantage and not penalty and self.gae is None and self.distillation is None
 
@@ -255,20 +254,21 @@ class PolicyGradient:
         return self.baseline(rewards)
 
     def loss(self, logprobs: Tensor, microbatch: Microbatch) -> LossOutput:
-        """Loss whose gradient is -sum_t w A grad log pi, with w of `weigh` and `ratio`, plus kl_coef times a KL penalty if `kl` is "loss".
+        """Loss whose gradient is -sum_t w A grad log pi, with w from `weigh` and `ratio`, plus kl_coef times a KL penalty if `kl` is
+        "loss".
 
         logprobs: [t], float32 or wider. Ratios are constants for autograd. A token that the trainer gives probability 0
         (log-prob -inf) adds nothing. NaN is not hidden: it reaches the loss.
 
-        KL penalty, per token, with k2: c (log pi - log ref)^2 / 2 with c = min(r, rho), times what `ratio` multiplies weights by. Its
-        gradient is c (log pi - log ref) grad log pi; with c = pi/mu and tokens from mu its expectation is exactly the gradient of
-        KL(pi || ref) at each position. With k3 it is c (1 - ref/pi) grad log pi, that of KL(ref || pi).
-        The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), never negative and unbiased for the value.
+        KL penalty per token, with k2: c (log pi - log ref)^2 / 2, where c is min(r, rho) times the further factor of `ratio`. Its gradient
+        is c (log pi - log ref) grad log pi. With c = pi/mu and tokens from mu, the expectation is exactly the gradient of KL(pi || ref) at
+        each position. With k3 the gradient is c (1 - ref/pi) grad log pi, which is that of KL(ref || pi).
+        The metric `kl` sums c (ref/pi - 1 - log(ref/pi)), which is never negative and an unbiased estimate of the divergence.
         Departure from the paper: the penalty acts on each position by itself, not through the return of earlier tokens.
         Teachers change the advantages, or add their own terms (megarl/teachers/loss.py).
 
-        The value is that of the published objective. It is -w A log pi if w is a constant there (AIPO, CISPO, REINFORCE). It is -min(r A,
-        clip(r) A) if the objective is differentiated through r; the gradient is the same.
+        The value of the loss is that of the published objective: -w A log pi if w is a constant in it (AIPO, CISPO, REINFORCE), or
+        -min(r A, clip(r) A) if the paper differentiates through r. The gradient is the same.
 
         Sums: tokens, is_ratio (pi/mu), is_ratio_clipped (tokens whose weight is not r), and kl if there is a reference. With a proximal
         policy: proximal_ratio (pi/prox), behavior_ratio (prox/mu), and, if decoupled, behavior_ratio_capped (tokens outside floor and cap).
@@ -302,7 +302,7 @@ class PolicyGradient:
         advantages = torch.where(mask, advantages, 0.0)
         terms = -factor * weight * advantages * log_pi
         if surrogate is not None:
-            terms = terms + (-factor * surrogate * advantages - terms).detach()  # its value, with the same gradient
+            terms = terms + (-factor * surrogate * advantages - terms).detach()  # changes the value, not the gradient
         terms = penalties + terms
         if self.entropy_coefficient:
             terms = terms - self.entropy_coefficient * torch.where(mask, _entropy(microbatch), 0.0)
@@ -314,11 +314,11 @@ class PolicyGradient:
         return LossOutput(self._sum(terms, mask, microbatch.boundaries), sums)
 
     def denominator(self, tokens: int, samples: int) -> float:
-        """The divisor of a mini-batch's losses: the policy's tokens or the samples, including those of zero advantage."""
+        """The divisor of a mini-batch's summed loss: its policy tokens or its samples, including samples of zero advantage."""
         return float(tokens if self.loss_mean == "token" else samples)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over tokens, or over pairs; NaN if the step trained on nothing, or has no pair."""
+        """Means over tokens, or over pairs. NaN if the step trained on nothing or has no pair."""
         tokens = sums.get("tokens", 0.0) or math.nan
         always = {name: sums.get(name, 0.0) for name in ("is_ratio", "is_ratio_clipped")}
         found = {metric: value / tokens for name, value in (always | sums).items() if (metric := _METRICS.get(name))}
@@ -330,14 +330,14 @@ class PolicyGradient:
         return found
 
     def _sum(self, terms: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
-        """The sum over all tokens, or over the sequences' means."""
+        """The sum of `terms` over all tokens, or of their means over the sequences."""
         if self.loss_mean != "sequence":
             return terms.sum()
         return (segment_sums(terms, boundaries) / segment_counts(mask, boundaries, terms.dtype)).sum()
 
 
 def _log_ratio(of: Tensor, to: Tensor) -> Tensor:
-    """log(of / to), -inf where `of` is impossible (log-prob -inf), as it is outside the mask."""
+    """log(of / to). It is -inf where `of` is impossible (log-prob -inf), as it is outside the mask."""
     return torch.where(of == -math.inf, -math.inf, of - to)
 
 

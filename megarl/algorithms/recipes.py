@@ -1,6 +1,6 @@
-"""Algorithms as data: the bounds of their importance ratios, and how they form advantages and means.
+"""Algorithms as data: the bounds of their importance ratios, and how they compute advantages and means.
 
-All of them are one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no torch, so that a configuration is
+All share one loss (`losses.PolicyGradient`) with different weights (`registry.RULES`). Imports no torch, so that a configuration is
 checked at once.
 """
 
@@ -15,11 +15,11 @@ from megarl.config.schema import AlgorithmConfig, published
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rho_min`, `rho`: bounds of the importance ratio; None: the algorithm has no such bound, so it cannot be set.
-    `dual_clip`: where ratios of negative advantages are cut off; None as above, infinite: nowhere unless set.
-    `beta`: weight of the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`, `whiten`: of a critic's
-    advantages (megarl/critic/losses.py). `ratios`: the values of algorithm.ratio that make sense with it. `fixed`: settings that define it,
-    and so cannot be changed."""
+    """`rho_min`, `rho`: bounds of the importance ratio. None: the algorithm has no such bound, so it cannot be set.
+    `dual_clip`: where ratios of negative advantages are cut off. None: as above; infinite: nowhere unless set.
+    `beta`: weight of the KL divergence in a loss of several responses (advantages.py). `gamma`, `gae_lambda`, `whiten`: for a critic's
+    advantages (megarl/critic/losses.py). `ratios`: the values of algorithm.ratio that make sense with it. `fixed`: the settings that define
+    the algorithm, and so cannot be changed."""
 
     rho_min: float | None
     rho: float | None
@@ -35,18 +35,18 @@ class Recipe:
 
 
 _OF_GROUPS = Recipe(None, None, loss_mean="sequence_sum", ratios=("behavior",), fixed=("advantage", "loss_mean"))
-# Bounds are the papers', as is beta (arXiv:2410.18252, appendix A, also for copg); docs/algorithms.md names them.
+# Bounds are from the papers that docs/algorithms.md names; beta is from arXiv:2410.18252, appendix A, also for copg.
 RECIPES = {
     "aipo": Recipe(0.0, 4.0),
     "grpo": Recipe(0.8, 1.2, advantage="normalized", loss_mean="sequence", dual_clip=3.0),
     "gspo": Recipe(1 - 3e-4, 1 + 4e-4, advantage="normalized", loss_mean="sequence", dual_clip=math.inf),
-    # It bounds the difference between trainer and generator, which pi/prox leaves out.
+    # The rule bounds the difference between trainer and generator, which pi/prox ignores.
     "icepop": Recipe(0.5, 5.0, advantage="normalized", ratios=("behavior",)),
-    # It does not correct good responses, and corrects others as a whole: a factor per token contradicts both.
+    # The rule leaves good responses uncorrected, and corrects others as a whole: a factor per token contradicts both.
     "topr": Recipe(None, 1.0, ratios=("behavior", "proximal")),
-    "reinforce": Recipe(None, None, ratios=("behavior",)),  # it reads no ratio
+    "reinforce": Recipe(None, None, ratios=("behavior",)),  # the rule reads no ratio
     "rloo": Recipe(None, None, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior",)),
-    # Its ratio is that of the whole response, which a factor per token contradicts.
+    # The rule uses the ratio of the whole response, which a factor per token contradicts.
     "proximal_rloo": Recipe(
         0.8, 1.2, advantage="leave_one_out", loss_mean="sequence_sum", ratios=("behavior", "proximal"), dual_clip=math.inf
     ),
@@ -59,7 +59,7 @@ RECIPES = {
 }
 
 
-OWN = Recipe(0.0, 4.0)  # for a rule that a configuration names by import path
+OWN = Recipe(0.0, 4.0)  # for a rule that a configuration names by its import path
 
 
 def recipe_of(config: AlgorithmConfig) -> Recipe:
@@ -87,21 +87,21 @@ def needs_groups_to_differ(config: AlgorithmConfig) -> bool:
 
 
 def needs_reference(config: AlgorithmConfig) -> str | None:
-    """The setting and value that make a run keep the weights that it began with; None: it does not keep them."""
+    """The "key=value" that makes a run keep its initial weights as a reference; None if it does not keep them."""
     if config.kl_coef > 0:
         return f"algorithm.kl_coef={config.kl_coef}"
     return f"algorithm.beta={beta}" if (beta := recipe_of(config).beta) else None
 
 
 def needs_one_sequence(config: AlgorithmConfig) -> str | None:
-    """The setting and value that require every episode to be one sequence, without branches; None: branches are allowed."""
+    """The "key=value" that requires every episode to be one sequence; None if branches are allowed."""
     if has_critic(config) or recipe_of(config).beta is not None:
         return f"algorithm.name={config.name}"
     return "algorithm.kl=reward" if config.kl_coef and config.kl == "reward" else None
 
 
 def problems(config: AlgorithmConfig) -> Iterator[str]:
-    """Errors: bounds that the algorithm does not have, bounds with nothing between them, and ratios that it does not go with."""
+    """Yields problems: a bound that the algorithm does not have, an empty interval of bounds, an unsuitable algorithm.ratio."""
     for key in _KEYS:
         value, own = getattr(config, key), RECIPES.get(config.name, OWN)
         if value is not None and (getattr(own, key) is None or key in own.fixed):
@@ -134,7 +134,7 @@ def problems(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def _tokens_problems(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
-    """Problems of settings that tell tokens or samples apart, if the loss compares whole responses."""
+    """If the loss compares whole responses, problems with settings that treat tokens or samples differently."""
     if recipe.beta is not None and config.entropy_coefficient:
         yield f"algorithm.entropy_coefficient={config.entropy_coefficient}: must be 0: {config.name} is a loss of whole responses"
     if config.mask_truncated and (recipe.beta is not None or recipe.advantage == "best"):

@@ -1,4 +1,4 @@
-"""From the configuration to the algorithm."""
+"""Makes the algorithm that a configuration describes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.config.schema import SAMPLED, AlgorithmConfig
 from megarl.critic.losses import Gae
 from megarl.teachers.loss import Distillation
 
-RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_clip` take that besides a Rule's arguments
+RULES: dict[str, Callable[..., Weights]] = {  # if the recipe has `dual_clip`, the function takes that in addition to a Rule's arguments
     "aipo": clamped,
     "grpo": clipped,
     "gspo": sequence_clipped,
@@ -47,7 +47,7 @@ RULES: dict[str, Callable[..., Weights]] = {  # those of recipes with a `dual_cl
 
 
 def find_rule(name: str) -> Callable[..., Weights]:
-    """One of RULES, or package.module:function, which is tried on three tokens. Raises ConfigError if that is no Rule."""
+    """One of RULES, or the function `package.module:function`, tried on three tokens. Raises ConfigError if it is not a Rule."""
     if name in RULES:
         return RULES[name]
     rule = find_callable(name, f"algorithm.name={name}", built_in=RULES)
@@ -62,7 +62,7 @@ def find_rule(name: str) -> Callable[..., Weights]:
 
 
 def _tried(rule: Callable[..., Weights]) -> str:
-    """What is wrong with the result of `rule` for a sequence of one token and one of two, the last of them masked; empty if nothing is."""
+    """Tries `rule` on sequences of one and two tokens, the last of them masked. Returns a problem with its result; empty if it is valid."""
     log_ratio, advantages, mask = torch.tensor([0.0, 0.5, -torch.inf]), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([True, True, False])
     try:
         found = rule(log_ratio, advantages, mask, torch.tensor([0, 1, 3], dtype=torch.int32), OWN.rho_min, OWN.rho)
@@ -77,13 +77,13 @@ def _tried(rule: Callable[..., Weights]) -> str:
 
 
 def make_algorithm(config: AlgorithmConfig, teachers: Mapping[str, float] = {}) -> Algorithm:
-    """`config.name` with its settings; where these are null, the algorithm's defaults hold. `teachers`: their weights."""
+    """The algorithm `config.name` with its settings, or its defaults where these are null. `teachers`: the weight of each teacher."""
     recipe, rule = recipe_of(config), find_rule(config.name)
     pairs = recipe.advantage == "best_and_worst"
     return PolicyGradient(
         weigh=rule if recipe.dual_clip is None else partial(rule, dual_clip=recipe.dual_clip),
         rho_min=recipe.rho_min or 0.0,
-        rho=recipe.rho or 1.0,  # a rule without this bound: still needed for the KL penalty's correction
+        rho=recipe.rho or 1.0,  # a rule without this bound still needs one in the KL penalty
         baseline=(ADVANTAGES | CHOICES)[recipe.advantage],
         loss_mean=recipe.loss_mean,
         kl_coef=config.kl_coef,

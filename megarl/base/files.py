@@ -1,4 +1,4 @@
-"""Files that other processes write, or will read: the end of a log, what is there whole or not at all, and what is nobody else's."""
+"""Files that other processes write or read: ends of logs, files written atomically, private folders, files of the hub."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _TRIED_BYTES = 4 << 10
-_MOST_BYTES = 64 << 10  # logs of days may be larger than memory
+_MOST_BYTES = 64 << 10  # the log of a long run may be larger than memory
 
 
 def make_private_folder(path: Path) -> None:
-    """One that this user alone can look into. Where it is there already it stays as it is: whoever made it has decided."""
+    """Creates a folder that only this user can access. An existing folder keeps its permissions, which its creator has chosen."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes by rename: if the process dies, the host loses power, or the disk is full, the previous content stays."""
+    """Writes a file atomically, by rename. If the process dies, the host loses power or the disk is full, the old content stays."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(half, "w", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_problem(folder: Path) -> str:
-    """Why nothing can be written to `folder`, which may have become full or read-only; empty if something can."""
+    """The reason why nothing can be written to `folder`, such as a full disk; empty if it can be written to."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(_TRIED_BYTES))
@@ -48,7 +48,7 @@ def write_problem(folder: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """So that names in it are as they are now also after its host has lost its power."""
+    """Flushes the names in `path` to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,24 +66,24 @@ def log_tail(path: Path, lines: int = 25) -> str:
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-# The Hugging Face hub: files by their repository's name, out of its cache or over the network.
+# Files of repositories on the Hugging Face hub, from its cache or over the network.
 #
-# Its own client tries five times, for half a minute, for every file; and so does each process. Here it is asked once whether the hub can be
-# reached; where it cannot, this process and all that it starts look in the cache alone.
+# The hub's own client tries five times, for half a minute, for every file in every process. Here one request finds out whether the hub can
+# be reached. If not, this process and all that it starts look only in the cache.
 
 
-OFFLINE = "HF_HUB_OFFLINE"  # environment: the hub's own switch
+OFFLINE = "HF_HUB_OFFLINE"  # environment variable of the hub's client
 ANSWER_S = 5.0
 
 
 class HubError(Exception):
-    """Why there is no such file. Completes the sentence "model.path=owner/name: …"."""
+    """The reason why a file cannot be had. It completes the sentence "model.path=owner/name: …"."""
 
 
 def hub_file(repository: str, name: str, kind: str = "model") -> Path:
-    """A file of owner/name, a "model" or a "dataset", as it lies in the cache. Raises HubError."""
+    """The path in the cache of a file of owner/name, which is a "model" or a "dataset". Raises HubError."""
     use_cache = unreachable()
-    from huggingface_hub import hf_hub_download  # only now: it looks at OFFLINE when it is imported
+    from huggingface_hub import hf_hub_download  # imported here, since it reads OFFLINE when it is imported
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
@@ -96,13 +96,13 @@ def hub_file(repository: str, name: str, kind: str = "model") -> Path:
         raise HubError("is gated on the hub: accept its terms there, and log in by `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise HubError("is no local folder, and no repository on the hub; a private one needs `hf auth login`") from error
-    except (OSError, ValueError) as error:  # all of the hub's errors derive from these
+    except (OSError, ValueError) as error:  # the base classes of all errors of the hub
         raise HubError(f"cannot be read from the hub: {_first_line(error)}") from error
 
 
 @functools.cache
 def unreachable() -> str:
-    """Why the hub is not to be asked; empty where it can be. Settles it for whatever this process starts, too."""
+    """The reason why the hub cannot be reached; empty if it can. If not, also sets OFFLINE for processes that this one starts."""
     if os.environ.get(OFFLINE, "").lower() in ("1", "true", "yes", "on"):
         return f"{OFFLINE} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -120,7 +120,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-# Checks that a command can write its output, before it computes for minutes.
+# Checks that a command can write its output before it computes for minutes.
 
 
 PICTURES = (".svg", ".png")

@@ -1,4 +1,4 @@
-"""Boxes of elements in N dimensions, and ranks as coordinates on their parallel axes. Pure arithmetic."""
+"""Boxes of tensor elements, and the coordinates of ranks on their parallel axes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
-    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is built in a tenth of a dataclass's time.)"""
+    """The elements `start[d] <= index[d] < start[d] + shape[d]` of a tensor. (A struct is created ten times as fast as a dataclass.)"""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return tuple([s + n for s, n in zip(self.start, self.shape)])
 
     def slices(self) -> tuple[slice, ...]:
-        """Index of the box: `tensor[box.slices()]` is a view."""
+        """The index of the box: `tensor[box.slices()]` is a view."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape))
 
     def intersect(self, other: Box) -> Box | None:
@@ -45,7 +45,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return all(a <= b and b + n <= a + m for a, m, b, n in zip(self.start, self.shape, other.start, other.shape))
 
     def move(self, origin: Box, target: Box) -> Box:
-        """This box, which lies in `origin`, as seen when origin's first element is moved to target's."""
+        """This box, which lies in `origin`, shifted by the distance from the first element of `origin` to that of `target`."""
         return Box(tuple([s - a + b for s, a, b in zip(self.start, origin.start, target.start)]), self.shape)
 
     def drop(self) -> Box:
@@ -73,7 +73,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
             start[d], shape[d] = common.start[d], common.shape[d]
 
     def join(self, other: Box) -> tuple[int, Box] | None:
-        """(dim, union) when `other` continues this box along exactly one dim, else None."""
+        """(dim, union) if `other` directly continues this box along exactly one dim, else None."""
         differing = [d for d in range(len(self.start)) if (self.start[d], self.shape[d]) != (other.start[d], other.shape[d])]
         if len(differing) != 1:
             return None
@@ -87,19 +87,19 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-# Who stands where: ranks of trainer and generator as coordinates on their parallel axes. Pure arithmetic.
+# The coordinates of trainer and generator ranks on their parallel axes. Pure arithmetic.
 
 
-# Slots for the states of gated delta nets that an engine has for each request it may run: three, as SGLang's prefix cache needs them, and
-# two more where its scheduler works ahead (sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio).
+# State slots of gated delta nets that an engine has for each request it may run: three, which SGLang's prefix cache needs, and two more if
+# its scheduler works ahead (sglang/srt/mem_cache/kv_cache_configurator.py, _calculate_mamba_ratio).
 STATES_PER_REQUEST = 5
 
-DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # whose SGLang models can run attention data-parallel
+DP_ATTENTION_FAMILIES = ("deepseek_v3", "qwen3_moe")  # families whose SGLang models can run attention data-parallel
 
 
 @dataclass(frozen=True)
 class TrainerCoordinate:
-    """Place of one trainer rank on the mesh axes."""
+    """The coordinate of one trainer rank on the mesh axes."""
 
     tp: int
     cp: int
@@ -123,7 +123,7 @@ class TrainerTopology:
     etp: int = 1
     dp: int = 1
     zero: int = 1
-    first_stage_layers: int | None = None  # None: stages that are not told share the rest evenly
+    first_stage_layers: int | None = None  # None: stages without a number share the other layers evenly
     last_stage_layers: int | None = None
 
     @property
@@ -132,7 +132,7 @@ class TrainerTopology:
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of an expert. Not a whole number of them means that ep * etp does not divide the ranks of a stage."""
+        """The number of replicas of an expert. It is not whole if ep * etp does not divide the ranks of a stage."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinate(self, rank: int) -> TrainerCoordinate:
@@ -143,7 +143,7 @@ class TrainerTopology:
 
     @property
     def replicas(self) -> list[list[int]]:
-        """[dp][…] the ranks at each place of the data-parallel axis: those that train on the same sequences."""
+        """[dp][…] the ranks at each data-parallel coordinate, which train on the same sequences."""
         ranks: list[list[int]] = [[] for _ in range(self.dp)]
         for rank in range(self.world_size):
             ranks[self.coordinate(rank).dp].append(rank)
@@ -158,8 +158,8 @@ class TrainerTopology:
 class GeneratorTopology:
     """`engines` SGLang servers of `tp` ranks each. Generator rank g is TP rank g % tp of engine g // tp.
 
-    Of an engine's ranks, each run of tp / ep holds the same experts, cut over that run. With data-parallel attention (SGLang's
-    attn_dp_size = dp_attention) each run of tp / dp_attention holds attention and embedding, cut over that run.
+    In an engine, each block of tp / ep consecutive ranks holds the same experts, sharded over the block. With data-parallel attention
+    (SGLang's attn_dp_size = dp_attention), each block of tp / dp_attention ranks holds attention and embedding, sharded over the block.
     """
 
     engines: int = 1
@@ -173,5 +173,5 @@ class GeneratorTopology:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks over which attention is cut."""
+        """The number of ranks over which attention is sharded."""
         return self.tp // self.dp_attention

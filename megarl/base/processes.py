@@ -1,4 +1,4 @@
-"""Processes of a host: why one ended, how one ends with its parent, and signs of life of one that is busy."""
+"""Processes of a host: why one ended, how it ends with its parent, and signs of life from a busy one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# Why a process ended, as far as its host can tell.
+# Finds out why a process ended, as far as its host can tell.
 
 
 SHARED_MEMORY = Path("/dev/shm")
 KERNEL_COUNTS = Path("/proc/vmstat")
-LITTLE_BYTES = 16 << 20  # as good as full
+LITTLE_BYTES = 16 << 20  # less free space than this counts as full
 MIB = 1 << 20
 
 
 def how(code: int) -> str:
-    """`code` as subprocess and multiprocessing give it; above 128, as a shell would: a signal has ended one of its own processes."""
+    """How a process ended, in words. `code`: as subprocess and multiprocessing give it. Above 128, a signal has killed a child process."""
     if code < 0:
         return f"was killed by {_name(-code)}"
     if code > 128 and _name(code - 128):
@@ -31,8 +31,8 @@ def how(code: int) -> str:
 
 
 def ended_for_memory() -> int:
-    """How many processes the kernel has ended for lack of memory, of the host or of a control group, since the host started; 0 where
-    it does not count."""
+    """How many processes the kernel has killed since the host started because the host or a control group ran out of memory. 0 if the
+    kernel does not count them."""
     for line in KERNEL_COUNTS.read_text().splitlines() if KERNEL_COUNTS.exists() else ():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
@@ -40,11 +40,11 @@ def ended_for_memory() -> int:
 
 
 def cause(code: int, ended_before: int) -> str:
-    """Why a process ended with `code` at whose start `ended_for_memory` gave `ended_before`; empty where nothing is known."""
+    """Why a process ended with `code`; empty if unknown. `ended_before`: `ended_for_memory()` when the process started."""
     number = -code if code < 0 else code - 128
     found = []
     if number == signal.SIGKILL and (ended := ended_for_memory() - ended_before) > 0:
-        import psutil  # the kit of `make gpu` has none, and needs other parts of this file
+        import psutil  # imported here, since the kit of `make gpu` uses this file without psutil
 
         memory = psutil.virtual_memory()
         room = f"{memory.available // MIB} of {memory.total // MIB} MiB are free now"
@@ -76,14 +76,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent ends. Raises SystemExit where the process `parent` is gone already: another one has
-    taken over its children, and that may itself be process 1, of a container."""
+    """Makes the kernel kill this process when its parent ends. Raises SystemExit if the process `parent` is already gone. Its children then
+    have another parent, which may be process 1 of a container."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(f"process {parent}, which has started this one, is gone")
 
 
-# Signs of life from a worker that is busy with a command of a weight update and so cannot answer (generator.health_s).
+# Signs of life from an engine worker that cannot answer because it is busy with a weight update (generator.health_s).
 
 
 BEATS = "MEGARL_ENGINE_BEATS"  # environment variable: path of the file that the beats touch
@@ -92,12 +92,12 @@ BEAT_S = 1.0
 
 @contextlib.contextmanager
 def beating() -> Iterator[None]:
-    """Touches the file every BEAT_S until the block ends, so a shorter command never touches it. A stopped process does not beat."""
+    """Touches the file every BEAT_S until the block ends. A shorter command never touches it, and neither does a stopped process."""
     file, done = os.environ.get(BEATS), threading.Event()
 
     def beat(path: Path) -> None:
         while not done.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a full disk: then only the engine's answers count
+            with contextlib.suppress(OSError):  # the disk is full: then only the engine's answers count
                 path.touch()
 
     if file:

@@ -1,4 +1,4 @@
-"""What travels between executors: prompts, samples, groups and batches, and what is packed into bytes to travel with them."""
+"""The data that travels between executors: prompts, samples, groups and batches, and the packed bytes that travel with them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-# What travels between executors: prompts, samples, groups, batches.
+# The data that travels between executors: prompts, samples, groups, batches.
 #
-# Whatever has one number per token is a typed array. At the generator, where users' code handles it, that is Python's `array`: as with
-# lists, `+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer it is NumPy's. `rollouts.packing` has the
-# form between the two.
+# Values with one number per token are typed arrays. At the generator, where users' code handles them, they are Python's `array`: as with
+# lists, `+` concatenates and `==` compares, and nothing is silently broadcast. At the trainer they are NumPy's. `rollouts/channel.py` has
+# the form in between.
 
 
 Version = int
-"""Weight version: 0 for the initial weights, +1 for every batch that they were trained on."""
+"""The version of the weights: 0 for the initial weights, plus 1 for every batch they were trained on."""
 
 
 Ordinal = int
-"""Number of a prompt in the run's endless stream of prompts, from 0 on."""
+"""The number of a prompt in the run's endless stream of prompts, from 0 on."""
 
 _DTYPES = {"i": np.dtype(np.int32), "f": np.dtype(np.float32), "b": np.dtype(np.bool_)}
-_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}  # kinds of NumPy arrays that become such an array
+_TAKEN = {"i": "iu", "f": "iuf", "b": "b"}  # code of an array -> the kinds of NumPy arrays that convert to it
 
 
 def typed(values: Iterable[Any], code: str) -> array[Any]:
-    """`values` as an array of int32 ("i"), float32 ("f") or truth values ("b"); the same object where it is one already.
+    """`values` as an array of int32 ("i"), float32 ("f") or booleans ("b"). An array of that type is returned as it is.
 
-    Raises: TypeError for what are no such numbers, OverflowError for an integer of more than 32 bits.
+    Raises: TypeError for other kinds of values, OverflowError for an integer of more than 32 bits.
     """
     if isinstance(values, array) and values.typecode == code:
         return values
@@ -50,17 +50,17 @@ def typed(values: Iterable[Any], code: str) -> array[Any]:
 
 
 def view(values: array[Any]) -> np.ndarray:
-    """The memory of `values` as NumPy sees it. While the view lives, `values` can neither grow nor shrink."""
+    """A NumPy view of the memory of `values`. While the view exists, `values` can neither grow nor shrink."""
     return np.frombuffer(values, _DTYPES[values.typecode]) if values else np.empty(0, _DTYPES[values.typecode])
 
 
 def impossible_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """Which of them no token can have: NaN, infinite, or above 0 by more than an engine's arithmetic in bfloat16 can be off."""
+    """[T] bool: which log-probs are impossible: NaN, infinite, or above 0 by more than an engine's error in bfloat16."""
     return ~(np.isfinite(logprobs) & (logprobs <= 0.01))
 
 
 class Typed(msgspec.Struct, frozen=True):
-    """Takes lists and NumPy's arrays for its arrays, and converts them when it is made."""
+    """A struct whose constructor converts lists and NumPy arrays to typed arrays."""
 
     def _convert(self, **codes: str) -> None:
         for name, code in codes.items():
@@ -71,51 +71,51 @@ class Typed(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One prompt. `ordinal` numbers the prompts of a run; it is never reused, also not across a resume."""
+    """One prompt. `ordinal` numbers the prompts of a run and is never reused, not even after a resume."""
 
     ordinal: Ordinal
     token_ids: list[int]  # [P]
     text: str
-    answer: str  # the reference the verifier compares with
-    row: dict[str, Any] = {}  # of the data set, for a reward function of the user's own
-    source: str = ""  # its name in data.train.sources or eval.suites; empty for data.train and data.eval themselves
+    answer: str  # the reference for the verifier
+    row: dict[str, Any] = {}  # the row of the dataset, for a user's own reward function
+    source: str = ""  # name of its source in data.train.sources or eval.suites; empty for data.train and data.eval
 
 
 class Failure(msgspec.Struct, frozen=True):
     """Why a response has no score of its own."""
 
-    kind: str  # "timeout" | "error" | "memory" | "exit"; of an episode as rollout/failed_<kind> counts it
-    reason: str  # as it completes "… failed: "
-    text: str = ""  # how the response begins
-    part: str = ""  # of reward.parts; roles.NAME of a teacher; rollout.NAME of the episode itself; empty if the reward has none
+    kind: str  # "timeout" | "error" | "memory" | "exit"; for an episode, the <kind> in rollout/failed_<kind>
+    reason: str  # completes "… failed: "
+    text: str = ""  # the beginning of the response
+    part: str = ""  # what failed: a part of the reward (empty: the whole), a teacher roles.NAME, or the episode, rollout.NAME
 
 
-WARNING = "warning"  # kind of what is told as failures are, but is none
-EPISODE = "rollout."  # begins the `part` of what an episode itself has failed of, behind which is the rollout's name
-UNANSWERED = "unanswered"  # finish reason of an episode that has sampled nothing, whose sample has no tokens; its prompt is dropped
+WARNING = "warning"  # kind of a warning, which is reported like a failure
+EPISODE = "rollout."  # prefix of `part` if the episode itself failed; the rollout's name follows
+UNANSWERED = "unanswered"  # finish reason of an episode that sampled nothing: its sample has no tokens, and its prompt is dropped
 
 
 class Sample(Typed, frozen=True):
     """One response to a prompt, with the behaviour policy mu that produced it.
 
-    In a rollout of several turns the environment has written some of the tokens. Those are context, not actions: they
-    have no log-prob and no version of their own, and are not learned.
+    In a rollout of several turns, the environment has written some of the tokens. Those are context, not actions. They have neither a
+    log-prob nor a version, and are not learned.
     """
 
     token_ids: array[int]  # [T] int32, response tokens, end-of-text included when it was sampled
     logprobs: array[float]  # [T] float32, log mu(y_t | x, y_<t) under the distribution sampled from; 0 on the environment's tokens
-    versions: array[int]  # [T] int32, weight version that produced each token; anything on the environment's tokens
+    versions: array[int]  # [T] int32, weight version that sampled each token; arbitrary on the environment's tokens
     text: str
     reward: float
     finish_reason: str  # "stop" | "length" | UNANSWERED
     policy_mask: array[int] = msgspec.field(default_factory=partial(array, "b"))  # [T] 0 on the environment's tokens; empty: 1 everywhere
-    environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of what the environment wrote, for people
-    metrics: dict[str, float] = {}  # what the rollout counted; a step reports each one's mean as rollout/<name>
+    environment_spans: list[tuple[int, int]] = []  # [start, end) in `text` of the environment's parts, for display
+    metrics: dict[str, float] = {}  # numbers from the rollout; a step reports their means as rollout/<name>
     routing: bytes = b""  # experts chosen at the positions of prompt and response (models/routing.py), from the first on; empty: unknown
-    reward_parts: dict[str, float] = {}  # what the reward is made of; a step reports each one's mean as reward/<name>/mean
-    failures: list[Failure] = []  # of the episode, its reward function, or parts of the reward; failed scores are in the place of theirs
-    kept: KeptSets | None = None  # what each token was drawn from under top-p, top-k or min-p; None: unknown, or everything
-    teachers: bytes = b""  # what teachers on engines say of each token (TeacherScores); empty without any
+    reward_parts: dict[str, float] = {}  # parts of the reward; a step reports their means as reward/<name>/mean
+    failures: list[Failure] = []  # of the episode, the reward or its parts; those have substitute scores
+    kept: KeptSets | None = None  # the set that each token was drawn from; None: unknown, or the whole vocabulary
+    teachers: bytes = b""  # packed TeacherScores of teachers on engines; empty without any
     branch: int = 0  # above 0: a further branch of the same episode as the sample before it, with the same reward
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class _Branch(Protocol):
 
 
 def episodes[S: _Branch](samples: Iterable[S]) -> list[list[S]]:
-    """The samples of each episode. A baseline is over these: all branches of one have its reward and its advantage."""
+    """The samples of each episode. Baselines are computed over episodes; all branches of one share its reward and its advantage."""
     found: list[list[S]] = []
     for sample in samples:
         if sample.branch:
@@ -182,7 +182,7 @@ def episodes[S: _Branch](samples: Iterable[S]) -> list[list[S]]:
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """Equal neighbours as (value, count)."""
+    """Runs of equal neighbours as (value, count)."""
     if not values.size:
         return []
     starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), values.size]
@@ -197,11 +197,11 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SampleSummary(msgspec.Struct, frozen=True):
-    """What every trainer rank knows of a sample: all but its numbers a token, and its text."""
+    """What every trainer rank knows of a sample: everything but its text and its per-token numbers."""
 
     tokens: int  # T
-    policy_versions: list[tuple[Version, int]]  # of the tokens that the policy produced, in order: runs of (version, tokens)
-    turns: int  # runs of policy tokens; 1 where the environment wrote nothing in between
+    policy_versions: list[tuple[Version, int]]  # of the policy's tokens, in order: runs of (version, tokens)
+    turns: int  # runs of policy tokens; 1 if the environment wrote nothing in between
     reward: float
     finish_reason: str
     routing_bytes: int = 0
@@ -236,7 +236,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
 
 class GroupTexts(msgspec.Struct, frozen=True):
-    """What people read of a group."""
+    """The texts of a group, for display."""
 
     prompt: str
     answer: str
@@ -244,7 +244,7 @@ class GroupTexts(msgspec.Struct, frozen=True):
 
 
 class SampleNumbers(NamedTuple):
-    """What is trained on of a sample."""
+    """The per-token numbers of a sample, for training."""
 
     prompt_ids: np.ndarray  # [P] int32
     token_ids: np.ndarray  # [T] int32
@@ -256,40 +256,40 @@ class SampleNumbers(NamedTuple):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The input of one step: `prompts_per_step` groups, in the order of their ordinals. Without groups, too many prompts were dropped for
-    it, and the run ends."""
+    """The input of one step: `prompts_per_step` groups, sorted by ordinal. If it has no groups, too many prompts were dropped, and the run
+    ends."""
 
     step: int
     groups: list[GroupSummary]
-    generate_s: float  # from the start of its first rollout to the end of its last, without reward_s
-    generator_wait_s: float  # how long the generator waited for weights since the batch before, counted in places in flight
-    due_wait_s: float = 0.0  # of the trainer's waiting: for rollouts that would have become too old, though others were there
-    rejected: int = 0  # groups found too old since the batch before, to be generated again
+    generate_s: float  # from the start of the first rollout to the end of the last, minus reward_s
+    generator_wait_s: float  # the generator's wait for weights since the last batch, weighted by the share of idle places
+    due_wait_s: float = 0.0  # part of the trainer's wait: enough groups were there, but a due one was not
+    rejected: int = 0  # groups rejected as too old since the last batch
     buffered: int = 0  # finished groups left for later batches
-    numbers: dict[int, SampleNumbers] = {}  # of the samples that this rank trains on, by their place in `samples`
-    texts: list[msgspec.Raw] = []  # of each group an encoded GroupTexts, on trainer rank 0
+    numbers: dict[int, SampleNumbers] = {}  # place in `samples` -> numbers, for the samples that this rank trains on
+    texts: list[msgspec.Raw] = []  # an encoded GroupTexts for each group; only on trainer rank 0
     dropped: list[GroupSummary] = []  # by dynamic sampling: generated like `groups`, but not trained on
     dropped_texts: list[msgspec.Raw] = []  # as `texts`
-    rested: int = 0  # prompts that the curriculum has left out since the batch before
-    reward_s: float = 0.0  # of that time, what rollouts waited for scores, counted in rollouts in flight
-    rollout_s: float = 0.0  # of one prompt, from its start to its score, a mean
+    rested: int = 0  # prompts that the curriculum has left out since the last batch
+    reward_s: float = 0.0  # wait for scores in that time, weighted by the share of waiting rollouts
+    rollout_s: float = 0.0  # mean time of a prompt from its start to its score
 
     @property
     def samples(self) -> list[SampleSummary]:
-        """Of all groups, one group after the other."""
+        """The samples of all groups, group by group."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
     def generated(self) -> list[SampleSummary]:
-        """The samples of all groups, and of those that were dropped."""
+        """The samples of all groups, including dropped ones."""
         return [sample for group in [*self.groups, *self.dropped] for sample in group.samples]
 
 
 class TrainSequence(msgspec.Struct, frozen=True, eq=False):
-    """One token sequence as the trainer sees it: prompt and response joined, with per-token training data. It is made of arrays or lists.
+    """One training sequence: prompt and response joined, with per-token training data. It may be constructed from arrays or lists.
 
-    Position i of `loss_mask`, `mu_logprobs`, `advantages` speaks of the prediction of token i from tokens < i;
-    position 0 is therefore always masked.
+    Position i of `loss_mask`, `mu_logprobs` and `advantages` concerns the prediction of token i from tokens < i. So position 0 is always
+    masked.
     """
 
     token_ids: np.ndarray  # [L] int32
@@ -297,8 +297,8 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
     mu_logprobs: np.ndarray  # [L] float32, 0 where masked
     advantages: np.ndarray  # [L] float32, 0 where masked
     routing: bytes = b""  # experts to use (models/routing.py), at the first positions, up to L - 1 of them
-    kept: KeptSets | None = None  # of the last tokens: what each was drawn from. None: log-probs are over the whole vocabulary
-    teachers: bytes = b""  # of the last tokens: what teachers on engines say of them
+    kept: KeptSets | None = None  # for the last tokens: the set that each was drawn from; None: the whole vocabulary
+    teachers: bytes = b""  # for the last tokens: packed TeacherScores of teachers on engines
 
     def __post_init__(self) -> None:
         for name, code in (("token_ids", "i"), ("loss_mask", "b"), ("mu_logprobs", "f"), ("advantages", "f")):
@@ -316,7 +316,7 @@ class TrainSequence(msgspec.Struct, frozen=True, eq=False):
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """In the place of a TrainSequence that another data-parallel rank trains on: its length alone."""
+    """Stands for a TrainSequence that another data-parallel rank trains on. It has only the length."""
 
     length: int
 
@@ -324,31 +324,31 @@ class Elsewhere(msgspec.Struct, frozen=True):
         return self.length
 
 
-# The sets of tokens that sampled tokens were drawn from under top-p, top-k or min-p, packed into bytes that travel with a rollout.
+# Kept sets: the tokens that a sampled token was drawn from under top-p, top-k or min-p. They travel with a rollout as packed bytes.
 #
-# The policy that sampled is the model's distribution renormalised over that set, so the trainer takes its log-probs over the same set
-# ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Otherwise their ratio would not be defined.
+# The sampling policy is the model's distribution, renormalised over that set. So the trainer takes log-probs over the same set ("Keep
+# Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Otherwise the importance ratio would not be defined.
 
 
-MOST_KEPT = 4096  # tokens that an engine keeps at most, or some more where logits at the limit are equal
+MOST_KEPT = 4096  # most tokens that an engine keeps; a few more if logits at the limit are equal
 
 
 class KeptSets(msgspec.Struct, frozen=True):
-    """One set for each of T tokens.
+    """Kept sets: one set of token ids for each of T tokens.
 
     A set is written as its ids (2 bytes each, or 4 if the vocabulary is larger than 65,536) or, where that is smaller, as a bit for each
     token of the vocabulary, filled up to whole groups of 4 bytes.
     """
 
     vocab_size: int
-    sizes: bytes  # [T] int32, how many tokens each set has; 0 where there is none: on what an environment wrote
+    sizes: bytes  # [T] int32, tokens in each set; 0: no set, as for the environment's tokens
     records: bytes  # the sets, one after the other
 
     @classmethod
     def of(cls, vocab_size: int, tokens: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> KeptSets:
         """tokens: [T] sampled tokens; sizes: [T] int32; ids: [sum of sizes], one set after the other, in any order.
 
-        Raises: ValueError for ids that are not in the vocabulary, ids that are twice in a set, and sets without the token sampled from it.
+        Raises: ValueError for an id outside the vocabulary, a repeated id in a set, or a set that lacks the token sampled from it.
         """
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise ValueError(f"token ids from {ids.min()} to {ids.max()} in a vocabulary of {vocab_size}")
@@ -391,7 +391,7 @@ class KeptSets(msgspec.Struct, frozen=True):
         return found
 
     def checked_ids(self, tokens: np.ndarray) -> np.ndarray:
-        """As `ids`. Raises: ValueError also if one of the T sampled `tokens` is not in its own set."""
+        """Like `ids`. Raises: ValueError also if one of the T sampled `tokens` is not in its own set."""
         sizes, sampled = self.counts, np.zeros(len(self), np.bool_)
         rows = np.repeat(np.arange(len(sizes)), sizes)
         ids = self.ids()
@@ -401,7 +401,7 @@ class KeptSets(msgspec.Struct, frozen=True):
         return ids
 
     def first(self, tokens: int) -> KeptSets:
-        """Those of the first tokens."""
+        """The sets of the first `tokens` tokens."""
         _, starts, end = _records(self.vocab_size, self.counts)
         return KeptSets(self.vocab_size, self.sizes[: 4 * tokens], self.records[: starts[tokens] if tokens < len(self) else end])
 
@@ -411,16 +411,16 @@ class KeptSets(msgspec.Struct, frozen=True):
 
 
 class KeptSummary(msgspec.Struct, frozen=True):
-    """What every trainer rank knows of a sample's sets."""
+    """What every trainer rank knows of a sample's kept sets."""
 
     vocab_size: int
-    total: int  # of their sizes
-    largest: int  # how many have the most that are recorded: top_p or min_p alone might have kept more
+    total: int  # sum of their sizes
+    largest: int  # how many sets reach MOST_KEPT: without it, top_p or min_p might keep more
     bytes: int
 
 
 def join(kept: KeptSets | None, tokens: int, more: KeptSets | None, more_tokens: int) -> KeptSets | None:
-    """The sets of `tokens` tokens and of `more_tokens` after them; None stands for tokens without sets."""
+    """The sets of `tokens` tokens followed by `more_tokens` tokens. None stands for tokens without sets."""
     known = kept or more
     if known is None:
         return None
@@ -429,7 +429,7 @@ def join(kept: KeptSets | None, tokens: int, more: KeptSets | None, more_tokens:
 
 
 def kept_metrics(summaries: Iterable[KeptSummary | None], policy_tokens: int) -> dict[str, float]:
-    """Empty where no set is known."""
+    """Metrics of the kept sets of a batch; empty if no set is known."""
     known = [summary for summary in summaries if summary is not None]
     if not known:
         return {}
@@ -449,7 +449,7 @@ def _bits_bytes(vocab_size: int) -> int:
 
 
 def _records(vocab_size: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """[T] whether a set is written as bits, [T] where it begins, and where the last one ends."""
+    """[T] whether each set is written as bits, [T] where it begins, and where the last one ends."""
     as_ids, bits = sizes.astype(np.int64) * _id_dtype(vocab_size).itemsize, _bits_bytes(vocab_size)
     lengths = np.minimum(as_ids, bits)
     ends = np.cumsum(lengths)
@@ -457,7 +457,7 @@ def _records(vocab_size: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> bytes:
-    """`ids`, ascending within a set; `rows`: the set that each belongs to."""
+    """The packed sets. `ids`: ascending within a set; `rows`: the set that each id belongs to."""
     as_bits, starts, end = _records(vocab_size, sizes)
     packed, dtype = np.zeros(end, np.uint8), _id_dtype(vocab_size)
     within, bits = np.arange(len(ids)) - (np.cumsum(sizes) - sizes)[rows], as_bits[rows]
@@ -470,20 +470,20 @@ def _packed(vocab_size: int, sizes: np.ndarray, rows: np.ndarray, ids: np.ndarra
     return packed.tobytes()
 
 
-# What teachers on engines say of a response, packed into bytes that travel with a rollout.
+# The log-probs of teachers on engines for a response, packed into bytes that travel with the rollout.
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """By one teacher, of T tokens."""
+    """One teacher's log-probs for T tokens."""
 
-    ids: np.ndarray  # [T, k] int32, the likeliest tokens at each place; [T, 0] if it was asked for the tokens' own log-probs alone
-    logprobs: np.ndarray  # [T, k] float32 of these, or [T, 1] of the tokens themselves; NaN where it has said nothing
+    ids: np.ndarray  # [T, k] int32, the likeliest tokens at each place; [T, 0] if only the tokens' own log-probs are needed
+    logprobs: np.ndarray  # [T, k] float32 of these, or [T, 1] of the tokens themselves; NaN where the teacher gave none
 
 
 @dataclass(frozen=True)
 class TeacherFormat:
-    """The bytes of a token are, of each teacher in turn, its ids (int32) and then its log-probs (float32)."""
+    """The byte layout: for each token, and for each teacher in turn, its ids (int32) and then its log-probs (float32)."""
 
     teachers: int
     top_k: int  # 0: the log-probs of the tokens themselves
@@ -497,13 +497,13 @@ class TeacherFormat:
         return 2 * self.top_k or 1
 
     def pack(self, told: Sequence[TeacherScores | None], tokens: int) -> bytes:
-        """`told` by each teacher, of `tokens` tokens; None if it failed."""
+        """Packs the scores `told` by each teacher for `tokens` tokens. None stands for a teacher that failed."""
         nothing = TeacherScores(np.zeros((tokens, self.top_k), np.int32), np.full((tokens, self.top_k or 1), np.nan, np.float32))
         parts = [part for one in told for part in ((one or nothing).ids.view(np.float32), (one or nothing).logprobs)]
         return np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32).tobytes()
 
     def unpack(self, packed: bytes, tokens: int) -> list[TeacherScores]:
-        """Raises: ValueError if `packed` is of another number of tokens."""
+        """The scores of each teacher. Raises: ValueError if `packed` has another number of tokens."""
         numbers = np.frombuffer(packed, np.float32).reshape(tokens, self.teachers, self._width)
         return [
             TeacherScores(np.ascontiguousarray(one[:, : self.top_k]).view(np.int32), one[:, self.top_k :]) for one in numbers.swapaxes(0, 1)

@@ -1,1 +1,1 @@
-"""Benchmarks, each a program of its own: `python -m megarl.bench.kernels`."""
+"""Benchmarks: `megarl bench WHAT` and `make gpu`."""

@@ -1,12 +1,12 @@
-"""What the rollouts channel costs per sample, with 1,000 to 100,000 samples in the trainer's buffer (`megarl bench channels`).
+"""Measures the cost of the rollouts channel per sample, with 1,000 to 100,000 samples in the trainer's buffer (`megarl bench channels`).
 
 Three processes use the real parts: hub and peer over encrypted loopback, messages, the buffer with bounded staleness, and a broadcast over
-gloo to a second trainer rank. Groups have the quickstart's size, 4 samples of 10 tokens. In every step the generator sends as many groups
-as the trainer uses, so the buffer stays equally full.
+gloo to a second trainer rank. Groups have the quickstart's size: 4 samples of 10 tokens. In every step the generator sends as many groups
+as the trainer uses, so the number of buffered groups stays the same.
 
-Costs are CPU times of whole processes, so other work on the machine hardly counts: the generator encodes and sends; trainer rank 0
-receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything
-it asks for has been sent. The quickstart's step is 0.35 s for 128 samples.
+Costs are CPU times of whole processes, so other work on the machine hardly counts. The generator encodes and sends. Trainer rank 0
+receives, buffers, and makes and broadcasts a batch. `held up` is wall time: how long the trainer's loop stays in `recv` after everything it
+asks for has been sent. The quickstart's step takes 0.35 s for 128 samples.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Cost:
     """Medians over the steps, with `buffered` samples in the buffer."""
 
     buffered: int
-    send_us: float  # a sample
-    receive_us: float  # a sample
-    share_of_step: float  # of both together
-    held_up_ms: float  # a step
+    send_us: float  # per sample
+    receive_us: float  # per sample
+    share_of_step: float  # both together, as a share of the step
+    held_up_ms: float  # per step
     held_up_share: float
     ledger_ms: float  # encoding the ledger for a checkpoint
 
 
 class Trainer:
-    """What the channel asks of an executor."""
+    """A trainer's executor, as far as the channel needs one."""
 
     device = torch.device("cpu")
 
@@ -132,13 +132,13 @@ def joined(store: str, rank: int) -> Iterator[None]:
 
 
 def _send(generator: Connection, step: int) -> float:
-    """Has the generator send one step's groups, of version `step`; returns its CPU seconds."""
+    """Makes the generator send the groups of one step, of version `step`. Returns its CPU seconds."""
     generator.send(step)
     return asked(generator)
 
 
 def asked(process: Connection) -> Any:
-    """What another process of the benchmark says next."""
+    """The next message from another process of the benchmark."""
     if not process.poll(TIMEOUT_S):
         raise TimeoutError(f"a process of the benchmark did not answer within {TIMEOUT_S:.0f} s")
     try:
@@ -152,7 +152,7 @@ def _generate(pipe: Connection, key: RunKey) -> None:
     hub = Hub("generator.0", key)
     channel = RolloutsSender(hub)
     pipe.send(hub.address)
-    hub.wait(TIMEOUT_S)  # for the trainer to say what is to be generated
+    hub.wait(TIMEOUT_S)  # for the trainer's GenerateFrom
     with contextlib.suppress(EOFError):
         while True:
             step = pipe.recv()

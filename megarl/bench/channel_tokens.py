@@ -1,10 +1,10 @@
-"""What a token costs on its way from an engine's answer to the tensors of a microbatch, with 16 million tokens a step.
+"""Measures the cost of a token on its way from an engine's answer to the tensors of a microbatch, with 16 million tokens a step.
 
 Real: answers as SGLang writes them, over HTTP, read by the generator's client; groups, messages, hub and peer over encrypted loopback, the
-buffer, shares of two data-parallel ranks over gloo, sequences, metrics, tensors. Not there: engines, tokenizer, rewards.
+buffer, shares of two data-parallel ranks over gloo, sequences, metrics, tensors. Left out: engines, tokenizer, rewards.
 
-Costs are CPU time of whole processes, with all their threads. At the generator they are counted by token of the step, at a trainer rank by
-token that it trains on: rank 0, which sends the other rank its share, pays for that too. The rank that costs more is told.
+Costs are CPU times of whole processes with all their threads. The generator's cost is per token of the step. A trainer rank's cost is per
+token that it trains on; rank 0's includes sending the other rank its share. The result shows the rank that costs more.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megarl.trainer.microbatch import build, plan_microbatches
 
 PROMPTS, N, TOKENS, PROMPT_TOKENS = 128, 16, 8192, 256
 DP, MICROBATCH_TOKENS, VOCABULARY = 2, 16384, 128_000
-STEPS = 3  # the first, in which memory is new and code is loaded, does not count
+STEPS = 3  # the first does not count: in it, memory is new and code is loaded
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """ns of CPU time a token; the least of the steps, as other work on the machine can only add to it."""
+    """CPU time in ns per token: the least of the steps, since other work on the machine can only add to it."""
 
-    tokens: int  # a step
-    wire_bytes: float  # a token, of its numbers
-    generator: dict[str, float]  # by what is done
-    trainer: dict[str, float]  # of the rank that costs more
+    tokens: int  # tokens per step
+    wire_bytes: float  # bytes of numbers per token
+    generator: dict[str, float]  # activity -> cost
+    trainer: dict[str, float]  # activity -> cost, of the rank that costs more
 
     def facts(self) -> dict[str, Any]:
         generator, trainer = sum(self.generator.values()), sum(self.trainer.values())
@@ -114,7 +114,7 @@ class Clock:
 
 
 def answer_of(n: int, tokens: int) -> bytes:
-    """An engine's answer to n requests of this length, always the same."""
+    """An engine's answer to n requests with responses of this length; always the same."""
     random = np.random.default_rng(0)
     answers = []
     for _ in range(n):
@@ -149,7 +149,7 @@ def _serve(pipe: Connection, n: int, tokens: int) -> None:
 
 
 def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, int]) -> None:
-    """For each step number it is sent, that step's groups; when it is sent None, what they have cost."""
+    """The generator's process. For a step number from the pipe it sends that step's groups; for None it returns their costs."""
     prompts, n, tokens = shape
     hub = Hub("generator.0", key)
     channel = RolloutsSender(hub)
@@ -177,7 +177,7 @@ def _generate(pipe: Connection, key: RunKey, url: str, shape: tuple[int, int, in
             step, clock = pipe.recv(), Clock()
             wire_bytes = asyncio.run(generate(step, clock))
             assert pipe.recv() is None
-            clock.lap("pack and send")  # what was encrypted and written meanwhile
+            clock.lap("pack and send")  # includes what was encrypted and written meanwhile
             clock.laps.pop("start")
             count = prompts * n * tokens
             pipe.send({**clock.per_token(count), "wire_bytes": wire_bytes / count})
@@ -219,7 +219,7 @@ def _train(pipe: Connection, rank: int, store: str, key: RunKey, address: str, s
             clock.lap("make tensors")
             own = sum(len(each.token_ids) for each in trainer.batch.numbers.values())
             pipe.send(clock.per_token(own))
-        pipe.poll(TIMEOUT_S)  # until the other side has heard all of it
+        pipe.poll(TIMEOUT_S)  # until the other side has received everything
         if link is not None:
             link.close()
 

@@ -1,7 +1,7 @@
-"""What one driver of many engines can carry: requests, tokens, and the calls of a weight update, in CPU time of its process.
+"""Measures how much one driver of many engines can carry: requests, tokens, and calls of a weight update, in CPU time of its process.
 
 Real: the client, the fleet, the stream and its admission, groups, packing, and the hub, which encrypts. Emulated: engines, each an HTTP
-server at a port of its own that answers as SGLang does, after as long as it would decode; rewards; the trainer, which only receives.
+server on its own port that answers as SGLang does, after the time it would decode; rewards; the trainer, which only receives.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megarl.weight_sync.workers import Workers
 LENGTHS = (128, 512, 2048)  # tokens of a response
 N = 4  # responses to a prompt, in one request
 IN_FLIGHT = 8  # requests at an engine
-DECODING_S = 2.0  # of a response
-ROUNDS = 3  # requests at each place; the first, in which connections are made, does not count
+DECODING_S = 2.0  # seconds to decode a response
+ROUNDS = 3  # requests per place in flight; the first makes connections and does not count
 GROUP_S = 600.0  # deadline; this machine may have other work
 UPDATES = 5
 SERVERS = 2  # processes that the engines share
@@ -77,7 +77,7 @@ def _processes(engines: int, lengths: tuple[int, ...], decoding_s: float, key: R
 
 
 def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s: float) -> None:
-    """A number of engines. All answer requests of equal length in the same way."""
+    """A process with some of the engines. All answer requests of equal length in the same way."""
     raise_limits()
     bodies, version = {tokens: answer_of(N, tokens) for tokens in lengths}, ["0"]
 
@@ -107,7 +107,7 @@ def _serve(pipe: Connection, engines: int, lengths: tuple[int, ...], decoding_s:
 
 
 def _take(pipe: Connection, key: RunKey, hub: str, groups: int, times: int) -> None:
-    """Trainer rank 0, so often: asks for groups, and takes them in."""
+    """Trainer rank 0: asks for groups and receives them, `times` times."""
     peer = Peer("trainer.0", key, hub)
     for _ in range(times):
         peer.send(GenerateFrom(0, []))
@@ -131,7 +131,7 @@ async def _measure(urls: list[str], lengths: tuple[int, ...], hub: Hub) -> dict[
 
 
 async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> float:
-    """CPU seconds a request, from its beginning until its group is on its way to the trainer."""
+    """CPU seconds per request, from its start until its group is sent to the trainer."""
 
     async def roll_out(ordinal: Ordinal) -> Group:
         prompt = Prompt(ordinal, list(range(PROMPT_TOKENS)), "", "")
@@ -156,7 +156,7 @@ async def _request_s(fleet: Fleet, tokens: int, in_flight: int, hub: Hub) -> flo
 
 
 async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> float:
-    """CPU seconds of all calls to the engines' HTTP servers that open and close an update."""
+    """CPU seconds of all calls to the engines' HTTP servers in an update."""
     begun = time.process_time()
     update = WeightUpdate(Workers(clients, [1] * len(clients), hub, TIMEOUT_S), version + 1, in_place=True)
     await update.open(version)
@@ -165,7 +165,7 @@ async def _update_s(clients: list[EngineClient], version: int, hub: Hub) -> floa
 
 
 def render(facts: dict[str, Any]) -> str:
-    """One line a length, and one for an update."""
+    """One line for each length, and one for an update."""
     n = facts["responses_per_request"]
     lines = [f"{facts['engines']} engines, {IN_FLIGHT} requests of {n} responses at each; CPU time of their one driver"]
     for row in facts["lengths"]:

@@ -1,4 +1,4 @@
-"""Emulated engines in place of SGLang's: they sleep for as long as a continuous batch with as many slots would decode."""
+"""Emulated engines instead of SGLang's. They sleep as long as a continuous batch with as many slots would decode."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.messaging.waiting import Pulse
 
 PROMPT_TOKENS = 16
-PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 a second beside steps of 20 ms
+PREFILL_SPEEDUP = 400  # tokens prefilled in the time of one decoding step: 20,000 per second if a step takes 20 ms
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of responses, in tokens: lognormal, where `sigma` is the logarithm's deviation (0: all equal), cut at `longest`.
+    """Lengths of responses in tokens: lognormal, cut at `longest`. `sigma`: standard deviation of the logarithm; 0: all equal.
 
-    A response's length depends on seed and ordinal alone, so every setting gets the same work.
+    The length of a response depends only on seed and ordinal, so every setting gets the same work.
     """
 
     mean: int
@@ -44,7 +44,7 @@ class _Run:
     starts_s: float
     ends_s: float
     tokens: int
-    held_tokens: int  # tokens whose KV it has when it starts
+    held_tokens: int  # tokens whose keys and values it has when it starts
     aborted: bool = False
 
     def decoded(self, clock_s: float) -> int:
@@ -52,7 +52,7 @@ class _Run:
         return int(self.tokens * min(1.0, max(0.0, share)))
 
     def abort(self, clock_s: float, token_s: float) -> None:
-        """Ends after the token being decoded, which is dropped as by `EngineClient.complete`; a run without a slot ends at once."""
+        """Ends after the token being decoded, which is dropped, as `EngineClient.complete` does. A run without a slot ends at once."""
         kept = self.decoded(clock_s)
         self.ends_s = self.starts_s + (kept + 1) * token_s if clock_s > self.starts_s else clock_s
         self.tokens, self.aborted = kept, True
@@ -60,11 +60,11 @@ class _Run:
 
 @dataclass(eq=False)
 class EmulatedEngine:
-    """Answers like an EngineClient. Sequences get slots first come, first served, and hold them for `prefill_s` per input token that
-    the prefix cache lacks, then for `token_s` per decoded token.
+    """Answers like an EngineClient. Sequences get slots in order of arrival. They hold a slot for `prefill_s` per input token that the
+    prefix cache lacks, then for `token_s` per decoded token.
 
-    The engine's clock stands still while it is paused. A sequence's end on this clock is known when it is submitted, so late
-    wake-ups do not add up. A token's id is the version that sampled it; a prompt repeats its ordinal.
+    The engine's clock stops while it is paused. The end of a sequence on this clock is known when it is submitted, so late wake-ups do not
+    add up. The id of a token is the version that sampled it; a prompt repeats its ordinal.
     """
 
     url: str
@@ -72,15 +72,15 @@ class EmulatedEngine:
     token_s: float
     prefill_s: float
     lengths: Lengths
-    _paused_s: float = 0.0  # sum of the finished pauses
+    _paused_s: float = 0.0  # total length of finished pauses
     _paused_at: float | None = None
     _changes: int = 0
     _pulse: Pulse = field(default_factory=Pulse)
     _runs: set[_Run] = field(default_factory=set)
-    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # by prompt: lengths of its unfinished responses
+    _unfinished: dict[Ordinal, list[int]] = field(default_factory=dict)  # prompt -> lengths of its unfinished responses
 
     def __post_init__(self) -> None:
-        self._free_from = [0.0] * self.slots  # heap: when each slot is free, on the clock
+        self._free_from = [0.0] * self.slots  # heap of the times on the clock when slots become free
         self._switched, self._versions = [0.0], [-1]
 
     async def complete(
@@ -104,7 +104,7 @@ class EmulatedEngine:
         self._change()
 
     async def resume(self, version: Version, recompute: bool) -> None:
-        """Goes on under `version`; with `recompute` only after the time of a prefill of all running sequences."""
+        """Continues under `version`. With `recompute`, first waits as long as a prefill of all running sequences takes."""
         if recompute:
             clock = self._clock()
             held = sum(run.held_tokens + run.decoded(clock) for run in self._runs if run.starts_s < clock)
@@ -116,7 +116,7 @@ class EmulatedEngine:
         self._change()
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Aborts all running sequences; their slots are free after the token being decoded."""
+        """Aborts all running sequences. Their slots become free after the token being decoded."""
         clock = self._clock()
         for run in self._runs:
             if run.ends_s > clock and not run.aborted:
@@ -138,7 +138,7 @@ class EmulatedEngine:
 
     async def _ended(self, runs: Sequence[_Run]) -> None:
         """Waits until the engine's clock has reached the end of the last run."""
-        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:  # less is rounding
+        while (left_s := max(run.ends_s for run in runs) - self._clock()) > 1e-9:  # a smaller difference is rounding
             changes = self._changes
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._paused_at is not None else left_s):

@@ -1,8 +1,8 @@
-"""What weight updates cost the generator's event loop, by the number of trainer ranks and engine workers: CPU time, bytes, blocks.
+"""Measures what weight updates cost the generator's event loop, by numbers of trainer ranks and engine workers: CPU time, bytes, blocking.
 
-Real: the hub with its keys and encryption, and all of the weights channel's receiving end (offers, sessions, opening, writes, audit), with
-plan, map and messages of Llama 3.1 405B in fp8. Light: trainer ranks and engine workers, which are thousands of real connections of two
-processes, and answer as real ones do, at once; no byte of weights moves. Left out: calls to the engines' HTTP servers, which
+Real: the hub with its keys and encryption, and the whole receiving end of the weights channel (offers, sessions, opening, writes, audit),
+with plan, map and messages of Llama 3.1 405B in fp8. Light: trainer ranks and engine workers. They are thousands of real connections from
+two processes, and answer at once as real ones would; no weights are moved. Left out: calls to the engines' HTTP servers, which
 `megarl bench driver` measures. Here a pipe carries the commands.
 """
 
@@ -62,14 +62,14 @@ from megarl.weight_sync.transports.base import MOONCAKE, Endpoint, Packed
 
 SIZES = ((128, 64), (512, 64), (512, 512), (1024, 256), (2048, 512), (4096, 1024))  # trainer ranks, engine workers
 LLAMA_405B = ModelSpec("llama", 126, 16384, 53248, 128, 8, 128, 128256, 131072, False, 1e-5, 5e5)
-TP = 8  # of both sides: a rank a GPU, and a model's shard a node
-GPUS = 8  # of a host
-UPDATES = 5  # whose median counts
-GROUPS = 512  # of a batch, whose headers go to trainer rank 0
-CLIENTS = 2  # processes that the light members share
-TICK_S = 0.005  # blocks shorter than that are not seen
-PATIENCE_S = 600.0  # of every wait but the one that must run out; this machine may have other work
-STOPPED_S = 5.0  # the wait for a rank that is stopped
+TP = 8  # of both sides: one rank per GPU, one TP group per node
+GPUS = 8  # GPUs of a host
+UPDATES = 5  # updates; their median counts
+GROUPS = 512  # groups of a batch, whose headers go to trainer rank 0
+CLIENTS = 2  # processes that play all light members
+TICK_S = 0.005  # shorter blocking of the event loop is not noticed
+PATIENCE_S = 600.0  # deadline of all waits but the one that must expire; this machine may have other work
+STOPPED_S = 5.0  # deadline of the wait for a stopped rank
 
 
 def run(sizes: Sequence[tuple[int, int]], as_json: bool) -> None:
@@ -79,7 +79,7 @@ def run(sizes: Sequence[tuple[int, int]], as_json: bool) -> None:
 
 
 def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[str, Any]:
-    """One row, with the keys of `megarl bench fleet --json`."""
+    """One row of the result, with the keys of `megarl bench fleet --json`."""
     raise_limits()
     key = RunKey.generate()
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(CountingHub("generator.0", key)) as hub:
@@ -91,7 +91,7 @@ def measure(trainers: int, workers: int, spec: ModelSpec = LLAMA_405B) -> dict[s
 
 def plan_of(trainers: int, workers: int, spec: ModelSpec, run_dir: str) -> RunPlan:
     pp = max(stages for stages in range(1, 17) if trainers % (TP * stages) == 0 and _share(spec.num_layers, stages))
-    ends = 7 if spec.num_layers % pp else None  # layers of the first and of the last stage
+    ends = 7 if spec.num_layers % pp else None  # layers of the first and last stages
     config = RunConfig(
         model=ModelConfig(path="405b", dtype="bfloat16"),
         trainer=TrainerConfig(tp=TP, pp=pp, dp=trainers // (TP * pp), first_stage_layers=ends, last_stage_layers=ends),
@@ -113,7 +113,7 @@ def source_of(plan: RunPlan) -> Layout:
 
 
 class CountingHub(Hub):
-    """Counts the bytes of messages, both ways."""
+    """Counts the bytes of messages in both directions."""
 
     bytes = 0
 
@@ -134,11 +134,11 @@ class LightEngine:
     """What the weights channel needs of an EngineClient. `resumed_s`: the CPU time at the end of the pause."""
 
     number: int
-    pipe: Connection  # to the process that plays its workers
+    pipe: Connection  # the pipe to the process that plays its workers
     url: str = ""
     held: Version = -1
     dead: bool = False
-    begun_s: float = 0.0  # CPU time of this process when it was paused, and when it was to go on
+    begun_s: float = 0.0  # CPU time of this process at the pause, and at the resumption
     resumed_s: float = 0.0
 
     def __hash__(self) -> int:
@@ -176,7 +176,7 @@ class LightEngine:
 
 @dataclass
 class Loop:
-    """The longest stretch in which the event loop did nothing else, in CPU time, so that other work on the machine does not count."""
+    """The longest time for which one task blocked the event loop, in CPU time, so that other work on the machine does not count."""
 
     longest_s: float = 0.0
 
@@ -202,7 +202,7 @@ class _Executor:
 
     fleet: Fleet
     version: Version = -1
-    held_s: float = 0.0  # CPU time when all offers were there
+    held_s: float = 0.0  # CPU time when all offers had arrived
     trace: Any = field(default_factory=lambda: SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext({}), add=lambda *_, **__: None))
 
     async def hold(self) -> None:
@@ -225,7 +225,7 @@ class _Driver:
     async def measure(self) -> dict[str, Any]:
         began_s, executor = time.process_time(), self.executor
         for pipe in self.pipes:
-            pipe.send(None)  # now they connect
+            pipe.send(None)  # tells them to connect
         with self.loop.watched():
             opening_s, _, opening_bytes = await self.take()
         opening_s, connecting_s = time.process_time() - executor.held_s, executor.held_s - began_s
@@ -253,7 +253,7 @@ class _Driver:
         }
 
     async def take(self) -> tuple[float, float, int]:
-        """One update, from the offers to the word that it is applied: CPU seconds, those of them while engines were paused, bytes."""
+        """One update, from the offers to WeightsApplied. Returns CPU seconds, CPU seconds while engines were paused, and bytes."""
         before_s, before_bytes = time.process_time(), self.hub.bytes
         await self.receiver.take(self.executor)  # type: ignore[arg-type]
         now_s = time.process_time()
@@ -268,7 +268,7 @@ class _Driver:
         return time.process_time() - began_s
 
     async def lose_engine(self) -> float:
-        """An engine dies, and the run goes on without it: CPU seconds of the update in which the others' memory is opened anew."""
+        """An engine dies, and the run continues without it. Returns CPU seconds of the update that opens the others' memory anew."""
         dead = self.engines[0]
         dead.dead = True
         await self.take()
@@ -277,7 +277,7 @@ class _Driver:
         return (await self.take())[0]
 
     async def miss_trainer(self) -> None:
-        """A trainer rank is stopped: the wait for it runs out, and names it."""
+        """A trainer rank stops. Checks that the wait for it expires and names it."""
         self.pipes[0].send_bytes(b"stop")
         self.plan.config.timeouts.weights_s = STOPPED_S
         try:
@@ -293,7 +293,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def _members(plan: RunPlan, key: RunKey, hub: str) -> Iterator[list[Connection]]:
-    """Processes that play the trainer ranks, and the workers of the engines; yields pipes to them, once they are ready."""
+    """Starts the processes that play trainer ranks and engine workers. Yields pipes to them once they are ready."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         pipes = []
@@ -325,14 +325,14 @@ class Members:
         self.context.set(zmq.MAX_SOCKETS, 65_535)
         self.source = source_of(plan)
         self.trainers = range(number, plan.trainer_topology.world_size, CLIENTS)
-        self.engines_of_map: tuple[int, ...] = (plan.engines,)  # how many the map is for
-        self.rank_of: dict[zmq.Socket, int] = {}  # of trainers
-        self.workers: dict[int, dict[int, zmq.Socket]] = {}  # engine → the connections of its workers, by generator rank
-        self.stopped = -1  # a trainer rank that offers an update and then does nothing any more
+        self.engines_of_map: tuple[int, ...] = (plan.engines,)  # engines of each group in the map
+        self.rank_of: dict[zmq.Socket, int] = {}  # connection of a trainer rank -> the rank
+        self.workers: dict[int, dict[int, zmq.Socket]] = {}  # engine -> generator rank -> connection of its worker
+        self.stopped = -1  # a trainer rank that does nothing after its offer
         self.sent(self.engines_of_map)
         pipe.send(None)
 
-    @cache  # noqa: B019  one object a process
+    @cache  # noqa: B019  one object per process
     def map(self, engines: tuple[int, ...]) -> tuple[ReshardMap, SentTensors]:
         whole = weights_map(self.plan, self.source, engines)
         map, forwarding = foreseen(whole, ENGINES, TP)
@@ -343,13 +343,13 @@ class Members:
 
     @cache  # noqa: B019
     def shares(self, engines: tuple[int, ...], rank: int) -> bytes:
-        """A share for each name, equal for all replicas."""
+        """The packed shares of a rank: one for each name, equal for all replicas."""
         names = self.sent(engines).names_of(self.sent(engines).sent_by(rank))
         return pack_shares(names.astype(np.uint64))
 
     @cache  # noqa: B019
     def hashes(self, engines: tuple[int, ...]) -> np.ndarray:
-        """Of all places: the share of a name's number from each of its senders."""
+        """Hashes of all places, which agree with the senders' shares."""
         tensors = self.sent(engines)
         counts = np.bincount(tensors.place_of, minlength=tensors.places[-1]).astype(np.uint64)
         counts *= tensors.names_of(np.arange(tensors.places[-1])).astype(np.uint64)
@@ -386,7 +386,7 @@ class Members:
         return socket
 
     def answer(self, socket: zmq.Socket, message: Message) -> None:
-        """What a trainer rank does."""
+        """Answers as a trainer rank does."""
         rank = self.rank_of.get(socket, -1)
         if isinstance(message, WeightsGrant) and not message.is_empty and rank != self.stopped:
             self.engines_of_map = message.engines
@@ -395,7 +395,7 @@ class Members:
             socket.send(encode(WeightsOffer(message.version + 1)))
 
     def command(self, body: bytes) -> None:
-        """What the workers of an engine do."""
+        """Answers a command as an engine's workers do."""
         if body == b"stop":
             self.stopped = self.trainers[0]
             return
@@ -438,13 +438,13 @@ class Members:
 
 
 def host(side: str, rank: int) -> Host:
-    """Of GPUS ranks each, on one InfiniBand, as long as a real one's."""
+    """A host of GPUS ranks, on one InfiniBand network. Encoded, it is as long as a real one."""
     boot = f"{side:0>26}{rank // GPUS:010d}"
     return Host(f"{boot} pid:[4026531836] shm:[25]", f"{boot} net:[4026531840]", f"{side}-{rank // GPUS}", True, ("mooncake", "infiniband"))
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a size, and how costs grow from one to the next."""
+    """A line for each size, and how costs grow from each size to the next."""
     lines = [f"{'ranks':>14}  {'update':>9} {'paused':>9} {'opening':>9} {'opening':>10} {'longest block':>14}"]
     lines.append(f"{'':>14}  {'CPU ms':>9} {'CPU ms':>9} {'CPU s':>9} {'MB':>10} {'CPU ms':>14}")
     for row in rows:

@@ -1,13 +1,13 @@
 """`megarl bench logprobs`: peak memory and time of the log-probs of one microbatch, with all logits at once and in chunks.
 
-Each cell is a process of its own, on one thread, in float32: scoring gives log-probs and entropy; training gives log-probs and the
-gradients of hidden states and output layer, the latter added to a buffer as in the trainer. "all at once" is PyTorch's log_softmax. Memory
-is what a process's peak grows by beyond its inputs and that buffer. The formulas beside it, for c rows at once, hidden size h and
-vocabulary v, 4 bytes a number:
+Each cell is a process of its own, on one thread, in float32. Scoring gives log-probs and entropy. Training gives log-probs, and gradients
+of hidden states and output layer; the latter are added to a buffer, as in the trainer. "all at once" is PyTorch's log_softmax. Memory is
+the growth of the process's peak beyond its inputs and that buffer. The formulas beside it are for c rows at once, hidden size h and
+vocabulary v, 4 bytes per number:
 
     all at once   3 c v   logits, their log_softmax, and a product with it or the gradient
-    in chunks     2 c v   scaled logits and their exponentials; the gradient is written over the logits. In training at least v h: PyTorch
-                          asks for a gradient of the weight, zeros where the true one was added to the buffer
+    in chunks     2 c v   scaled logits and their exponentials; the gradient overwrites the logits. In training at least v h: PyTorch asks
+                          for a gradient of the weight, which is zeros, since the true one was added to the buffer
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from megarl.kernels import linear_logprobs
 
 TOKENS, VOCAB, HIDDEN = 2048, 131_072, 256
-WAYS = (TOKENS, 1024, 256, 64)  # rows at once; the first is PyTorch's own way
+WAYS = (TOKENS, 1024, 256, 64)  # rows at once; the first is PyTorch's own method
 MIB = 1 << 20
 TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    rows: int  # at once
+    rows: int  # rows at once
     training: bool
     peak_mib: float
     formula_mib: float
@@ -53,7 +53,7 @@ def run(as_json: bool) -> None:
 
 
 def measure(rows: int, training: bool) -> Cost:
-    """Of this process, which must be new: a peak stays."""
+    """Measures in this process, which must be new, since its peak never falls."""
     torch.set_num_threads(1)
     hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(VOCAB, HIDDEN).div_(HIDDEN**0.5)
     targets, total = torch.randint(VOCAB, (TOKENS,)), torch.ones_like(weight)
@@ -67,7 +67,7 @@ def measure(rows: int, training: bool) -> Cost:
         if not training:
             (log_p.exp() * log_p).sum(-1)
     else:
-        one: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a group of this process alone
+        one: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a process group of this process alone
         logprobs, _ = linear_logprobs(hidden, weight, targets, one, VOCAB, 1.0, rows, total)
     if training:
         logprobs.sum().backward()

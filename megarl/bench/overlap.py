@@ -1,13 +1,13 @@
-"""`megarl bench overlap`: how close asynchronous steps come to perfect overlap, over trainer/generator ratios, lengths and settings.
+"""`megarl bench overlap`: how close asynchronous steps come to perfect overlap, by trainer/generator ratio, lengths and settings.
 
 Engines and trainer are emulated: they sleep for set times (`emulated`, `overlap_cell`). Controller, channels, admission, buffer, messages
-and processes are those of a run. The sleeps are not shortened by what the code itself costs, which is little beside the phases.
+and processes are those of a run. The sleeps are not shortened by the time of that code, which is short compared with the phases.
 
     ideal        seconds of a step if trainer and generator overlapped perfectly: the longer of the two phases at full use. The
                  generator's phase is the time to decode the trained tokens with every slot busy; neither phase includes the update
     efficiency   ideal / achieved. The paper on asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) reached about 0.85
 
-The first WARM_UP steps of a cell are not counted.
+The first WARM_UP steps of a cell do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import AsyncConfig
 from megarl.messaging.link import RunKey
 
-# Runs the cells of `megarl bench overlap`, each by one trainer and one generator process, several such pairs side by side.
+# Runs the cells of `megarl bench overlap`, each in a trainer process and a generator process. Several pairs run side by side.
 
 
 Rows = list[dict[str, Any]]
@@ -46,7 +46,7 @@ class Lane:
     """A pair of processes that runs one cell after another."""
 
     def __init__(self, timeout_s: float):
-        context = multiprocessing.get_context("forkserver")  # common imports are done once
+        context = multiprocessing.get_context("forkserver")  # so that common imports happen once
         context.set_forkserver_preload([__name__])
         self._timeout_s, self._key = timeout_s, RunKey.generate()
         addresses_in, addresses_out = context.Pipe(duplex=False)
@@ -141,7 +141,7 @@ def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> No
     while True:
         try:
             cell = pipe.recv()
-        except EOFError:  # the benchmark is gone
+        except EOFError:  # the benchmark has ended
             return
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         try:
@@ -151,7 +151,7 @@ def _serve(pipe: Connection, run: Callable[[Cell], Any], timeout_s: float) -> No
         faulthandler.cancel_dump_traceback_later()
 
 
-# What `megarl bench overlap` measured, as bars of efficiency.
+# Draws the efficiencies as bars.
 
 
 COLOURS = ("#9a9a9a", "#c26a2d", "#d9a441", "#2f6fab", "#5a93c4", "#3b8f6b", "#8c5a8c")
@@ -187,7 +187,7 @@ def draw(facts: Mapping[str, Any], path: str) -> None:
 WARM_UP = 4
 RATIOS = (0.5, 1.0, 2.0)  # trainer's phase / generator's phase
 LENGTHS = {"constant": Lengths(64, 0.0, 256), "long-tailed": Lengths(64, 0.8, 256)}
-WRITE_SHARE = 0.01  # an update, as a share of the longer phase
+WRITE_SHARE = 0.01  # duration of an update, as a share of the longer phase
 DEPTH = 4  # capacity of the streaming settings
 SETTINGS = {
     "synchronous": AsyncConfig(0),
@@ -214,8 +214,8 @@ class Result:
     weights_wait_s: float  # how long the trainer waits for the engines to take its weights: with block, for stragglers
     generator_wait_s: float  # see docs/asynchrony.md
     bubble_s: float
-    late: float  # by what share the trainer's sleeps took longer than set: above 1 % the machine is busy with something else
-    mixed: float  # share of samples with tokens of more than one version
+    late: float  # share by which the trainer's sleeps took longer than set: above 1 % the machine is busy with other work
+    mixed: float  # share of samples whose tokens have more than one version
 
 
 def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | None) -> None:

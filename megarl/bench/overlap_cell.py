@@ -1,7 +1,7 @@
 """One cell of `megarl bench overlap`, run by two processes in which engines and trainer are emulated by sleeps.
 
-Real are the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, and the
-generator executor. Emulated are the engines' and the trainer's computations, and the writing of weights.
+Real: the controller's loop, admission, rollout stream, fleet, buffer, both channels with their messages over the run's link, and the
+generator executor. Emulated: the computations of engines and trainer, and the writing of weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megarl.weight_sync.receiver import InitialWeights, Offered, Taken, WeightsR
 from megarl.weight_sync.sender import SyncReport, WeightsSender
 from megarl.weight_sync.updates import Writes
 
-SPEC = {  # any model would do: the channels only need some map
+SPEC = {  # any model: the channels need some map
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -73,14 +73,14 @@ class Cell:
     steps: int
     run_dir: str
     engines: int = 2
-    slots: int = 8  # per engine
+    slots: int = 8  # sequences that an engine decodes at a time
     prompts_per_step: int = 16
     n: int = 4
     timeout_s: float = 60.0
 
     @property
     def token_s(self) -> float:
-        """Seconds per token of one sequence; an engine decodes as many sequences at a time as it has slots."""
+        """Seconds per token of one sequence. An engine decodes as many sequences at a time as it has slots."""
         return self.generate_s * self.engines * self.slots / (self.prompts_per_step * self.n * self.lengths.mean)
 
     def plan(self) -> RunPlan:
@@ -98,7 +98,7 @@ class Cell:
 
 @dataclass
 class EmulatedPrompts:
-    sources: Any  # has their mixture
+    sources: Any  # an object with the mixture of sources
 
     def __getitem__(self, ordinal: Ordinal) -> Prompt:
         return Prompt(ordinal, [ordinal] * PROMPT_TOKENS, "", "")
@@ -135,7 +135,7 @@ def _sample(completion: Completion) -> Sample:
 
 @dataclass
 class EmulatedTrainer:
-    """A trainer of one rank that sleeps. `rows` has one entry a step."""
+    """A trainer of one rank that sleeps. `rows` has one entry per step."""
 
     plan: RunPlan
     cell: Cell
@@ -190,7 +190,7 @@ class EmulatedTrainer:
         train_s = time.monotonic() - started
         self.curr_step += 1
         applied, now = self._applied(), time.monotonic()
-        assert applied is not None  # nothing stops this run
+        assert applied is not None  # not None, since nothing stops this run
         step_s, self._step_ended = now - self._step_ended, now
         samples = batch.samples
         self.rows.append({
@@ -214,7 +214,7 @@ class EmulatedTrainer:
 
 
 def _ages(batch: Batch) -> Counter[int]:
-    """Tokens by how many versions old they are."""
+    """Age in versions -> number of tokens."""
     found: Counter[int] = Counter()
     for sample in batch.samples:
         for version, tokens in sample.policy_versions:
@@ -228,7 +228,7 @@ class _NoTransport:
 
 
 class _NoUpdates:
-    """It offers every version, and has nothing to write."""
+    """Offers every version, and has nothing to write."""
 
     compares, transport = False, _NoTransport()
 
@@ -251,7 +251,7 @@ class EmulatedSender(WeightsSender):
 
 
 class EmulatedReceiver(WeightsReceiver):
-    """The receiving end; the emulated engines are paused while the trainer writes."""
+    """The receiving end. The emulated engines are paused while the trainer writes."""
 
     async def _update(self, executor: Any, offered: Offered) -> Taken:
         version = offered.version
@@ -266,7 +266,7 @@ class EmulatedReceiver(WeightsReceiver):
         return Taken((began, time.perf_counter()), 0, list(range(len(executor.engines))))
 
     async def look_again(self, executor: Any) -> None:
-        """Emulated engines hold no weights."""
+        """Does nothing, since emulated engines have no weights."""
 
 
 def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
@@ -276,7 +276,7 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
     address_to.send(link.address)
     source = trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype)
     weights = EmulatedReceiver(plan, source, link, key_file="")
-    rendezvous: Any = None  # there is no launcher; an executor needs it only for addresses of engines
+    rendezvous: Any = None  # without a launcher; an executor needs it only for the engines' addresses
     executor = EmulatedGenerator(plan, rendezvous, RolloutsSender(link), cell=cell)
     Controller(executor, incoming=[weights], outgoing=[], max_steps=cell.steps, initial=[InitialWeights(weights)]).run()
     link.close()
@@ -284,14 +284,14 @@ def generate(cell: Cell, key: RunKey, address_to: Connection) -> None:
 
 
 def train(cell: Cell, key: RunKey, address: str) -> list[dict[str, Any]]:
-    """The trainer's process in one cell; returns its rows."""
+    """The trainer's process in one cell. Returns its rows."""
     plan = cell.plan()
     link = Peer("trainer.0", key, address)
     weights = EmulatedSender(plan, link)
     weights.write_s = cell.write_s
     buffer = RolloutBuffer(cell.prompts_per_step, cell.async_.max_staleness)
     rollouts = RolloutsReceiver(link, cell.timeout_s, buffer)
-    executor: Any = EmulatedTrainer(plan, cell)  # it has neither a layout nor a probe; nothing here asks for them
+    executor: Any = EmulatedTrainer(plan, cell)  # lacks parts of an executor that nothing here uses
     Controller(executor, incoming=[rollouts], outgoing=[weights], max_steps=cell.steps).run()
     link.close()
     return executor.rows

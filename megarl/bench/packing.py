@@ -1,10 +1,10 @@
-"""`megarl bench packing`: a training step on packed sequences beside the same step on sequences that are filled up to a common length.
+"""`megarl bench packing`: a training step on packed sequences, compared with the same step on sequences padded to a common length.
 
-Lengths are lognormal, as those of answers are. The trainer is the real one, on one rank: Megatron's model, a step with its optimizer.
-Filled up is what trainers with rectangular microbatches do: sequences are sorted by length, as many go to a microbatch as fit the token
-budget, and each is filled with masked tokens to the longest of its microbatch. (The trainer itself packs; here it packs the filled ones.)
-Both ways take turns, and both must have the same gradient. On a CPU the times are CPU time of the process, so that other work on the
-machine counts little.
+Lengths are lognormal, as lengths of answers are. The trainer is the real one on one rank: Megatron's model, and a step with its optimizer.
+The padded way is that of trainers with rectangular microbatches. Sequences are sorted by length. As many go into a microbatch as fit the
+token budget, and each is padded with masked tokens to the longest of its microbatch. (The trainer then packs these padded sequences.) Both
+ways take turns, and both must have the same gradient. On a CPU, times are CPU times of the process, so that other work on the machine
+counts little.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SPEC = ModelSpec(
     family="llama", num_layers=4, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_kv_heads=4, head_dim=32,
     vocab_size=2048, max_position_embeddings=4096, tie_word_embeddings=False, rms_norm_eps=1e-5, rope_theta=10000.0,
 )  # fmt: skip
-SIGMA, SHORTEST, LONGEST = 0.8, 16, 1024  # of the lengths, in tokens
+SIGMA, SHORTEST, LONGEST = 0.8, 16, 1024  # of the distribution of lengths, in tokens
 MEDIAN = 128
-BUDGET = 4096  # tokens of a microbatch
+BUDGET = 4096  # most tokens of a microbatch
 TIMEOUT_S = 60.0
 
 
@@ -46,18 +46,18 @@ class Result:
     tokens: int
     mean_length: float
     longest: int
-    filled_fraction: float  # of the positions that the filled way computes
-    packed_s: float  # medians of a step
+    filled_fraction: float  # share of padding among the positions that the padded way computes
+    packed_s: float  # median time of a step
     filled_s: float
-    speedup: float  # median over the pairs of steps
+    speedup: float  # median ratio over pairs of steps
     slowest_pair: float
     fastest_pair: float
-    gradient_difference: float  # relative, of its norm
-    padded: int  # positions that the packed way computed beside those of the sequences
+    gradient_difference: float  # relative difference of the gradient's norm
+    padded: int  # positions of padding that the packed way computes
 
 
 def run(count: int, repeats: int, as_json: bool) -> None:
-    """Raises ConfigError for fewer than one sequence or repeat, RuntimeError where the two ways differ."""
+    """Prints the result. Raises ConfigError for fewer than one sequence or repeat, RuntimeError if the two ways differ."""
     for name, value in (("--sequences", count), ("--repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
@@ -84,7 +84,7 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
     from megarl.trainer.step import MegatronTrainer
 
     settings = TrainerConfig(max_tokens_per_microbatch=BUDGET)
-    still = OptimizerConfig(lr=0.0, weight_decay=0.0)  # so that every step is the same one
+    still = OptimizerConfig(lr=0.0, weight_decay=0.0)  # the weights do not change, so that all steps are equal
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     trainer = MegatronTrainer(SPEC, TrainerTopology(), settings, dtype, 1, total_steps=1000, timeout_s=TIMEOUT_S, optimizer=still)
     trainer.init_random(0)
@@ -104,7 +104,7 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
         result = trainer.train_step(sequences, nll_loss, 1.0)
         return now() - started, result.grad_norm, result.padded
 
-    pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]  # the first allocates
+    pairs = [(step(packed), step(filled)) for _ in range(repeats + 1)][1:]  # the first pair allocates memory
     ratios = [slow[0] / fast[0] for fast, slow in pairs]
     (_, norm, padded), (_, other, _) = pairs[0]
     difference = abs(other / norm - 1)
@@ -129,7 +129,7 @@ def measure(count: int, repeats: int, device: torch.device) -> Result:
 
 
 def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequence]:
-    """Each to the longest of its microbatch."""
+    """The sequences, each padded to the longest of its microbatch."""
     left = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
     while left:
         longest = len(left[0].token_ids)
@@ -139,7 +139,7 @@ def _filled(sequences: list[TrainSequence], budget: int) -> Iterator[TrainSequen
 
 
 def _sequence(token_ids: np.ndarray, length: int) -> TrainSequence:
-    """A sequence that learns all tokens but the first, filled up with masked ones to `length`."""
+    """A sequence that learns all tokens but the first, padded with masked ones to `length`."""
     places, zeros = np.arange(length), np.zeros(length, np.float32)
     padded = np.zeros(length, np.int32)
     padded[: len(token_ids)] = token_ids

@@ -1,21 +1,21 @@
-"""`megarl bench sync`: how long new weights take to get into a live SGLang engine, by our direct writes and by other stacks' ways.
+"""`megarl bench sync`: how long new weights take to get into a live SGLang engine, by direct writes and by the methods of other stacks.
 
-Two trainer ranks (processes with shards cut by the trainer layout at TP2) and one engine run on this host. The engine is paused with its
-update session open; time is measured from the start until every byte is in its parameters:
+Two trainer ranks (processes with shards in the trainer's layout at TP2) and one engine run on this host. The engine is paused, with its
+update session open. Time is measured from the start until every byte is in the engine's parameters:
 
     direct …             each rank writes its boxes into the live parameters, by the named transport
     gather + broadcast   gather onto rank 0, then SGLang's update_weights_from_distributed: as slime, verl and OpenRLHF do
-    … flattened          the same, all tensors as one message (load_format flattened_bucket)
+    … flattened          the same, with all tensors as one message (load_format flattened_bucket)
     gather + bucket      gather onto rank 0, then SGLang's update_weights_from_tensor: a flattened bucket in shared memory
-    … % changed          each rank writes what has changed since the last update, if that is 1 % of the elements (weights.delta);
-                         finding it, which comes before the engine is paused, is not in the time, but beside it
+    … % changed          each rank writes what has changed since the last update, if that is this share of the elements (weights.delta);
+                         the changes are found before the engine is paused, and that time is shown separately
     … audited            a direct way that also hashes both sides and compares the hashes (weights.audit=on)
-    … recalled           an audited way that also hashes, before writing, what is about to be overwritten (strict)
+    … recalled           an audited way that also hashes, before writing, the memory that will be overwritten (strict)
     ceiling …            as many bytes, from the same processes, over the bare medium: long memcpys, sends, or writes
 
-Each way is run once to warm up, then checked: the engine's memory, scrambled before, must hash to what was sent. Then the ways take
-turns, so that other load on the machine hits all of them equally. Times are medians, with the quartiles beside them. Ratios are taken
-within each round, between runs that are close in time; their median counts.
+Each way is run once to warm up, then checked: the engine's memory is scrambled, and afterwards must hash to what was sent. Then the ways
+take turns, so that other load on the machine affects all of them equally. Times are medians, shown with quartiles. Ratios are medians of
+ratios within a round, between runs that are close in time.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from megarl.weight_sync.transports.shared_memory import view_at
 from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import shapes_of, shares_of
 
-# The ways that `megarl bench sync` compares on one live engine; `sync` says what they are.
+# The ways that `megarl bench sync` compares on one live engine.
 
 
 TIMEOUT_S = 300.0
 AUDITED = " audited"  # suffix of a direct way that hashes both sides
-CHANGED = " % changed"  # suffix of a direct way that brings only what has changed
-SHARES = (0.001, 0.01, 0.1)  # of the elements
-RECALLED = " recalled"  # suffix of one that also hashes what is about to be overwritten
+CHANGED = " % changed"  # suffix of a direct way that writes only what has changed
+SHARES = (0.001, 0.01, 0.1)  # changed shares of the elements
+RECALLED = " recalled"  # suffix of a way that also hashes what will be overwritten
 BARE = {SHARED_MEMORY: "ceiling memcpy", GLOO: "ceiling gloo send", MOONCAKE: "ceiling mooncake write"}
 
 
@@ -76,17 +76,17 @@ class Way:
     bytes_moved: int
     messages: int
     ceiling: str = ""  # name of the way that is this one's limit
-    compare_s: float | None = None  # what it took to find the changes
+    compare_s: float | None = None  # time to find the changes
 
 
 class Bench:
-    """`job`: model, dtype, trainer_tp, engine_tp. Its processes end when `stack` is closed."""
+    """The processes of the benchmark. `job`: model, dtype, trainer_tp, engine_tp. They end when `stack` is closed."""
 
     def __init__(self, job: tuple[str, str, int, int], folder: Path, stack: ExitStack):
         self.job, self.folder, self.stack = job, folder, stack
         self.map = build_map(*job)
         self.trainers = list(range(job[2]))
-        self.everyone = [*self.trainers, job[2]]  # the last one is the far end of a bare medium
+        self.everyone = [*self.trainers, job[2]]  # the last rank is the far end of a bare medium
         self.tensors = SentTensors(self.map)
         self.sent = [sum(copy.bytes for copy in self.map.copies_from(rank)) for rank in self.trainers]
         self.writes = sum(len(self.map.writes_from(rank)) for rank in self.trainers)
@@ -95,11 +95,11 @@ class Bench:
         stack.callback(self.ranks.close)
 
     async def measure(self, transports: Sequence[str], repeats: int) -> tuple[dict[str, Way], dict[str, list[float]]]:
-        """The ways, and the seconds of each way's runs."""
+        """The ways, and the seconds of the runs of each."""
         await self.start_engine()
         self.live = await open_memory(self.workers, SHARED_MEMORY, self.map)  # also for the checks
         ways: dict[str, Way] = {}
-        for kind in transports:  # ways that are compared stand side by side, so that they run at nearly the same time
+        for kind in transports:  # ways to compare are neighbours, so that they run at nearly the same time
             name = f"direct {kind}"
             ways[BARE[kind]] = await getattr(self, f"bare_{kind}")()
             ways[name] = await self.direct(kind)
@@ -108,7 +108,7 @@ class Bench:
             for share in SHARES:
                 ways |= await self.delta(kind, share)
         ways |= await self.gather_ways()
-        # Not the recalled ways: they would report, rightly, that the check itself has scrambled the memory.
+        # Not the recalled ways: they would rightly report that this check has scrambled the memory.
         await self.check({name: way for name, way in ways.items() if name not in BARE.values() and not name.endswith((RECALLED, CHANGED))})
         times: dict[str, list[float]] = {name: [] for name in ways}
         for name, way in [*ways.items()] * (repeats + 1):
@@ -146,7 +146,7 @@ class Bench:
         """Sets up a transport; its first update connects it."""
         endpoints = self.live if kind == SHARED_MEMORY else await open_memory(self.workers, kind, self.map, deltas=True)
         encoded = [endpoint.encode() for endpoint in endpoints]
-        if kind == GLOO:  # the group meets while the workers receive
+        if kind == GLOO:  # the process group forms while the workers receive
             await asyncio.gather(self.on_trainers("connect_and_write", kind, encoded), self.session.receive())
         else:
             await self.on_trainers("connect_and_write", kind, encoded)
@@ -162,8 +162,8 @@ class Bench:
         return landed + sent
 
     async def delta(self, kind: str, share: float) -> dict[str, Way]:
-        """A way that brings the changes to weights that differ in `share` of the elements; none where that would be a full update. It is
-        checked here: once it is run, the engine has the other weights."""
+        """A way that writes the changes to weights that differ in `share` of the elements; none if that would be a full update. It is
+        checked here, since after it the engine has other weights."""
         found = await self.on_trainers("find_delta", kind, share)
         if not all(room for _, _, room in found):
             return {}
@@ -188,7 +188,7 @@ class Bench:
         await self.audit(await self.write(kind, True))
 
     async def audit(self, sent: Sequence[Any]) -> None:
-        """`sent`: what each trainer rank says, of one part after the other."""
+        """Compares hashes. `sent`: the reports of each trainer rank, part by part."""
         count = len(self.trainers)
         await self.session.audit([packed_shares(shares_of(sent[rank::count])) for rank in range(count)], self.tensors)
 
@@ -260,7 +260,7 @@ class Bench:
     # Checks
 
     async def check(self, ways: dict[str, Way]) -> None:
-        """Checks that every way brings the trainer ranks' weights into the engine. Raises AuditError."""
+        """Checks that every way gets the trainer ranks' weights into the engine. Raises AuditError."""
         live = [tensor for endpoint in self.live for tensor in parameters(endpoint)]
         sent = await self.on_trainers("shares", shapes_of(self.live))
         for _name, way in ways.items():
@@ -273,7 +273,7 @@ class Bench:
         return await self.on_ranks(self.trainers, method, *arguments, each=each)
 
     async def on_ranks(self, ranks: Sequence[int], method: str, *arguments: Any, each: Sequence[Any] = ()) -> list[Any]:
-        """All ranks get `arguments`; each also gets its entry of `each` as the last argument."""
+        """Calls `method` on all `ranks` with `arguments`. Each rank also gets its entry of `each` as the last argument."""
         own = [(*arguments, *each[i : i + 1]) for i in range(len(ranks))]
         return await asyncio.to_thread(self.ranks.call, method, *own, ranks=ranks)
 
@@ -290,10 +290,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# What `megarl bench sync` measured, as bars.
+# Draws the times as bars.
 
 
-COLOURS = {"direct": "#2f6fab", "gather": "#c26a2d", "ceiling": "#9a9a9a"}  # by the first word of a way's name
+COLOURS = {"direct": "#2f6fab", "gather": "#c26a2d", "ceiling": "#9a9a9a"}  # first word of a way's name -> colour
 
 
 def title(facts: dict[str, Any]) -> str:
@@ -304,7 +304,7 @@ def title(facts: dict[str, Any]) -> str:
 
 
 def draw(facts: dict[str, Any], path: str) -> None:
-    """Writes `path`: the median of each way with its quartiles; the darker part is what an audit adds."""
+    """Writes `path`: the median of each way with its quartiles. The darker part is what an audit adds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -343,18 +343,18 @@ class Timing:
     quartiles_s: tuple[float, float]
     best_s: float
     gb_per_s: float  # bytes of the model / median
-    bytes_moved: int  # between processes
+    bytes_moved: int  # bytes moved between processes
     messages: int
     of_ceiling: float | None  # the ceiling's time / this way's
     times_faster: float | None  # the fastest gather way's time / this way's
-    times_fewer_bytes: float | None  # than that one
-    audit_s: float | None  # what hashing on both sides adds
-    recall_s: float | None  # what hashing the engine's memory before the update adds to that
-    compare_s: float | None  # what finding the changes takes before the update
+    times_fewer_bytes: float | None  # the bytes of that gather way / this way's
+    audit_s: float | None  # time that hashing on both sides adds
+    recall_s: float | None  # further time that hashing the engine's memory before the update adds
+    compare_s: float | None  # time to find the changes before the update
 
 
 def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as_json: bool, picture: str | None) -> None:
-    """Prints a table, or one JSON object. Raises ConfigError for a wrong name, RuntimeError where a way gives wrong weights."""
+    """Prints a table, or one JSON object. Raises ConfigError for a wrong name, RuntimeError if a way gives wrong weights."""
     problems = [f"--transport {name}: choose from {', '.join(TRANSPORTS)}" for name in transports if name not in TRANSPORTS]
     if repeats < 1:
         problems.append(f"--repeats {repeats}: must be at least 1")
@@ -364,7 +364,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder, ExitStack() as stack:
         stack.enter_context(errors_into(Path(folder) / "errors.log"))
         if MOONCAKE in transports:
-            # Fails now, not after a minute, if it is missing.
+            # If it is missing, fails now and not after a minute.
             mooncake.open_engine("127.0.0.1", mooncake.protocol_of([this_host()]))
         model = make_model(Path(folder) / "model", dtype, *MODELS[model_size])
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
@@ -436,7 +436,7 @@ def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, hea
 
 
 def timings(ways: Mapping[str, Way], times: Mapping[str, Sequence[float]], size: int) -> list[Timing]:
-    """`times`: seconds of each way, by round; `size`: bytes of the model."""
+    """The results. `times`: way -> seconds of each round; `size`: bytes of the model."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     gather = min((name for name in ways if name.startswith("gather")), key=lambda name: median[name], default=None)
     return [timing_of(name, ways, times, gather, size) for name in ways if not name.endswith((AUDITED, RECALLED))]

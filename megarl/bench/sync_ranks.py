@@ -1,6 +1,6 @@
-"""The processes of the sync benchmark: trainer ranks with shards of a model, and one process that is the far end of a bare medium.
+"""Processes of the sync benchmark: trainer ranks with shards of a model, and one process that is the far end of a bare medium.
 
-Each obeys commands from a pipe. They talk to each other and to the engine only by what is being measured.
+Each obeys commands from a pipe. They communicate with each other and with the engine only by what is being measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RUN_BYTES = 1 << 20  # per write by Mooncake's TCP
 
 
 class BareMedia:
-    """One rank's end; rank number `senders` is the far end. A block is sent again and again until as many bytes as asked have gone."""
+    """One rank's end. Rank number `senders` is the far end. A block is sent again and again until the requested number of bytes is sent."""
 
     def __init__(self, rank: int, senders: int, timeout_s: float):
         self.rank, self.senders, self.timeout_s = rank, senders, timeout_s
@@ -102,11 +102,11 @@ def join_gloo(address: str, rank: int, size: int, timeout_s: float) -> Any:
     return gloo.open_backend(connect_store(address, timeout_s), rank, size, address, timeout_s)
 
 
-# A trainer rank's part in other stacks' way of updating an engine: a gather onto rank 0, then SGLang's own update paths.
+# A trainer rank's part in the methods of other stacks: a gather onto rank 0, then SGLang's own update paths.
 
 
 class Gather:
-    """One rank's end; `sources` are its shards of the layout's tensors."""
+    """One rank's end. `sources`: its shards of the layout's tensors."""
 
     def __init__(self, rank: int, layout: Layout, sources: Mapping[str, torch.Tensor], timeout_s: float):
         self.rank, self.layout, self.sources, self.timeout_s = rank, layout, sources, timeout_s
@@ -122,7 +122,7 @@ class Gather:
             for work in works:
                 work.wait()
             return
-        self.full: dict[str, torch.Tensor] = {}  # frees the last round's tensors first
+        self.full: dict[str, torch.Tensor] = {}  # frees the tensors of the last round first
         self.full = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self.logical()}
         arriving = []
         for rank in range(self.layout.world_size):
@@ -157,7 +157,7 @@ class Gather:
             tensors = [torch.cat([as_bytes(tensor) for tensor in tensors])]
         works = [torch.distributed.broadcast(tensor, src=0, group=self.engines, async_op=True) for tensor in tensors]
         for work in works:
-            assert work is not None  # it is asynchronous
+            assert work is not None  # not None, since it is asynchronous
             work.wait()
 
     def buckets(self, count: int) -> list[str]:
@@ -183,9 +183,9 @@ class Rank:
         self.map = build_map(*job)
         layout = self.map.source
         self.transports: dict[str, Transport] = {}
-        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # by transport: the copies that land, all others
+        self.parts: dict[str, tuple[list[Copy], list[Copy]]] = {}  # transport -> copies to landing buffers, all other copies
         self.payloads = Payloads()
-        self.found: dict[tuple[str, float], Found] = {}  # by transport and share: what changes
+        self.found: dict[tuple[str, float], Found] = {}  # (transport, share) -> the changes
         self.media = BareMedia(rank, layout.world_size, timeout_s)
         if rank < layout.world_size:
             self.sources = shards(layout, rank, Path(job[0]))
@@ -203,12 +203,12 @@ class Rank:
                 self.write(kind, part, audit=False)
 
     def write(self, kind: str, part: int, audit: bool) -> Sent:
-        """`part`: 0: the copies that land, 1: all others."""
+        """Writes a part. `part` 0: the copies to landing buffers; 1: all other copies."""
         return send(self.transports[kind], self.parts[kind][part], self.sources, self.shapes, audit, payloads=self.payloads)
 
     def find_delta(self, kind: str, share: float) -> tuple[float, list[int], bool]:
-        """Another version of the weights, in which this share of the elements has another lowest bit. Returns seconds to find that, the
-        bytes to send and those of the elements, and whether they find room."""
+        """Changes the lowest bit of this share of the elements. Returns the seconds to find these changes, the numbers of bytes to send and
+        of bytes of the elements, and whether the changes fit the buffers."""
         generator = torch.Generator().manual_seed(self.rank)
         other = {name: values.clone() for name, values in self.sources.items()}
         for values in other.values():
@@ -222,7 +222,7 @@ class Rank:
             began = time.perf_counter()
             deltas.find(0, self.writes, self.shapes, False, None, self.payloads)
             times.append(time.perf_counter() - began)
-        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)  # for the check, with hashes
+        found = deltas.find(0, self.writes, self.shapes, True, None, self.payloads)  # a second time with hashes, for the check
         assert found is not None
         self.found[kind, share] = found
         room = all(size <= self.transports[kind].room(rank) for rank, size in found.sizes.items())
@@ -232,13 +232,13 @@ class Rank:
         return send_changes(self.transports[kind], self.found[kind, share], 0, self.sources)
 
     def shares(self, shapes: dict[int, dict[str, tuple[int, ...]]]) -> dict[int, dict[str, int]]:
-        """Hashes of what this rank sends."""
+        """Hashes of everything that this rank sends."""
         nowhere: Any = Nowhere()
         return send(nowhere, self.writes, self.sources, shapes, audit=True).shares
 
 
 def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
-    """One rank's tensors, cut out of a checkpoint; padding is zero."""
+    """One rank's tensors, cut from a checkpoint. Padding is zero."""
     from safetensors.torch import load_file
 
     logical = load_file(model / "model.safetensors")
@@ -251,7 +251,7 @@ def shards(layout: Layout, rank: int, model: Path) -> dict[str, torch.Tensor]:
 
 
 class Nowhere:
-    """A transport that drops what is written."""
+    """A transport that discards what is written."""
 
     kind = "nowhere"
 
@@ -282,12 +282,12 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, method: str, *per_rank: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """`per_rank`: the arguments of each rank in `ranks` (default: all); none given: no arguments. Raises RuntimeError, TimeoutError."""
+        """Calls `method` on `ranks` (default: all). `per_rank`: the arguments of each rank, if any. Raises RuntimeError, TimeoutError."""
         chosen = list(range(len(self._pipes)) if ranks is None else ranks)
         for i, rank in enumerate(chosen):
             try:
                 self._pipes[rank].send((method, per_rank[i] if per_rank else ()))
-            except BrokenPipeError as error:  # the command line would take it for a closed stdout
+            except BrokenPipeError as error:  # otherwise the command line would take it for a closed stdout
                 raise self._gone(rank, method) from error
         return [self._answer(rank, method) for rank in chosen]
 

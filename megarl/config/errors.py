@@ -1,4 +1,4 @@
-"""Errors whose message is all that a user needs."""
+"""Errors that the command line shows as their message alone, without a traceback."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def tell(error: Exception) -> None:
 
 
 def unreadable(error: OSError) -> ConfigError:
-    """The ConfigError for a path that cannot be accessed: its name is too long, or it is in a folder that this user may not read. Raises
-    `error` if that does not name a path."""
+    """A ConfigError that says why the path in `error` cannot be accessed, such as a missing permission or too long a name. Raises
+    `error` itself if it names no path."""
     if error.filename is None:
         raise error
     return ConfigError(f"{error.filename}: cannot be accessed: {error.strerror}")
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """The problems of all checks, each once. A check that raises ConfigError does not keep the others from running."""
+    """The problems that the checks find, without duplicates. All checks run, even after one has raised ConfigError."""
     found: list[str] = []
     for check in checks:
         try:

@@ -15,10 +15,10 @@ from typing import Any
 from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
 
-NEAREST = 3  # the most suggestions
-CLOSE_ENOUGH = 0.6  # difflib's ratio of the last names
-TIE = 0.01  # suggestions this close to the best are shown too
-NAME = "NAME"  # stands for a name that the user chooses, in keys of a section that may occur several times
+NEAREST = 3  # how many suggestions there are at most
+CLOSE_ENOUGH = 0.6  # least similarity of the last names of two keys (difflib's ratio) for a suggestion
+TIE = 0.01  # a suggestion whose score is this close to the best one's is shown too
+NAME = "NAME"  # in the key of a section that may occur several times, stands for the name that the user chooses
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class Setting:
     default: Any
     meaning: str
     limit: Limit | None
-    path: str  # INPUT, OUTPUT or MODULE of megarl.config.limits, if it is one
+    path: str  # INPUT, OUTPUT or MODULE of megarl.config.limits; empty if the value is not a path
 
 
 @dataclass(frozen=True)
 class Section:
-    """An inner node. An optional one may be null; if `many`, there may be several, each under a name that the user gives it."""
+    """An inner node of the tree. If `optional`, it may be null. If `many`, there may be several, each under a name that the user
+    chooses."""
 
     key: str
     type: type
@@ -58,7 +59,7 @@ def sections() -> dict[str, Section]:
 
 
 def setting_of(key: str) -> Setting | None:
-    """The setting that `key` sets, with the user's names in it: `eval.suites.algebra.source` is a case of `eval.suites.NAME.source`."""
+    """The setting that `key` sets. The user's names match NAME: `eval.suites.algebra.source` is an `eval.suites.NAME.source`."""
     found = settings().get(general(key))
     return dataclasses.replace(found, key=key) if found else None
 
@@ -69,7 +70,7 @@ def section_of(key: str) -> Section | None:
 
 
 def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
-    """Every setting of a whole configuration, given as nested mappings; settings under the user's names once for each name."""
+    """Every setting of the configuration `tree` (nested mappings). A setting below NAME comes once for each name in the tree."""
     for key, setting in settings().items():
         many, _, rest = key.partition(f".{NAME}.")
         if not rest:
@@ -82,7 +83,7 @@ def concrete(tree: dict[str, Any]) -> Iterator[Setting]:
 
 
 def outer_sections(key: str) -> list[Section]:
-    """The sections that contain `key`, or that `key` itself names, outermost first."""
+    """The sections that contain `key`, outermost first. If `key` names a section, it comes last."""
     names = key.split(".")
     prefixes = (".".join(names[:length]) for length in range(1, len(names) + 1))
     return [section for prefix in prefixes if (section := section_of(prefix))]
@@ -112,7 +113,7 @@ def value_at(config: RunConfig, key: str) -> Any:
 
 
 def keys_of(config: RunConfig) -> list[str]:
-    """The keys of all settings; those under the user's names once for each name."""
+    """The keys of all settings. A key with NAME comes once for each name in `config`."""
     found = []
     for key in settings():
         many, _, rest = key.partition(f".{NAME}.")
@@ -122,12 +123,12 @@ def keys_of(config: RunConfig) -> list[str]:
 
 
 def yaml_text(value: Any) -> str:
-    """A value as it is written in YAML, on one line."""
+    """`value` in YAML, on one line."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | dict | list | tuple | None) else str(value)
 
 
 def nearest(key: str) -> list[str]:
-    """The known keys most similar to `key`, best first: a similar name in the same section, or the same name in another."""
+    """The known keys most similar to `key`, best first. They have a similar last name, in the same section or another."""
     scored = [(_likeness(key, known), known) for known in settings() if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH]
     best = max(scored, default=(0.0, ""))[0]
     return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]

@@ -1,4 +1,4 @@
-"""Limits on the values of settings. A limit's text completes "must be …" in messages, and appears in the table of docs/config.md."""
+"""Limits on the values of settings. The text of a limit follows "must be" in messages, and is a column of docs/config.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 
 IMPORT_PATH = r"(?:[A-Za-z_][\w.]*|/.*\.py):[A-Za-z_]\w*"  # of a function or class: package.module:name, or /folder/file.py:name
-INPUT, OUTPUT, MODULE = "input", "output", "module"  # settings that name what is read, what is written, and Python
+INPUT, OUTPUT, MODULE = "input", "output", "module"  # kinds of path: read by the run, written by it, or imported as Python
 _LONGEST_S = 2_000_000
 _CLOSE_ENOUGH = 0.6  # difflib's ratio
 
@@ -25,19 +25,19 @@ _CLOSE_ENOUGH = 0.6  # difflib's ratio
 class Limit:
     text: str
     accepts: Callable[[Any], bool]
-    spelled: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case
-    names: tuple[str, ...] = ()  # the values, if they are few texts
-    elsewhere: Mapping[str, str] = field(default_factory=dict)  # a wrong value → the key=value that was meant
+    spelled: Mapping[str, Any] = field(default_factory=dict)  # other spelling in lower case -> the value it stands for
+    names: tuple[str, ...] = ()  # all allowed values, if they are a few texts
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # wrong value -> the key=value that was probably meant
 
     def meant(self, value: Any) -> str:
-        """Completes the message about a wrong value by a question; empty if no name is like it, or like an item of a list."""
+        """The end of the message about a wrong value: "; did you mean …?". Empty if no name resembles the value or an item of it."""
         wrong = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text not in self.names]
         known = dict.fromkeys([*self.names, *self.elsewhere])
         return did_you_mean([self.elsewhere.get(near, near) for text in wrong for near in alike(text, known)])
 
 
 def alike(text: str, names: Collection[str]) -> list[str]:
-    """The names most like `text`, which may be a misspelling of one. Case does not count, and the order of letters counts little."""
+    """The names that `text` may be a misspelling of. Case is ignored, and transposed letters count as a small difference."""
 
     def likeness(name: str) -> float:
         one, other = text.lower(), name.lower()
@@ -48,7 +48,7 @@ def alike(text: str, names: Collection[str]) -> list[str]:
 
 
 def did_you_mean(names: Collection[str]) -> str:
-    """Completes a message; empty without names."""
+    """The end of a message that suggests `names`; empty without names."""
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
@@ -61,7 +61,7 @@ def above(low: float) -> Limit:
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Limit:
-    """A closed interval, or one that excludes an end."""
+    """An interval, which includes its ends unless they are marked as open."""
     brackets = "(" if open_low else "[", ")" if open_high else "]"
 
     def accepts(value: float) -> bool:
@@ -71,7 +71,7 @@ def between(low: float, high: float, *, open_low: bool = False, open_high: bool 
 
 
 def seconds(least: float = 0) -> Limit:
-    """The limit of a wait: above 0, or at least `least`, and at most what system calls accept, 2**31 milliseconds."""
+    """The limit of a timeout: at least `least`, above 0, and at most 2**31 milliseconds, the most that system calls accept."""
     lowest = f"at least {least}" if least else "above 0"
     return Limit(f"{lowest}, at most {_LONGEST_S}", lambda value: value >= least and 0 < value <= _LONGEST_S)
 
@@ -83,7 +83,7 @@ def each(limit: Limit) -> Limit:
 def one_of(
     *values: Any, or_like: str | None = None, written: str = "", spelled: Mapping[str, str] = {}, elsewhere: Mapping[str, str] = {}
 ) -> Limit:
-    """One of `values`, or a string that fully matches the regular expression `or_like`, which `written` shows to people."""
+    """One of `values`, or a text that fully matches the regular expression `or_like`. `written` describes `or_like` in messages."""
     names = [*map(str, values), *([written] if or_like else [])]
     text = names[0] if len(names) == 1 else "one of " + ", ".join(names)
 
@@ -94,15 +94,15 @@ def one_of(
 
 
 def setting(default: Any, meaning: str, limit: Limit | None = None, path: str = "") -> Any:
-    """A field of a config dataclass with its meaning and its limit. For a path, `path` is INPUT, OUTPUT or MODULE."""
+    """A field of a config dataclass, with its meaning and its limit. `path` is INPUT, OUTPUT or MODULE if the value is a path."""
     return field(default=default, metadata={"meaning": meaning, "limit": limit, "path": path})
 
 
-# Finds functions and classes that a configuration names, as package.module:name or as /folder/file.py:name.
+# Imports the functions and classes that a configuration names as package.module:name or /folder/file.py:name.
 
 
 def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function or class `package.module:name` or `/folder/file.py:name`, of a module as `import_module` finds it.
+    """The function or class at `path`: `package.module:name` or `/folder/file.py:name`. `import_module` finds the module.
 
     Args: setting, "key=value" as the user wrote it, for messages. Raises: ConfigError.
     """
@@ -128,13 +128,13 @@ def find_module(name: str, setting: str) -> ModuleType:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it must be awaited: an async function, or an object whose class has an async __call__."""
+    """Whether calls must be awaited: `function` is async, or is an object whose class has an async __call__."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def import_module(name: str) -> ModuleType:
-    """The module `package.module`, from the working directory too, or that of the file /folder/file.py, which may import its neighbours.
-    Raises ImportError, also if Python finds another module under the file's name."""
+    """Imports `package.module`, also from the working directory, or the file `/folder/file.py`, which may import files beside it.
+    Raises ImportError, also if Python finds a different module under the file's name."""
     is_file = name.endswith(".py")
     folder, file = os.path.split(os.path.abspath(name)) if is_file else (os.getcwd(), "")
     if is_file and not os.path.isfile(name):
@@ -148,6 +148,6 @@ def import_module(name: str) -> ModuleType:
 
 
 def attribute(path: str) -> Any:
-    """What `find_callable` has found before, in another process."""
+    """The function or class at `path`, which `find_callable` has already checked in another process."""
     module, _, name = path.rpartition(":")
     return getattr(import_module(module), name)

@@ -25,21 +25,21 @@ from megarl.config.limits import INPUT, MODULE
 from megarl.config.schema import MIXED, PUBLISHED, RunConfig, published
 from megarl.roles.settings import flat
 
-# What a path in a configuration is relative to.
+# Which folder a path in a configuration is relative to.
 #
-# A path that begins with ./ or ../ is relative to the folder of the YAML file that it stands in. Any other is relative to the working
-# directory, and so is every path on the command line. The loader makes the first kind absolute, so that records of the run mean the same
-# everywhere. Nothing is guessed: where only the other folder has such a file, or both have one, the configuration is refused, and the
+# In a YAML file, a path that begins with ./ or ../ is relative to the folder of that file. Any other path is relative to the working
+# directory, and so is every path on the command line. The loader makes the first kind absolute, so that a run's recorded configuration
+# means the same everywhere. It never guesses: if the file is only in the other folder, or in both, it refuses the configuration, and the
 # message says what to write.
 
 
-_OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # arguments of ours
+_OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # of built-in rollouts
 
 
 def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any:
-    """`value` of the setting `key`, with paths that begin with ./ or ../ made absolute. Adds what is doubtful to `problems`.
+    """The `value` of the setting `key`, with paths that begin with ./ or ../ made absolute. Adds a problem for each ambiguous path.
 
-    Args: file: the YAML file that the value stands in; None: it is from the command line.
+    Args: file: the YAML file that has the value, or None for the command line.
     """
     if isinstance(value, Mapping):
         inner = flat(value) if key.endswith(".sft") else value
@@ -66,7 +66,7 @@ def _kind(key: str) -> str:
 
 
 def _doubts(path: str, end: str, of_file: bool, is_file: bool, file: Path) -> Iterator[str]:
-    """Says what to write if the other folder has such a file too, or only the other folder has it."""
+    """If the file is also in the other folder, or only there, says what to write."""
     if os.path.isabs(path) or "${" in path or file.parent.resolve() == Path.cwd():
         return
     if not is_file:
@@ -108,15 +108,15 @@ _LARGEST = 10**15  # the largest integer that makes sense for any setting
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a file and overrides. If there are problems, `config` has defaults in place of unusable values; it is None if even that
-    is not possible."""
+    """What `read_config` returns. Where a value has a problem, `config` has the default instead. `config` is None if that too
+    is impossible."""
 
     config: RunConfig | None
     problems: list[str]
-    doubtful: frozenset[str]  # keys with problems, and keys that may have been meant instead
+    doubtful: frozenset[str]  # keys with problems, and the keys that the messages suggest instead
 
     def concerns(self, problem: str) -> bool:
-        """Whether a later problem is about a value that the user has set, and not a consequence of an unusable one."""
+        """Whether a problem found later is worth showing. It is not if it may only follow from a value that was replaced by its default."""
         return not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful)
 
 
@@ -132,7 +132,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Like `load_config`, but leaves out settings with problems and goes on. Raises ConfigError for a file that cannot be read."""
+    """Like `load_config`, but uses the default for a setting with a problem, and goes on. Raises ConfigError if the file cannot be read."""
     problems: list[str] = []
     of_file = [(key, located(key, value, Path(path), problems)) for key, value in _read_file(Path(path), problems)]
     of_command = [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
@@ -158,25 +158,25 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _with_recipe(assignments: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The settings of an algorithm.recipe among the assignments, then the assignments: the later one wins."""
+    """If an assignment sets algorithm.recipe, the settings of that recipe come first, so that the assignments override them."""
     recipe = dict(assignments).get(_RECIPE)
     return [*(published(recipe).items() if recipe in PUBLISHED else ()), *assignments]
 
 
 @cache
 def _defaults() -> bytes:
-    """A tree of defaults, pickled: unpickling takes a thirtieth of the time that OmegaConf takes to make one."""
+    """The pickled tree of defaults. To unpickle it takes a thirtieth of the time in which OmegaConf makes a new one."""
     return pickle.dumps(OmegaConf.structured(RunConfig))
 
 
 def dump_config(config: RunConfig) -> str:
-    """`config` as YAML that `load_config` reads back to an equal one."""
+    """`config` as YAML. `load_config` reads it back as an equal configuration."""
     tree = _escape(OmegaConf.to_container(OmegaConf.structured(config)))
     return yaml.safe_dump({"async" if key == "async_" else key: value for key, value in tree.items()}, sort_keys=False, allow_unicode=True)
 
 
 def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
-    """The leaves of the file with dotted keys. Raises for a file that cannot be read at all, since no other problem matters then."""
+    """The leaves of the file, each with its dotted key. Raises ConfigError at once if the file cannot be read or is not valid YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -225,14 +225,14 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             value = text
         setting = setting_of(_in_sft(key)[1] or key)
         if setting and setting.type is str and not isinstance(value, str | None):
-            value = text  # text needs no YAML quotes: `data.train.prompt_template=Q: {prompt}`
+            value = text  # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
         found.extend(_leaves({key: value}, "", problems))
     return found
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        key = f"{prefix}{'on' if name is True else name}"  # as YAML reads a bare `on`
+        key = f"{prefix}{'on' if name is True else name}"  # YAML reads a bare `on` as true
         section = section_of(key)
         if section is None or (section.optional and value in (None, {})):
             yield key, value
@@ -246,7 +246,7 @@ def _children(section: str) -> list[str]:
     return [key for key in settings() if key.startswith(f"{general(section)}.")]
 
 
-_FREE = tuple(  # mappings whose names are another's
+_FREE = tuple(  # mappings whose keys are defined elsewhere
     f"{section}."
     for section in (
         "generator.server_args",
@@ -263,7 +263,7 @@ _FREE = tuple(  # mappings whose names are another's
 
 @dataclass(frozen=True)
 class Fixed:
-    """A setting of earlier versions. The fixed value is still accepted, since config.yaml of an earlier run may have it."""
+    """A setting that only earlier versions had. Its fixed value is still accepted, since the config.yaml of an earlier run may have it."""
 
     value: Any
     instead: str
@@ -298,7 +298,7 @@ FIXED = {
 
 
 def _fixed(key: str, value: Any) -> str | None:
-    """A problem with a key that is fixed now; empty if it has that value; None if `key` is none of these."""
+    """For a key that is fixed now, the problem with `value`, or an empty text if it is the fixed value. None for any other key."""
     name = general(key)
     known = next((known for known in FIXED if name == known or name.startswith(f"{known}.")), None)
     if known is None:
@@ -308,7 +308,7 @@ def _fixed(key: str, value: Any) -> str | None:
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
-    """Sets one leaf. Yields problems with its key or its type."""
+    """Sets one leaf of `tree`. Yields the problems with its key or its type."""
     role, inner = _in_sft(key)
     if role and (inner or isinstance(value, Mapping)):
         yield from _assign_in_sft(tree, role, {inner: value} if inner else value, whole=not inner)
@@ -343,15 +343,15 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
 
 
 def _in_sft(key: str) -> tuple[str, str]:
-    """The parts of a dotted key: (roles.NAME.sft, the setting of megarl sft behind it); empty texts if it has none."""
+    """Splits a key below roles.NAME.sft into (roles.NAME.sft, the setting of megarl sft). Two empty texts for any other key."""
     names = key.split(".")
     inside = general(".".join(names[:3])) == "roles.NAME.sft"
     return (".".join(names[:3]), ".".join(names[3:])) if inside else ("", "")
 
 
 def _assign_in_sft(tree: DictConfig, role: str, overrides: Mapping[Any, Any], whole: bool) -> Iterator[str]:
-    """Sets overrides of roles.NAME.sft (`role`), all of them or some, under flat names, so that a later one takes the place of an
-    earlier one. Each must be a setting of its own."""
+    """Sets `overrides` in roles.NAME.sft (`role`) under flat names, so that a later override replaces an
+    earlier override of the same key. With `whole`, all earlier overrides are removed first. Yields the problems."""
     for section in outer_sections(role):
         if section.optional and OmegaConf.select(tree, section.key) is None:
             OmegaConf.update(tree, section.key, section.type)
@@ -389,7 +389,7 @@ def _wrong_type(setting: Setting, value: Any) -> str:
 
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
-    """Resolves interpolations, then checks every value against its setting's limit."""
+    """Resolves interpolations in `tree`, then checks every value against the limit of its setting."""
     written = _plain_mapping(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
@@ -398,7 +398,7 @@ def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, s
         if text == MISSING:
             yield setting, f"{setting.key}: must be set: {setting.meaning}"
             continue
-        if "${" not in str(text):  # most settings; asking OmegaConf for each would be most of the time that loading takes
+        if "${" not in str(text):  # true of most settings; if OmegaConf resolved each, that would take most of the loading time
             yield from ((setting, problem) for problem in _check_value(setting, text))
             continue
         try:
@@ -439,7 +439,7 @@ def _internal_interpolations(value: Any) -> Any:
 
 
 def _escape(value: Any) -> Any:
-    """Escapes a resolved value that looks like an interpolation, so that it stays text."""
+    """Escapes a text that looks like an interpolation, so that it is not resolved again."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

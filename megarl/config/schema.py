@@ -1,4 +1,4 @@
-"""Every setting of a run, with its default, its limit and its meaning. The one place where a key is defined.
+"""Defines every setting of a run: its key, default, limit and meaning.
 
 `async` is a Python keyword, so the section lives in the field `async_`; the loader maps the YAML key `async` to it.
 docs/config.md is generated from here: `python -m megarl.config.reference > docs/config.md`.
@@ -23,7 +23,7 @@ from megarl.speculative.settings import SpeculativeConfig
 
 @dataclass
 class SourceConfig:
-    """What all datasets have: where rows come from, and their prompts."""
+    """The settings that all datasets share: where rows come from, and how they become prompts."""
 
     source: str = setting(
         MISSING, "synthetic:<task>, a file that ends in .jsonl, .json, .csv, .tsv or .parquet (docs/data.md), or a hub name", path=INPUT
@@ -84,7 +84,7 @@ class PreferenceConfig(SourceConfig):
         "chosen",
         "column of the preferred response, written like prompt_key: a text, or a list of messages whose last is the response",
     )
-    rejected_key: str = setting("rejected", "column of the other response, as chosen_key")
+    rejected_key: str = setting("rejected", "column of the other response, written like chosen_key")
     margin_key: str | None = setting(
         None, "column with the margin of a pair: the loss wants the chosen response to score higher by at least this; null: 0 for all"
     )
@@ -105,9 +105,7 @@ class HeldOutPairsConfig:
 class MixedConfig(LearnedConfig):
     """One of several sources."""
 
-    weight: float | None = setting(
-        None, "share of the prompts that no quota takes, relative to the other weights; null: 1, or none with a quota", above(0)
-    )
+    weight: float | None = setting(None, "relative share of the prompts that the quotas leave; null: 1, or no share with a quota", above(0))
     quota: int | None = setting(None, "instead of a weight: how many prompts of each step come from this source", at_least(1))
 
 
@@ -190,7 +188,7 @@ class RolloutConfig:
     )
     max_num_gen_batches: int | None = setting(
         10,
-        "with dynamic_sampling, the run ends if this many times prompts_per_step prompts were not enough for one step; null: no limit",
+        "with dynamic_sampling, the run ends if this many * prompts_per_step generated prompts do not fill one step; null: no limit",
         at_least(1),
     )
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
@@ -292,7 +290,7 @@ class DistillConfig:
     """For runs with teachers in `roles` (docs/algorithms.md)."""
 
     coef: float = setting(
-        1.0, "weight of the reverse KL divergence from the teachers. That of several teachers is the sum by their own `weight`", above(0)
+        1.0, "weight of the reverse KL divergence from the teachers: with several, the sum weighted by each one's `weight`", above(0)
     )
     over: str = setting(
         SAMPLED,
@@ -948,7 +946,7 @@ class WeightsConfig:
     audit: str = setting(
         STRICT,
         "on: after every update, hashes compare the engines' memory with what was sent. Memory that no update writes, such as rotary"
-        " caches and tensors derived from weights, is compared with what it was. strict: also, before an update and at the end, "
+        " caches and tensors derived from weights, must not have changed. strict: also, before an update and at the end, "
         "hashes compare the memory with what the last update left; a run ends if engines may hold copies of old weights. off: no "
         "audit. true and false mean on and off",
         one_of("off", "on", STRICT, spelled={"true": "on", "false": "off"}),

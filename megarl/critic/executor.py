@@ -1,4 +1,4 @@
-"""The critic of PPO: its model, its loss, and the optimizer steps that it and the policy make of a batch."""
+"""The critic of PPO: its model, its loss, and the optimizer steps of critic and policy on a batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> LossOutput:
-    """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2). V' is V, clipped to at most `clip` from the value that the batch
-    began with (Schulman et al. 2017, arXiv:1707.06347, in its implementation)."""
+    """Half the sum over the policy's tokens of max((V - R)^2, (V' - R)^2). V' is V, clipped to at most `clip` from the value at the start
+    of the batch (as in the implementation of Schulman et al. 2017, arXiv:1707.06347)."""
     mask, old, returns = microbatch.loss_mask, microbatch.old_values, microbatch.returns
     assert old is not None and returns is not None
     error, clipped = (values - returns).square(), torch.zeros_like(mask)
@@ -44,7 +44,7 @@ def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> Lo
     return LossOutput(torch.where(mask, error, 0.0).sum() / 2, sums)
 
 
-# A policy's critic: a model with a scalar head, on the ranks of the trainer and with its sizes.
+# The critic's model: a scalar head, on the trainer's ranks and with the trainer's sizes.
 
 
 def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
@@ -53,42 +53,42 @@ def make_critic(plan: RunPlan, policy: MegatronTrainer) -> MegatronTrainer:
     critic = MegatronTrainer(
         plan.critic.with_scalar_head(),
         plan.trainer_topology,
-        replace(config.trainer, routing_replay=False),  # what was recorded is the choice of the policy's routers
+        replace(config.trainer, routing_replay=False),  # the recorded routing is that of the policy's routers
         config.model.dtype,
         config.seed,
         total_steps=config.max_steps * config.trainer.optimizer_steps,
         timeout_s=config.timeouts.collective_s,
         optimizer=config.critic.optimizer,
     )
-    # A rank has the tokens of the policy's share of a batch. So both models must divide the batch in the same way, whatever attention costs
-    # in each.
+    # A rank has only the tokens of the policy's share of a batch. So both models must divide the batch in the same way, whatever the cost
+    # of attention in each.
     critic.squares = policy.squares
     return critic
 
 
 def begin_critic(critic: MegatronTrainer, plan: RunPlan) -> None:
-    """Loads the first weights."""
+    """Loads the initial weights."""
     assert plan.critic is not None
-    # A new head is zeros. So the first values are 0, and the first advantages have no random part.
+    # A new head is all zeros. So the first values are 0, and nothing random is in the first advantages.
     critic.load_hf(critic_path(plan.config)[1] or plan.weights_path, None if plan.critic.head == critic.spec.head else "zeros")
 
 
-# The optimizer steps of a batch for a policy and its critic (PPO).
+# The optimizer steps of policy and critic on a batch (PPO).
 
 
 @dataclass(frozen=True)
 class ActorCriticSteps(BatchSteps):
-    """Each mini-batch makes an optimizer step of the policy, and one of the critic.
+    """Makes an optimizer step of the policy and one of the critic for each mini-batch.
 
-    Advantages and returns come from the values of the weights that the batch began with. A rank knows the values of all sequences, but
-    forms advantages only of those whose tokens it has.
+    Advantages and returns are computed from the values under the weights that the batch began with. A rank knows the values of all
+    sequences, but computes advantages only for sequences whose tokens it has.
     """
 
     critic: MegatronTrainer = field(kw_only=True)
     _told: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def train(self, batch: Batch) -> list[StepResult]:
-        """Returns the policy's results; none during `critic.warmup_steps`, when its weights stay."""
+        """Returns the policy's results. Empty during `critic.warmup_steps`, when the policy does not change."""
         sequences, cut = self._cut(batch)
         frozen = self._frozen(sequences, cut)
         values = self._by_places(self.critic.token_values, sequences, cut)
@@ -124,8 +124,9 @@ class ActorCriticSteps(BatchSteps):
     def _estimates(
         self, sequences: Sequences, values: Scores, rewards: list[float], frozen: Frozen
     ) -> tuple[Mapping[int, np.ndarray], Scores]:
-        """Advantages and returns of the sequences whose tokens this rank has, by their places; each as long as the sequence, 0 on what the
-        policy did not write. A response's reward is that of its last token; a KL penalty in the reward is each token's own."""
+        """Advantages and returns of the sequences whose tokens this rank has, keyed by their places in the batch. Each is as long as its
+        sequence, and 0 on tokens that the policy did not write. The reward of a response is given to its last token. A KL penalty in the
+        reward is given to each token."""
         assert self.algorithm.gae is not None
         own = {place: np.flatnonzero(each.loss_mask) for place, each in sequences.items() if isinstance(each, TrainSequence)}
         own = {place: tokens for place, tokens in own.items() if len(tokens)}
@@ -149,8 +150,9 @@ class ActorCriticSteps(BatchSteps):
     def _whitened(
         self, cut: list[MiniBatch], sequences: Sequences, advantages: Mapping[int, np.ndarray], returns: Scores, values: Scores
     ) -> tuple[Mapping[int, np.ndarray], dict[str, float]]:
-        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants that; metrics of the values before it."""
-        mine: list[int] = []  # over the data-parallel ranks every place once
+        """Advantages with mean 0 and variance 1 over the batch's tokens, if the algorithm wants that. Also metrics of the values before the
+        steps."""
+        mine: list[int] = []  # over all data-parallel ranks, every place occurs once
         for each in cut[: self.config.trainer.minibatches]:
             share = self.trainer.shares([sequences[place] for place in each.places])[self.trainer.coordinate.dp]
             mine += [each.places[index] for index in share if each.places[index] in advantages]

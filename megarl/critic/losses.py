@@ -10,12 +10,12 @@ import numpy as np
 
 # Advantages of tokens from a critic's values (PPO).
 #
-# Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the T tokens of the policy in a response;
-# what the environment wrote in between is skipped, as if the next token of the policy followed at once:
+# Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equation 16), over the policy's T tokens in a response. The
+# environment's tokens in between are skipped, as if the policy's next token followed at once:
 #
-#     d_t = r_t + gamma V_(t+1) - V_t         V_t the value of what precedes token t; V_T = 0: a response ends, also where it was cut
+#     d_t = r_t + gamma V_(t+1) - V_t         V_t: value of the text before token t; V_T = 0, since a response ends, even if it was cut
 #     A_t = sum over l >= t of (gamma lambda)^(l - t) d_l
-#     R_t = A_t + V_t                         what V_t is to become
+#     R_t = A_t + V_t                         the target of V_t
 
 
 _SMALLEST_VARIANCE = 1e-8
@@ -30,7 +30,7 @@ class Gae:
     def advantages(self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[T] float64 for each response, from its tokens' rewards [T] and values [T]."""
         lengths = [len(row) for row in rewards]
-        # Responses are rows, filled up with zeros, so that values end in 0.
+        # Responses are rows, padded with zeros, so that values end in 0.
         padded = np.zeros((2, len(lengths), max(lengths, default=0) + 1))
         for row, (length, *both) in enumerate(zip(lengths, rewards, values, strict=True)):
             padded[:, row, :length] = both

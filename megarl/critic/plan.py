@@ -1,4 +1,4 @@
-"""The critic of algorithm.name=ppo: its model, and whether it fits the run."""
+"""The critic of algorithm.name=ppo: finds its model, and checks that it fits the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.roles.settings import CRITIC, role_of
 
 
 def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
-    """The shape of the checkpoint that the critic begins with; without one, the policy's. None if the algorithm has no critic. Raises
+    """The shape of the checkpoint that the critic begins with, or else the policy's. None if the algorithm has no critic. Raises
     ConfigError."""
     if not recipes.has_critic(config.algorithm):
         return None
@@ -24,7 +24,7 @@ def find_critic(config: RunConfig, policy: ModelSpec) -> ModelSpec | None:
 
 
 def critic_path(config: RunConfig) -> tuple[str, str | None]:
-    """The key of the checkpoint that the critic begins with, and its value; None: the policy's weights."""
+    """The key of the checkpoint that the critic begins with, and its value. A value of None stands for the policy's weights."""
     for name, role in roles_of(config).items():
         if role_of(name, role) == CRITIC:
             return f"roles.{name}.path", role.path
@@ -32,7 +32,7 @@ def critic_path(config: RunConfig) -> tuple[str, str | None]:
 
 
 def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> None:
-    """Raises ConfigError with all problems. The checkpoint may still be missing for commands that come before a run, because one of these
+    """Raises ConfigError with all problems. For commands that come before a run, the checkpoint may still be missing, since one of them
     makes it."""
     if not recipes.has_critic(config.algorithm):
         defaults = {key: setting.default for key, setting in settings().items() if key.startswith("critic.")}
@@ -55,7 +55,7 @@ def check_critic(config: RunConfig, policy: ModelSpec, command: str | None) -> N
 
 
 def misfits(config: RunConfig, model: ModelSpec, policy: ModelSpec) -> list[str]:
-    """Why a second model cannot be on the trainer's ranks, with the trainer's sizes."""
+    """The reasons why a second model cannot be on the trainer's ranks with the trainer's sizes; empty if it can."""
     topology, problems = trainer_topology(config.trainer), []
     if model.vocab_size < policy.vocab_size:
         problems.append(f"its vocabulary of {model.vocab_size} must have the policy's {policy.vocab_size} tokens")

@@ -1,4 +1,4 @@
-"""Batches of supervised learning: demonstrations, and pairs of responses."""
+"""Batches for supervised learning: demonstrations, and pairs of responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.models.spec import ModelSpec
 
 
 def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[list[TrainSequence]]:
-    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`; batch t depends on t and `seed` alone.
+    """The batches of `sft.batch_size` sequences from step `done` to `sft.steps`. Batch t depends only on t and `seed`.
 
     Raises ConfigError for mistakes in the data, or if a sequence is longer than the model's context.
     """
@@ -34,7 +34,7 @@ def sft_batches(config: RunConfig, spec: ModelSpec, done: int = 0) -> Iterator[l
 
 
 def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
-    """All of `sft.eval`; empty without one. Raises ConfigError as `sft_batches` does."""
+    """All sequences of `sft.eval`; empty if that is null. Raises ConfigError as `sft_batches` does."""
     if config.sft.eval is None:
         return []
     tokenizer = load_tokenizer(config.model)
@@ -44,18 +44,18 @@ def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
 
 
 def sft_data(config: RunConfig) -> tuple[LearnedConfig, str]:
-    """What is learned, and its section."""
+    """The dataset that megarl sft learns, and its config section."""
     return (config.sft.data, "sft.data") if config.sft.data else (config.data.train, "data.train")
 
 
 def sft_mixture(config: RunConfig) -> Mixture:
-    """sft.data is one source; sources and quotas of data.train keep their proportions."""
+    """The mixture that megarl sft learns: sft.data alone, or the sources of data.train in the same proportions."""
     return Mixture() if config.sft.data else train_mixture(config)
 
 
 def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row], int]:
-    """Counts the tokens of a row's prompt. It raises RowProblem for a row that does not fit the model's context with its demonstration, or
-    whose prompt has unknown characters."""
+    """Returns a function that counts the tokens of a row's prompt. It raises RowProblem if prompt and demonstration do not fit the model's
+    context, or if the prompt has unknown characters."""
     context = spec.max_position_embeddings
 
     def count(row: Row) -> int:
@@ -71,7 +71,7 @@ def demonstration_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Row
 
 
 def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSequence:
-    """Prompt and demonstration; only the policy's parts of the demonstration and end-of-text are learned.
+    """A row's prompt and demonstration as one sequence. Only the policy's parts of the demonstration, with end-of-text, are learned.
 
     Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too long.
     """
@@ -90,24 +90,24 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     return TrainSequence(np.array(token_ids, np.int32), np.array(loss_mask), mu_logprobs=zeros, advantages=zeros)
 
 
-# Pairs of responses for megarl reward-model: read, ordered, and as tokens.
+# Reads, orders and tokenises pairs of responses for megarl reward-model.
 
 
 def evaluated_pairs(settings: RewardModelConfig) -> PreferenceConfig | None:
-    """reward_model.eval as a whole dataset: its columns are those of reward_model.data."""
+    """reward_model.eval as a full dataset, with the columns of reward_model.data."""
     data, own = settings.data, settings.eval
     return replace(data, source=own.source, split=own.split, subset=own.subset, size=own.size) if data and own else None
 
 
 def pair_sets(config: RunConfig) -> list[tuple[str, PreferenceConfig]]:
-    """(config key, dataset) of the pairs that are learned, and of the held-out ones."""
+    """(config key, dataset) of the training pairs and of the held-out pairs."""
     settings = config.reward_model
     given = {"reward_model.data": settings.data, "reward_model.eval": evaluated_pairs(settings)}
     return [(key, dataset) for key, dataset in given.items() if dataset is not None]
 
 
 def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, spec: ModelSpec) -> Sequence[Pair]:
-    """All pairs; none without a dataset. Raises ConfigError for mistakes in the data."""
+    """All pairs of `dataset`; empty if it is None. Raises ConfigError for mistakes in the data."""
     if dataset is None:
         return []
     reading = dropping(config, responses_tokens(load_tokenizer(config.model), spec))
@@ -115,7 +115,7 @@ def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, sp
 
 
 def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], int]:
-    """Counts the tokens of a pair's prompt. It raises RowProblem for a pair that does not fit the model's context."""
+    """Returns a function that counts the tokens of a pair's prompt. It raises RowProblem if the pair does not fit the model's context."""
     context = spec.max_position_embeddings
 
     def count(pair: Pair) -> int:
@@ -135,16 +135,16 @@ def training_steps(config: RunConfig, pairs: int) -> int:
 
 
 def batch_of(config: RunConfig, pairs: Sequence[Pair], step: int) -> list[Pair]:
-    """The pairs of a step, which depend on its number and `seed` alone. Every epoch has each pair once."""
+    """The pairs of a step. They depend only on its number and `seed`. Every epoch has each pair once."""
     size = config.reward_model.batch_size
     ordinals = range(step * size, (step + 1) * size)
     return [pairs[row_index(ordinal, len(pairs), f"reward_model/{config.seed}", config.data.shuffle)] for ordinal in ordinals]
 
 
 def pair_tokens(pair: Pair, tokenizer: Tokenizer, context_tokens: int) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt with each response and end-of-text, as a rollout has them: chosen, rejected.
+    """Token ids of the prompt with the chosen response, and with the rejected one, each followed by end-of-text as in a rollout.
 
-    Raises ConfigError if one is longer than the model's context.
+    Raises ConfigError if either is longer than the model's context.
     """
     prompt = tokenizer.encode_prompt(pair.prompt)
     both = prompt + tokenizer.encode_response(pair.chosen), prompt + tokenizer.encode_response(pair.rejected)

@@ -1,4 +1,4 @@
-"""Renders conversations by a tokenizer's chat template, exactly as transformers does, and finds the text that the assistant wrote."""
+"""Renders conversations with a tokenizer's chat template, exactly as transformers does, and finds the text that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import find_file, read_json, tokenizer_of
 
 CHAT = "chat"  # as prompt_template: use the model's chat template
-_NONCE = secrets.token_hex(8)  # so that no message can hold the marks
+_NONCE = secrets.token_hex(8)  # random, so that no message can contain the marks
 _OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _REWRITES = "changes this turn, or text before it, when more messages follow; with learn=last only the last turn is learned"
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message for the assistant's thinking
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Messages with role, content and whatever else the template reads -> text. All methods raise ValueError if they are refused."""
+    """Turns messages (role, content, and what else the template reads) into text. All methods raise ValueError for messages it refuses."""
 
     render_marked: Callable[..., str]
-    marks_turns: bool  # by {% generation %}
+    marks_turns: bool  # the template marks assistant turns with {% generation %}
     special_tokens: tuple[str, ...]
     ends: tuple[str, ...]  # the model's end-of-text tokens
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, answered: bool = False) -> str:
-        """The prompt, up to where the assistant begins. `answered`: the last message is the assistant's, nothing follows."""
+        """The prompt, up to the start of the assistant's turn. `answered`: the last message is the assistant's, so no turn is opened."""
         return _unmarked(self._marked(messages, tools, answered))
 
     def pieces(self, messages: Sequence[Message], tools: Any, learned: Collection[int]) -> list[str]:
-        """The conversation up to the last learned turn, as texts that are context and learned in turn. `learned`: messages by their places.
+        """The conversation up to the last learned turn, as texts that are alternately context and learned. `learned`: indices of messages.
 
-        A turn is learned with the end-of-text token behind it, with which a model ends it in a rollout. It is learned without the text that
-        the template puts before it, since a rollout's prompt has that. Where the template marks the assistant's turns ({% generation %}),
-        that says where they are; marks that touch are one, and what the turn's prompt has already is left out. Otherwise a turn is what the
-        template adds to the prompt that it makes of the messages before, which must be how the whole conversation begins. In both cases the
-        conversation up to the turn must begin the same. A template that rewrites earlier turns once others follow, as Qwen3's does with
-        thinking, fails this.
+        A learned turn includes the end-of-text token after it, with which a model ends it in a rollout. It excludes the text that the
+        template puts before it, which a rollout's prompt has already.
+
+        If the template marks the assistant's turns ({% generation %}), the marks give their places. Adjacent marks are merged, and text
+        that the turn's prompt has already is left out. Otherwise a turn is the text that the template adds to the prompt of the messages
+        before it, and the whole conversation must begin with that prompt. In both cases, the conversation up to the turn must be rendered
+        the same whether or not messages follow. A template that rewrites earlier turns when others follow fails this; Qwen3's does so with
+        thinking.
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
@@ -74,7 +76,7 @@ class ChatTemplate:
         try:
             return self.render_marked(messages=messages, **values)
         except ValueError:
-            as_json = [_with_json_arguments(message) for message in messages]  # as a few templates want them, DeepSeek-V3's among them
+            as_json = [_with_json_arguments(message) for message in messages]  # as some templates require, such as DeepSeek-V3's
             if as_json == messages:
                 raise
         return self.render_marked(messages=as_json, **values)
@@ -93,16 +95,16 @@ class ChatTemplate:
         return dict(zip(places, spans))
 
     def _beginning(self, messages: Sequence[Message], tools: Any, place: int) -> str:
-        """The conversation up to a turn. If the template refuses to end there, as Qwen 3.5's does before the user has spoken, it ends with
-        the first later message that the template accepts."""
+        """The conversation up to the turn at `place`. If the template refuses to end there (Qwen 3.5's does before the user has spoken), up
+        to the first later message that it accepts."""
         for end in range(place + 1, len(messages)):
             with contextlib.suppress(ValueError):
                 return self.render(messages[:end], tools, answered=True)
         return self.render(messages, tools, answered=True)
 
     def _behind_prompt(self, whole: str, messages: Sequence[Message], tools: Any, place: int, first: int, last: int) -> int:
-        """Where a marked turn begins, if its mark is also around the turn's header or what else a rollout's prompt ends with. Where the
-        template makes no such prompt, the mark alone counts."""
+        """Where a marked turn begins, after text that a rollout's prompt has already, such as the turn's header. If the template cannot
+        make such a prompt, the mark alone counts."""
         try:
             prompt = self.render(messages[:place], tools)
         except ValueError:
@@ -120,7 +122,7 @@ class ChatTemplate:
         return len(prompt), len(ended)
 
     def _ended(self, whole: str, first: int, last: int, place: int) -> int:
-        """Where the turn ends: behind its first end-of-text token, where a rollout would stop; it may also follow the turn."""
+        """Where the turn ends: after its first end-of-text token, where a rollout would stop. The token may follow the turn's text."""
         last += len(next((token for token in self.ends if whole.startswith(token, last)), ""))
         ends = self._ends(whole, first, last)
         if not ends:
@@ -137,11 +139,11 @@ class ChatTemplate:
         return min(ends)
 
     def _ends(self, text: str, first: int, last: int) -> list[int]:
-        """Behind each end-of-text token's first place."""
+        """For each end-of-text token that occurs in the span, the end of its first occurrence."""
         return [found + len(token) for token in self.ends if (found := text.find(token, first, last)) >= 0]
 
     def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-        """Raises ValueError for a text that holds the name of a special token: it could end a turn or open another."""
+        """Raises ValueError for a text that contains the name of a special token, since it could end a turn or open another."""
         for kind, values in (("message", messages), ("tool", tools or ())):
             for number, value in enumerate(values, start=1):
                 for text in _texts(value):
@@ -150,8 +152,8 @@ class ChatTemplate:
 
 
 def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:
-    """Raises ValueError if a message's text or tool calls are missing from the rendered text: a template may leave out what it does not
-    know. Templates trim texts, leave out thinking and quote what tools say; so this looks for the last word alone."""
+    """Raises ValueError if a message's text or tool calls are missing from the rendered text, since a template may leave out what it does
+    not know. Templates may trim texts, leave out thinking and quote tool results, so this looks only for the last word."""
     for number, message in enumerate(messages, start=first + 1):
         names = [*map(name_of, message.get("tool_calls", []))]
         said = [word.rpartition(">")[2] or word for word in message["content"].split()[-1:]]
@@ -166,13 +168,13 @@ def _says_nothing(message: Message) -> bool:
 
 
 def _thoughts(message: Message) -> list[str]:
-    """What an assistant's message thinks: in a key of its own, or in front of each </think>."""
+    """The thinking in an assistant's message: in a key of its own, or before each </think>."""
     inside = [text.rpartition("<think>")[2] for text in message["content"].split("</think>")[:-1]]
     return [text.strip() for text in (*(message.get(key) for key in _THOUGHTS), *inside) if isinstance(text, str)]
 
 
 def name_of(call: Any) -> Any:
-    """The function's, of a tool call in OpenAI's form or without its outer object."""
+    """The function's name in a tool call, in OpenAI's form or without its outer object."""
     inner = call.get("function", call) if isinstance(call, dict) else None
     return inner.get("name") if isinstance(inner, dict) else None
 
@@ -198,8 +200,8 @@ def _unmarked(text: str) -> str:
 
 
 def load_chat_template(source: str, setting: str, without: str = "write one with {prompt} in it") -> ChatTemplate:
-    """The chat template of a tokenizer (a local folder or a hub name). Raises ConfigError that names `setting`, the "key=value" which asks
-    for it, and says what to do `without` one."""
+    """The chat template of a tokenizer (a local folder or a hub name). If there is none, raises ConfigError that names `setting`, the
+    "key=value" that needs it, and that says what to do `without` one."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -222,7 +224,7 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
     def render(**values: Any) -> str:
         try:
             return template.render(**values, **tokens)
-        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # as messages make a template's code fail
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # raised by template code on odd messages
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     tokenizer = tokenizer_of(source, setting.partition("=")[0])
@@ -241,7 +243,7 @@ def _generation_tag() -> Any:
     class GenerationTag(Extension):
         """{% generation %} … {% endgeneration %}: what the assistant wrote."""
 
-        tags = {"generation"}  # noqa: RUF012, as jinja2 has it
+        tags = {"generation"}  # noqa: RUF012, as jinja2 declares it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -255,7 +257,7 @@ def _generation_tag() -> Any:
 
 
 def _default(template: Any) -> Any:
-    """The default template, if the tokenizer has several by name."""
+    """The default template, if the tokenizer has several named ones."""
     return {entry["name"]: entry["template"] for entry in template}.get("default") if isinstance(template, list) else template
 
 

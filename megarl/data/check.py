@@ -19,21 +19,21 @@ from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
 
-_SYNTHETIC_ROWS = 64  # rows that are checked for all of a synthetic task
+_SYNTHETIC_ROWS = 64  # how many rows of a synthetic task are checked
 _AT_HAND_PROMPTS = 1000
-_FIRST = 3  # rows that are kept, to be scored by a dry run
+_FIRST = 3  # how many rows are kept for a dry run to score
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of checking one dataset. `rows` is None if it was not read, because it is on the hub."""
+    """The result of checking one dataset. `rows` is None if the dataset is on the hub and was not read."""
 
     key: str
     source: str
     rows: int | None
     reading: Reading = field(default_factory=Reading)
     first: tuple[Row | Pair, ...] = ()  # the first rows
-    shared: int = 0  # of a held-out set's prompts, those that data.train has too
+    shared: int = 0  # how many prompts of a held-out set are also in data.train
 
     def __str__(self) -> str:
         if self.rows is None:
@@ -51,7 +51,7 @@ class Checked:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """Facts about the rows that their owner may not know."""
+        """Facts about the rows that the user may not know."""
         if self.dropped:
             kinds = [f"{len(where):,}: {kind} (first: {where[0]})" for kind, where in self.reading.dropped.items()]
             yield f"rows left out (data.bad_rows=drop): {self.dropped:,}, of them {', '.join(kinds)}"
@@ -63,13 +63,13 @@ class Checked:
 
 
 def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand: bool = False) -> list[Checked]:
-    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it against tokenizer and model; without `spec`
-    only the rows.
+    """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it against tokenizer and model. Without `spec`,
+    checks only the rows.
 
     `at_hand`: checks only what is on this machine, and at most a thousand prompts per dataset against the model's context.
-    Raises ConfigError with all problems: in the files (see load_rows), a tokenizer that does not fit the model, characters that the
-    tokenizer does not know, prompts that leave no room for a response in the model's context. With data.bad_rows=drop, rows with problems
-    are counted instead, unless these are all.
+    Raises ConfigError with all problems: problems in the files (see load_rows), a tokenizer that does not fit the model, characters that
+    the tokenizer does not know, prompts that leave no room for a response in the model's context. With data.bad_rows=drop, rows with
+    problems are counted instead, unless no row is left.
     """
     problems: list[str] = []
     tokenizer, checked = None, []
@@ -80,7 +80,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             problems += error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
-    trained: dict[int, int] = {}  # Reading.prompts of data.train, of all its sources
+    trained: dict[int, int] = {}  # Reading.prompts of all sources of data.train
     for key, dataset, response_tokens in _datasets(config, command):
         if at_hand and not is_local(dataset.source):
             checked.append(Checked(key, dataset.source, None))
@@ -101,7 +101,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
 
 
 def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:
-    """(rows or pairs, number of all of them)."""
+    """(the rows or pairs that are kept, the number of all of them)."""
     most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
     tokenizer = config.model.tokenizer or config.model.path
     if isinstance(dataset, PreferenceConfig):
@@ -118,7 +118,7 @@ def _tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: s
 
 
 def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConfig, int]]:
-    """(key, dataset, most tokens of a response) of all datasets that the command reads."""
+    """(key, dataset, most tokens of a response) of each dataset that the command reads."""
     if command == "reward-model":
         return [(key, dataset, 0) for key, dataset in pair_sets(config)]
     if command == "sft":

@@ -1,4 +1,4 @@
-"""Reads rows from files, the hub, or synthetic tasks, in the shape of GSM8K or MATH."""
+"""Reads rows from files, the hub or synthetic tasks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from megarl.rewards.score import Part, parts_in_evaluation, parts_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-_LONGEST_VALUE = 2**31 - 1  # of a .csv file, in characters: more than memory has, where the module csv has 131,072 by default
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that stands for a character with its neighbour alone
+_LONGEST_VALUE = 2**31 - 1  # in characters, for .csv files; the default of module csv is 131,072
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape that is half of a surrogate pair
 _OTHER_FILES = (".txt", ".gz", ".zst", ".arrow")
 
 
 def is_local(source: str) -> bool:
-    """Whether reading it needs no network: it is a file or folder, even if missing, or a synthetic task."""
+    """Whether `source` is a file or folder (possibly missing) or a synthetic task, and so needs no network."""
     path = Path(source).expanduser()
     looks_local = not _HUB_NAME.fullmatch(source) or path.suffix in (*_FILES, *_OTHER_FILES)
     return source.startswith(PREFIX) or looks_local or path.exists()
 
 
 def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) pairs; for a line that is not JSON the record is a RowProblem."""
+    """(where, record) for each row. The record is a RowProblem if the line is not JSON."""
     path, named = Path(config.source).expanduser(), f"{key}.source={config.source}"
     if (parts := files_of(config)) and (not is_local(config.source) or path.is_dir()):
         return chain.from_iterable(_jsonl(_part(config, name, key)) for name in parts)
@@ -65,7 +65,7 @@ def records(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _part(config: SourceConfig, name: str, key: str) -> Path:
-    """A file of a data set that has several, in a folder or on the hub, whose own client can no longer read sets that need a program."""
+    """The file `name` of a dataset in a folder or on the hub. (The hub's own client can no longer read datasets with a loading script.)"""
     folder = Path(config.source).expanduser()
     if folder.is_dir():
         if not (folder / name).is_file():
@@ -96,7 +96,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """One list of rows, or JSONL under another name."""
+    """The rows of one JSON list, or of a JSONL file that is named .json."""
     text = path.read_bytes()
     try:
         found = parsed(text)
@@ -113,8 +113,8 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Comma-separated (.csv) or tab-separated values, whose first line names the columns. All values are texts. A column without a name,
-    such as pandas writes for its index, is left out."""
+    """Rows of comma-separated (.csv) or tab-separated values. The first line names the columns, and all values are texts. A column without
+    a name, such as the index that pandas writes, is left out."""
     csv.field_size_limit(_LONGEST_VALUE)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -145,7 +145,7 @@ def parsed(text: bytes) -> Any:
         raise RowProblem(f"{error.object[error.start]!a} is half of a surrogate pair, and no character") from error
     except RecursionError as error:
         raise RowProblem("JSON that is nested too deeply") from error
-    except ValueError as error:  # the only one that is left
+    except ValueError as error:  # the only other kind
         raise RowProblem("a number with too many digits") from error
 
 
@@ -165,7 +165,7 @@ _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parq
 
 
 def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
-    why = "" if Path(config.source).exists() else unreachable()  # must precede the import, which reads what this sets
+    why = "" if Path(config.source).exists() else unreachable()  # before the import, which reads the variables that this sets
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -180,7 +180,7 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
         yield f"{config.source}, split {config.split}, row {number}", record
 
 
-# The columns of a row in a known format, and its conversation.
+# Finds the columns of a row in a known format, and reads its conversation.
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -188,7 +188,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 class Format(NamedTuple):
     name: str
-    keys: tuple[str, ...]  # by which a row is known to have it
+    keys: tuple[str, ...]  # the columns that identify the format
     prompt: str
     answer: str
 
@@ -201,17 +201,17 @@ FORMATS = (
 )
 
 
-_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")  # of rows that have no other format; environments of hubs write them
+_PLAIN = Format("a prompt", ("prompt",), "prompt", "answer")  # used if no other format fits; environments of hubs write such rows
 
 
 class Columns(NamedTuple):
     prompt: str
-    answer: str | None  # None: the conversation's last message
+    answer: str | None  # None: the answer is the conversation's last message
 
 
 def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Columns:
-    """The row's columns: those that the section names, else those of the one format whose keys the row has, or `prompt` and `answer`.
-    Raises RowProblem if it has the keys of several."""
+    """The row's columns: those that the section names, else those of the one format whose keys the row has, else `prompt` and `answer`.
+    Raises RowProblem if the row has the keys of several formats."""
     if config.prompt_key is not None:
         return Columns(config.prompt_key, config.answer_key or "answer")
     fits = [each for each in FORMATS if all(record.get(name) is not None for name in each.keys)]
@@ -224,14 +224,14 @@ def columns_of(record: Mapping[str, Any], config: DatasetConfig, key: str) -> Co
 
 
 def messages_of(value: list[Any], field: str) -> list[Message]:
-    """A conversation as chat templates read it: contents are texts, and arguments of tool calls objects. Raises RowProblem."""
+    """A conversation in the form that chat templates read: contents are texts, arguments of tool calls are objects. Raises RowProblem."""
     return [_message(message, f"field {field!r}, message {number}") for number, message in enumerate(value, start=1)]
 
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowProblem(f"{where}: must be an object with role and content")
-    found = {name: value for name, value in message.items() if value is not None}  # parquet has null where others have a key
+    found = {name: value for name, value in message.items() if value is not None}  # parquet writes null for absent keys
     if found["role"] not in ROLES:
         raise RowProblem(f"{where}: role {found['role']!r} must be one of {', '.join(ROLES)}")
     calls = found.get("tool_calls")
@@ -242,7 +242,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
-    """A text, or OpenAI's list of parts that are texts."""
+    """The text of a message's content: a text, or OpenAI's list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -251,7 +251,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """With its arguments as an object."""
+    """A tool call with its arguments as an object."""
     inner = call.get("function", call)
     if not isinstance(inner.get("arguments"), str):
         return call
@@ -262,11 +262,11 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     return {**call, "function": made} if inner is not call else made
 
 
-TOOLS = "tools"  # column of the tools that a chat template presents to the model, as TRL and Hugging Face's templates call it
+TOOLS = "tools"  # the column, named as in TRL and Hugging Face's chat templates, with the tools to offer to the model
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that a row offers, also where they are written as JSON; None without any. Raises RowProblem."""
+    """The tools that a row offers, as a list or as JSON; None without any. Raises RowProblem."""
     tools = record.get(TOOLS)
     if isinstance(tools, str):
         try:
@@ -279,7 +279,7 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Message], list[int]]:
-    """The messages without their weights, and the places of those that are learned. Raises RowProblem."""
+    """The messages without their weights, and the indices of the learned ones. Raises RowProblem."""
     places = []
     for place, message in enumerate(messages):
         weight, train = message.get("weight", 1), message.get("train", True)
@@ -295,8 +295,8 @@ def learned(messages: list[Message], learn: str, field: str) -> tuple[list[Messa
     return [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in messages], places
 
 
-_MAX_PROBLEMS = 10  # shown at once
-_AS_IT_IS = "{prompt}"  # prompt_template
+_MAX_PROBLEMS = 10  # most problems that one message shows
+_AS_IT_IS = "{prompt}"  # the prompt_template that changes nothing
 _MISSING = object()
 
 
@@ -305,12 +305,12 @@ def load_rows(
 ) -> Rows:
     """All rows of a dataset.
 
-    The final answer is what the answer column marks: \\boxed{} (MATH), "####" (GSM8K), else the whole text.
+    The final answer is the marked part of the answer column, after \\boxed{} (MATH) or "####" (GSM8K), else the whole text.
     Args: key: config section such as "data.train", for messages; seed: for synthetic tasks; answers: what to take from the answer column;
-    tokenizer: folder or hub name whose chat template prompt_template="chat" uses; reading: whether rows with problems are left out, and
-    what else is a problem.
+    tokenizer: folder or hub name whose chat template prompt_template="chat" uses; reading: whether to leave out rows with problems, and
+    which further checks rows must pass.
     Raises ConfigError that lists all problems with file and line: malformed lines, missing or empty fields, wrong types, answers that
-    cannot be found, no rows at all.
+    cannot be found, a dataset without rows.
     """
     return read_rows(config, key, seed, answers, tokenizer, reading)[0]
 
@@ -324,8 +324,8 @@ def read_rows(
     reading: Reading | None = None,
     kept: int | None = None,
 ) -> tuple[Rows, int]:
-    """Like `load_rows`, reads all rows, but returns only the first `kept` of those that can be used, and the number of all rows. Only what
-    is returned is checked by `reading.tokens`."""
+    """Like `load_rows`, but returns only the first `kept` usable rows, and the number of all rows. `reading.tokens` checks only the rows
+    that are returned."""
     if config.source.startswith(PREFIX):
         return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept)
     chat = _template(config, key, tokenizer)
@@ -336,7 +336,7 @@ def read_rows(
 def read_pairs(
     config: PreferenceConfig, key: str, seed: int, tokenizer: str, reading: Reading | None = None, kept: int | None = None
 ) -> tuple[Sequence[Pair], int]:
-    """As `read_rows`, of pairs of responses."""
+    """Like `read_rows`, for pairs of responses."""
     if config.source.startswith(PREFIX):
         return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept)
     chat = _template(config, key, tokenizer)
@@ -344,11 +344,11 @@ def read_pairs(
 
 
 Chat = Callable[[], ChatTemplate]
-_COLUMNS_OF = {"reward_model.eval": "reward_model.data"}  # section → the one that names its columns
+_COLUMNS_OF = {"reward_model.eval": "reward_model.data"}  # section -> the section that names its columns
 
 
 def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
-    """Loads the chat template when it is first needed: at once if it is asked for, else with the first row that has messages."""
+    """Loads the chat template: now if the section asks for it, else when the first row with messages needs it."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{_COLUMNS_OF.get(key, key)}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
     if config.prompt_template == CHAT:
@@ -360,7 +360,7 @@ def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
 def _synthetic[R: (Row, Pair)](
     made: Sequence[R], config: SourceConfig, key: str, reading: Reading | None, kept: int | None
 ) -> tuple[Sequence[R], int]:
-    """Rows are made when they are asked for, and so none is left out of all; some `kept` ones are checked."""
+    """Rows of a synthetic task, which are generated on access. So none is left out; `kept` of them are checked."""
     size = _size(config)
     count = len(made) if size is None else min(size, len(made))
     if kept is None:
@@ -371,7 +371,7 @@ def _synthetic[R: (Row, Pair)](
 
 
 def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> Answers:
-    """The form of reference answers that training, or evaluation (of `suite`), needs: a verifier the final one."""
+    """The form of reference answers that training or evaluation (of `suite`) needs. A verifier, for example, needs the final answer."""
     if config.rollout.name in OF_HUBS:
         return "row"
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
@@ -390,12 +390,12 @@ def _answer_for(part: Part, config: RunConfig) -> Answers:
 
 
 def _size(config: SourceConfig) -> int | None:
-    """How many of the first rows are used; None: all. Held-out prompts have eval.limit instead."""
+    """How many rows are used, from the first on; None: all. eval.limit does this for held-out prompts."""
     return config.size if isinstance(config, (LearnedConfig, PreferenceConfig)) else None
 
 
 def _records(config: SourceConfig, key: str) -> Iterable[tuple[str, dict[str, Any] | RowProblem]]:
-    """(where, record) of each row that the section asks for."""
+    """(where, record) of each row that the section selects."""
     for where, record in islice(wanted(records(config, key), config), _size(config)):
         if not isinstance(record, dict | RowProblem):
             record = RowProblem(f"a row must be an object with fields, not {_kind(record)}")
@@ -410,9 +410,9 @@ def _checked_rows[R: (Row, Pair)](
     reading: Reading | None,
     kept: int | None,
 ) -> tuple[list[R], int]:
-    """What `make` makes of every row, given where it is and its record, and how many rows there are."""
+    """The results of `make(where, record)` for the rows, and the number of all rows."""
     rows: list[R] = []
-    bad: dict[str, list[str]] = {}  # problem → where
+    bad: dict[str, list[str]] = {}  # problem -> the places where it occurs
     reading, count = reading or Reading(), 0
     for where, record in found:
         count += 1
@@ -461,13 +461,13 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """The length of what both begin with."""
+    """The length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _prompt_of_both(record: dict[str, Any], prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
-    """The columns of a row without a prompt of its own (TRL's implicit prompt): what both responses begin with, without parts of words.
-    Empty if the row lacks a response too."""
+    """The columns of a row without a prompt column (TRL's implicit prompt): the prompt is the common beginning of both responses, up to a
+    word boundary. Empty if the row lacks a response too."""
     one, other = values = [_dig(record, chosen), _dig(record, rejected)]
     if any(value is _MISSING for value in values):
         return {}
@@ -482,7 +482,7 @@ def _prompt_of_both(record: dict[str, Any], prompt: str, chosen: str, rejected: 
 
 
 def _response(record: dict[str, Any], field: str) -> str:
-    """A text, or the last of a list of messages."""
+    """The response in a column: a text, or the last of a list of messages."""
     value = _dig(record, field)
     if not isinstance(value, list):
         return _text(record, field)
@@ -524,7 +524,7 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
 
 
 def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> None:
-    """Reports all missing columns in one line, with the settings that name them."""
+    """Raises RowProblem that names all missing columns, and the settings that name them."""
     missing = [f"{field!r} ({key}.{setting})" for setting, field in wanted.items() if _dig(record, field) is _MISSING]
     if missing:
         columns = ", ".join(repr(column) for column in islice(record, _MAX_PROBLEMS)) or "none"
@@ -533,8 +533,8 @@ def _check_columns(record: dict[str, Any], wanted: dict[str, str], key: str) -> 
 
 
 def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat, answered: bool = False) -> str:
-    """The prompt column in its template. A chat template takes it as a user's message or a list of messages. If it may be `answered`, the
-    prompt is what comes before the answer."""
+    """The prompt column in its template. A chat template takes it as a user's message or a list of messages. `answered`: if the list ends
+    with an answer, the prompt is what comes before it."""
     messages = _dig(record, field)
     if not isinstance(messages, list) and config.prompt_template != CHAT:
         return config.prompt_template.replace("{prompt}", _text(record, field))
@@ -561,7 +561,7 @@ def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Messag
 def _rendered[T](
     record: dict[str, Any], messages: list[Message], field: str, config: SourceConfig, chat: Chat, made: Callable[[ChatTemplate, Any], T]
 ) -> T:
-    """What is `made` with the template and the row's tools. The template must show these and all messages. Raises RowProblem."""
+    """The result of `made(template, tools)`. Raises RowProblem if the template leaves out tools or messages of the row."""
     template, tools = chat(), tools_of(record)
     try:
         template.check(messages, tools)
@@ -574,7 +574,7 @@ def _rendered[T](
 
 
 def _conversation(where: str, record: dict[str, Any], messages: list[Any], field: str, config: DatasetConfig, chat: Chat) -> Row:
-    """A conversation to learn from: the prompt is what comes before the first learned turn."""
+    """A row from a conversation to learn from. Its prompt ends before the first learned turn."""
     learn = config.learn if isinstance(config, LearnedConfig) else "all"
     found, places = learned(_messages(messages, field, config), learn, field)
     pieces = _rendered(record, found, field, config, chat, lambda template, tools: template.pieces(found, tools, places))
@@ -582,7 +582,7 @@ def _conversation(where: str, record: dict[str, Any], messages: list[Any], field
 
 
 def _last(messages: list[Any], field: str) -> str:
-    """The reference answer of a conversation without an answer column: the last message, if it is the assistant's."""
+    """The reference answer of a conversation without an answer column: the last message, which must be the assistant's."""
     last = messages_of(messages, field)[-1]
     if last["role"] != "assistant" or not last["content"].strip():
         raise RowProblem(f"field {field!r}: the last message is not the assistant's answer, and there is no column 'answer'")
@@ -590,7 +590,7 @@ def _last(messages: list[Any], field: str) -> str:
 
 
 def _whole_answer(record: dict[str, Any], field: str) -> str:
-    """Text as it is; anything else, such as a list of test cases, as JSON."""
+    """The column's text as it is, or any other value, such as a list of test cases, as JSON."""
     value = _dig(record, field)
     if not isinstance(value, (list, dict, bool)):
         return _text(record, field, numbers=True)
@@ -603,7 +603,7 @@ def _whole_answer(record: dict[str, Any], field: str) -> str:
 def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
     value = _dig(record, field)
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if isinstance(value, float) and not math.isfinite(value):  # what pandas writes for a value that is missing
+        if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for a missing value
             raise RowProblem(f"field {field!r} must be a finite number, not {value}")
         return str(value)
     if not isinstance(value, str):
@@ -614,7 +614,7 @@ def _text(record: dict[str, Any], field: str, numbers: bool = False) -> str:
 
 
 def _dig(record: dict[str, Any], field: str) -> Any:
-    """A column, or a field inside one (`reward_model.ground_truth`); _MISSING if there is none."""
+    """The value of a column, or of a field inside one (`reward_model.ground_truth`); _MISSING if there is none."""
     if field in record:
         return record[field]
     column, dot, rest = field.partition(".")
@@ -622,7 +622,7 @@ def _dig(record: dict[str, Any], field: str) -> Any:
 
 
 def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
-    """One text, or a list of texts by policy and environment in turn. The policy writes the first and the last."""
+    """One text, or a list of texts that policy and environment write alternately. The policy writes the first and the last."""
     texts = _dig(record, field)
     if not isinstance(texts, list):
         return _text(record, field, numbers=True)
@@ -641,7 +641,7 @@ def _final_answer(text: str, field: str) -> str:
 
 
 def _tests(text: str, field: str) -> str:
-    """The tests as they are: unpacked they may be many times as large."""
+    """The tests, checked but not unpacked: unpacked, they may be many times as large."""
     try:
         cases_of(text)
         return text
@@ -664,7 +664,7 @@ _REFERENCES: dict[Answers, Callable[[str, str], str]] = {
 }
 _REFERENCES |= {WITH_ROW[form]: _REFERENCES[form] for form in WITH_ROW}
 _FINAL = ("final", WITH_ROW["final"])
-_FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # of the references, by reward.name
+_FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # reward.name -> form of the reference answers
 _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
 
 

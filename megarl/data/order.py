@@ -1,4 +1,4 @@
-"""Which prompt comes when: a shuffled order, the mixture of several sources, and the curriculum."""
+"""The order of prompts: shuffling, the mixture of several sources, and the curriculum."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megarl.base.rollout_types import Ordinal
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.schema import MIXED, CurriculumConfig, LearnedConfig, MixedConfig, MixtureConfig, RunConfig
 
-# A shuffled order that is computed, not stored: position -> index, in constant time and memory.
+# A shuffled order, position -> index, computed in constant time and memory instead of stored.
 
 
 _ROUNDS = 6
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Index at `position` of a pseudo-random permutation of range(size) that depends on `key` alone.
+    """The index at `position` of a pseudo-random permutation of range(size) that depends only on `key`.
 
     A Feistel network on the smallest even number of bits that hold `size`, walked until it lands inside the range
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002: cycle walking).
@@ -46,7 +46,7 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
     return left << half_bits | right
 
 
-# Which of several sources each prompt of a run is from.
+# Assigns each prompt of a run to one of several sources.
 
 
 LONGEST_PERIOD = 100_000
@@ -54,15 +54,16 @@ SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 class Mixture:
-    """Ordinals to sources and back, by shares alone: of the first k ordinals, each source has its share of k, give or take less than one.
+    """Maps ordinals to sources and back. Of the first k ordinals, each source has its share of k, with an error below one.
 
-    The order is periodic. The j-th ordinal of a source with the share w may come no sooner than j / w, and must come before (j + 1) / w is
-    rounded up; whichever must come soonest does. That meets every deadline, and so the bound above (Baruah, Cohen, Plaxton and Varvel,
-    "Proportionate progress", 1996). Where shares times k are whole numbers, the counts are these numbers: quotas are exact.
+    The order is periodic. The j-th ordinal of a source with share w may not come before j / w, and must come before (j + 1) / w rounded up.
+    Of the sources that may come next, the one with the earliest deadline does. This schedule meets every deadline, and so the bound above
+    (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996). Where share times k is a whole number for every source, the counts
+    are exactly these numbers, so quotas are exact.
     """
 
     def __init__(self, shares: Sequence[Fraction | int] = (1,), names: Sequence[str] = ("",)):
-        """Raises ValueError if the order has too long a period."""
+        """Raises ValueError if the period of the order is too long."""
         self.names = tuple(names)
         whole = math.lcm(*(Fraction(share).denominator for share in shares))
         units = [int(share * whole) for share in shares]
@@ -71,8 +72,8 @@ class Mixture:
         self._period = sum(self._units)
         if self._period > LONGEST_PERIOD:
             raise ValueError(f"shares of {' : '.join(map(str, self._units))} repeat only after {self._period} prompts")
-        self._source: list[int] = []  # by place in the period
-        self._places: list[list[int]] = [[] for _ in shares]  # of each source, in the period
+        self._source: list[int] = []  # place in the period -> source
+        self._places: list[list[int]] = [[] for _ in shares]  # [source][…] its places in the period
         for place in range(self._period):
             source = min((self._deadline(source), source) for source in range(len(units)) if self._may(source, place))[1]
             self._source.append(source)
@@ -102,7 +103,7 @@ class Mixture:
         return periods * self._units[source] + bisect_left(self._places[source], rest)
 
     def counts(self, first: Ordinal, end: Ordinal) -> list[int]:
-        """How many of the ordinals from `first` to before `end` each source has."""
+        """[source] how many of the ordinals from `first` up to but excluding `end` it has."""
         return [self.below(source, end) - self.below(source, first) for source in range(len(self.names))]
 
 
@@ -114,7 +115,7 @@ _TRAIN = "data.train"
 
 
 def source_sets(config: LearnedConfig, key: str) -> list[tuple[str, LearnedConfig]]:
-    """(config key, dataset) of the sources that a section mixes, or of the one that it names."""
+    """(config key, dataset) of each source that a section mixes, or of its only one."""
     sources = mixed(config) if isinstance(config, MixtureConfig) else {}
     return [(f"{key}.sources.{name}", source) for name, source in sources.items()] or [(key, config)]
 
@@ -135,9 +136,9 @@ def mixture_problems(config: MixtureConfig, per_step: int) -> Iterable[str]:
 
 
 def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
-    """The mixture that data.train describes; of one source if it names only one. `per_step`: rollout.prompts_per_step.
+    """The mixture that data.train describes, possibly of a single source. `per_step`: rollout.prompts_per_step.
 
-    Raises ConfigError with all problems: no source, one in two places, quotas that are not a step's number of prompts, too fine weights.
+    Raises ConfigError with all problems: no source, a source in two places, quotas that do not add up to a step, too fine weights.
     """
     sources = mixed(config)
     if not sources:
@@ -164,7 +165,7 @@ def mixture_of(config: MixtureConfig, per_step: int) -> Mixture:
 
 
 class Place(NamedTuple):
-    """What an ordinal stands for: the number of its source, that of the pass over it, and that of the row."""
+    """The row that an ordinal stands for: indices of the source, of the epoch of that source, and of the row."""
 
     source: int
     epoch: int
@@ -178,27 +179,27 @@ class Verdict(Enum):
 
 
 class Curriculum:
-    """Pure logic, at the generator. A row rests in epoch e of its source if its pass rate was outside the band when it was drawn in one of
-    the `rest_epochs` epochs before e.
+    """Decides at the generator, without ever waiting, which rows rest. A row rests in epoch e of its source if, in one of the `rest_epochs`
+    epochs before e, its draw had a pass rate outside the band.
 
-    Which knowledge may an ordinal use? What a row's earlier draws scored, and nothing else. These are fixed before the ordinal begins: if
-    one of them is still in flight, the ordinal waits for it (`Verdict.WAITS`), which finishes by itself, as it needs nothing of the
-    trainer. So neither the capacity of the channel, nor the order in which rollouts finish, nor the step that the trainer is at changes
-    which rows rest. Knowledge of "what has been trained on by now" would, and waiting for training could wait for ever: a batch may need
-    the very ordinal that waits for it.
+    A decision may use only the scores of the row's earlier draws. If one of them is still in flight, the ordinal waits for it
+    (`Verdict.WAITS`); that draw finishes by itself, since it needs nothing from the trainer. So which rows rest does not depend on the
+    capacity of the channel, the order in which rollouts finish, or the trainer's step. A decision by "what has been trained on by now"
+    would depend on them. It could also deadlock, since a batch may need the very ordinal that waits for training.
 
-    A resumed run decides in the same way, because the link keeps the order: what an ordinal was decided by reaches a checkpoint before the
-    ordinal does. Where a group is generated again since it was too old, its first score counts, which may have been used.
+    A resumed run decides in the same way. The link keeps the order of messages, so the scores behind a decision reach a checkpoint before
+    the decision does. If a group is generated again because it was too old, its first score counts, since a decision may have used it.
     """
 
     def __init__(self, locate: Callable[[Ordinal], Place], rest_epochs: int):
         self._locate, self._rest_epochs = locate, rest_epochs
-        self._running: dict[tuple[int, int], Ordinal] = {}  # row → its draw that is still to be scored
-        self._outside: dict[tuple[int, int], int] = {}  # row → the last epoch in which it was outside the band
+        self._running: dict[tuple[int, int], Ordinal] = {}  # row -> its draw that is not yet scored
+        self._outside: dict[tuple[int, int], int] = {}  # row -> the last epoch in which it was outside the band
         self._scored: Collection[Ordinal] = ()
 
     def resume(self, outside: Iterable[Ordinal], scored: Collection[Ordinal]) -> None:
-        """`outside`: all draws of the run that were outside the band. `scored`: those whose first scores count, though they come again."""
+        """`outside`: all draws of the run that were outside the band. `scored`: draws that are generated again but keep their first
+        scores."""
         self._scored = scored
         for ordinal in outside:
             source, epoch, row = self._locate(ordinal)

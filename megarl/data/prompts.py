@@ -16,21 +16,21 @@ from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, 
 from megarl.data.tokenizer import Tokenizer
 from megarl.models.spec import ModelSpec
 
-KEPT_BACK = 6  # tokens of context and KV cache that SGLang keeps from every request (0.5.23, tp_worker.py: max_req_input_len)
+KEPT_BACK = 6  # tokens of context and KV cache that SGLang reserves in every request (0.5.23, tp_worker.py: max_req_input_len)
 
 
 def row_index(ordinal: int, rows: int, order: str, shuffle: bool) -> int:
-    """Row of the `ordinal`-th draw: every row once per epoch; each epoch has its own order, which depends on `order`."""
+    """The row of the `ordinal`-th draw. Every epoch has each row once, in an order of its own that depends on `order`."""
     epoch, position = divmod(ordinal, rows)
     return permute(position, rows, f"{order}/{epoch}") if shuffle else position
 
 
 @dataclass(frozen=True)
 class Sources:
-    """ordinal -> row, a pure function. Each source has epochs of its own, none of which repeats a row."""
+    """Maps an ordinal to its row; a pure function. Each source has its own epochs, which have each row once."""
 
-    rows: Sequence[Rows]  # of each source of `mixture`
-    order: str  # what shuffled orders depend on
+    rows: Sequence[Rows]  # [source] the rows of each source of `mixture`
+    order: str  # key of the shuffled orders
     shuffle: bool = True
     mixture: Mixture = field(default_factory=Mixture)
 
@@ -46,9 +46,10 @@ class Sources:
 
 
 def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int) -> Callable[[Row], int]:
-    """Counts the tokens of a row's prompt. It raises RowProblem for one that leaves no room for a response, or has unknown characters.
+    """Returns a function that counts the tokens of a row's prompt. It raises RowProblem if the prompt leaves no room for a response, or
+    has unknown characters.
 
-    KEPT_BACK is subtracted because a response that the engine cut short could not be continued: it refuses such a length.
+    KEPT_BACK is subtracted because the engine would cut a longer response short, and would then refuse to continue it.
     """
     tokens, of_what = spec.max_position_embeddings, "context"
     for name, engines in config.generator.shapes.items():
@@ -61,7 +62,7 @@ def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, resp
 
 
 def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> int:
-    """Of the row's prompt. Raises RowProblem if that is more than `room`, or if the tokenizer does not know some of its characters."""
+    """The tokens of the row's prompt. Raises RowProblem if they are more than `room`, or if the tokenizer lacks some characters."""
     ids = tokenizer.encode_prompt(row.prompt)
     if len(ids) > room:
         problem = f"the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"
@@ -73,7 +74,7 @@ def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> in
 
 
 def dropping(config: RunConfig, tokens: Callable[[Any], int]) -> Reading | None:
-    """How a run reads its rows, which its launcher has checked: it leaves out those that the launcher has left out."""
+    """How a run reads rows that its launcher has checked: with data.bad_rows=drop, it leaves out the same rows."""
     return Reading(drop=True, tokens=tokens) if config.data.bad_rows == DROP else None
 
 
@@ -86,7 +87,7 @@ def load_sources(
     order: str,
     tokens: Callable[[Row], int],
 ) -> Sources:
-    """All rows of a section's sources; without those for which `tokens` raises, where bad rows are dropped. Raises ConfigError with all
+    """All rows of a section's sources. If bad rows are dropped, rows for which `tokens` raises are left out. Raises ConfigError with all
     mistakes in the data."""
     tokenizer, problems, rows = config.model.tokenizer or config.model.path, [], []
     for own, source in source_sets(dataset, key):
@@ -101,7 +102,7 @@ def load_sources(
 
 @dataclass(frozen=True)
 class PromptStream:
-    """ordinal -> Prompt, a pure function, so a run resumes by its ledger of prompts alone."""
+    """Maps an ordinal to its prompt. A pure function, so a run needs only its ledger of ordinals to resume."""
 
     sources: Sources
     tokenizer: Tokenizer
@@ -112,7 +113,7 @@ class PromptStream:
 
 
 def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> PromptStream:
-    """The prompts of `data.train`, in the order given by `seed`. Raises ConfigError for mistakes in the data."""
+    """The prompts of `data.train`, in the order that `seed` gives. Raises ConfigError for mistakes in the data."""
     tokens = prompt_tokens(config, tokenizer, spec, config.rollout.max_tokens)
     sources = load_sources(config, config.data.train, "data.train", train_mixture(config), answers_of(config), "prompts", tokens)
     return PromptStream(sources, tokenizer)
@@ -122,7 +123,7 @@ def train_prompts(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> P
 class HeldOutSet:
     """Prompts that are never trained on, and how they are sampled."""
 
-    name: str  # "" for data.eval, else the suite's
+    name: str  # of the suite; empty for data.eval
     prompts: list[Prompt]
     samples: int  # per prompt
     temperature: float  # 0: greedy
@@ -131,7 +132,7 @@ class HeldOutSet:
 
 
 def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> list[HeldOutSet]:
-    """`data.eval`, then `eval.suites`, the first `eval.limit` prompts of each. Raises ConfigError for mistakes in the data."""
+    """The first `eval.limit` prompts of `data.eval`, then of each of `eval.suites`. Raises ConfigError for mistakes in the data."""
     return [
         HeldOutSet(
             name=name,

@@ -12,7 +12,7 @@ from megarl.config.schema import OWN_PLACE, DatasetConfig, RunConfig, SuiteConfi
 
 
 class RowProblem(Exception):
-    """A problem with one row. `kind` is the same for all rows that have such a problem."""
+    """A problem with one row. `kind` is the same for all rows with the same kind of problem."""
 
     def __init__(self, problem: str, kind: str = ""):
         super().__init__(problem)
@@ -23,7 +23,7 @@ class RowProblem(Exception):
 class Row:
     prompt: str  # what the model sees, after the template
     answer: str  # the verifier's reference; empty if none is read
-    demonstration: str | tuple[str, ...]  # for supervised learning; several texts are the policy's and the environment's in turn
+    demonstration: str | tuple[str, ...]  # for supervised learning; several texts alternate between policy and environment
     where: str  # file and line, for messages
     record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a user's own reward function
     ended: bool = False  # whether the demonstration has its own end-of-text
@@ -39,24 +39,24 @@ class Pair:
     prompt: str  # what the model sees, after the template
     chosen: str
     rejected: str
-    margin: float  # the least difference of their scores that is wanted
+    margin: float  # least wanted difference between the two scores
     where: str  # file and line, for messages
 
 
 @dataclass
 class Reading:
-    """What else happens with rows while they are read, and its findings. With `drop`, rows with problems are left out (data.bad_rows)."""
+    """Checks rows while they are read, and collects findings about them. With `drop`, rows with problems are left out (data.bad_rows)."""
 
     drop: bool = False
-    tokens: Callable[[Any], int] | None = None  # of a row's prompt; raises RowProblem for a row that does not fit model or tokenizer
-    lengths: list[int] = field(default_factory=list)  # what `tokens` has returned
-    dropped: dict[str, list[str]] = field(default_factory=dict)  # kind of problem -> where
-    prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of what is to follow it
-    repeated: int = 0  # rows whose prompt an earlier row has
-    otherwise: int = 0  # of these, with another answer
+    tokens: Callable[[Any], int] | None = None  # counts a prompt's tokens; raises RowProblem for a row that does not fit model or tokenizer
+    lengths: list[int] = field(default_factory=list)  # the results of `tokens`
+    dropped: dict[str, list[str]] = field(default_factory=dict)  # kind of problem -> the places where it occurs
+    prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of its answer, demonstration or responses
+    repeated: int = 0  # rows with the same prompt as an earlier row
+    otherwise: int = 0  # how many of the repeated rows have another answer
 
     def note(self, row: Row | Pair) -> None:
-        """Counts a row that is used."""
+        """Counts a usable row."""
         after = row.answer or row.demonstration if isinstance(row, Row) else (row.chosen, row.rejected)
         prompt, now = hash(row.prompt), hash(after)
         self.repeated += prompt in self.prompts
@@ -66,17 +66,18 @@ class Reading:
 Answers = Literal[
     "final", "instructions", "tests", "whole", "row", "unused", "none", "final, row", "instructions, row", "tests, row"
 ]  # fmt: skip
-"""What of the answer column becomes the reference: the part marked as final; IFEval's instructions or a program's tests, checked; all of
-it, for a user's own reward function or a judge; nothing, where an environment scores by the whole row ("row"), no score needs one
-("unused"), or only demonstrations are read ("none"). A user's own function beside a verifier is given the row too ("final, row")."""
+"""Which part of the answer column becomes the reference. "final": the part marked as final answer. "instructions" or "tests": IFEval's
+instructions or a program's tests, checked. "whole": all of it, for a user's own reward function or a judge. "row": nothing, since an
+environment scores by the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row": the final
+answer, for a verifier, beside a user's own function, which is given the row."""
 WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "instructions, row", "tests": "tests, row"}
 
 
-# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and what is asked of their rows.
+# Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that each asks.
 #
-# The questions are worded as is usual for each: MATH-500, AIME and GSM8K as Qwen2.5-Math's evaluation asks them (arXiv:2409.12122),
-# MMLU-Pro as its authors' own (arXiv:2406.01574), without their five worked examples. IFEval's prompts say all themselves. LiveCodeBench's
-# (arXiv:2403.07974) are its own for chat models, the system's message first.
+# The questions are worded as is usual. MATH-500, AIME and GSM8K follow Qwen2.5-Math's evaluation (arXiv:2409.12122). MMLU-Pro follows its
+# authors' (arXiv:2406.01574), without their five worked examples. IFEval's prompts are used as they are. LiveCodeBench
+# (arXiv:2403.07974) uses its own wording for chat models, with the system message first.
 
 
 LIVECODEBENCH = "livecodebench"
@@ -103,14 +104,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    source: str  # its name on the hub
+    source: str  # the dataset's name on the hub
     split: str
-    asked: Callable[[Record], tuple[str, Any]]  # a row's question and reference answer
+    asked: Callable[[Record], tuple[str, Any]]  # returns a row's question and reference answer
     subset: str | None = None
 
 
 def _question(*columns: tuple[str, str]) -> Callable[[Record], tuple[str, Any]]:
-    """The first pair of columns, of question and answer, that a row has: mirrors on the hub name them differently."""
+    """Reads the first of several (question, answer) pairs of columns that a row has, since mirrors on the hub name them differently."""
 
     def asked(record: Record) -> tuple[str, Any]:
         for question, answer in columns:
@@ -170,7 +171,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def located(suite: SuiteConfig) -> SuiteConfig:
-    """The suite with its place on the hub, if it is a benchmark from there."""
+    """The suite with its source on the hub, if it is a benchmark from there."""
     found = BENCHMARKS[suite.benchmark] if suite.benchmark else None
     if found is None:
         return suite
@@ -180,7 +181,7 @@ def located(suite: SuiteConfig) -> SuiteConfig:
 
 
 def asked(record: Record, config: object) -> Record:
-    """The row with the benchmark's question and reference, if `config` names a benchmark. Raises RowProblem."""
+    """If `config` names a benchmark, the row with its question and reference. Raises RowProblem."""
     if not isinstance(config, SuiteConfig) or not config.benchmark:
         return record
     prompt, answer = BENCHMARKS[config.benchmark].asked(record)
@@ -188,8 +189,8 @@ def asked(record: Record, config: object) -> Record:
 
 
 def files_of(config: object) -> list[str]:
-    """The files of LiveCodeBench's release that `subset` names: release_v6 is all up to the sixth, v6 the sixth alone. Empty for other
-    sets. Raises ConfigError."""
+    """The files of the LiveCodeBench release that `subset` names: release_v6 is everything up to the sixth release, v6 the sixth alone.
+    Empty for other datasets. Raises ConfigError."""
     if not isinstance(config, SuiteConfig) or config.benchmark != LIVECODEBENCH:
         return []
     if not (found := _RELEASE.fullmatch(config.subset or "release_v6")):
@@ -206,7 +207,7 @@ def wanted(records: Iterator[tuple[str, Any]], config: object) -> Iterator[tuple
 
     def inside(record: Any) -> bool:
         date = record.get("contest_date") if isinstance(record, dict) else None
-        return not isinstance(date, str) or since <= date[:10] <= until  # rows without a date and malformed rows are reported elsewhere
+        return not isinstance(date, str) or since <= date[:10] <= until  # other checks report malformed rows and rows without a date
 
     return ((where, record) for where, record in records if inside(record))
 
@@ -222,7 +223,7 @@ def dates_of(config: object) -> str:
 
 
 def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConfig | None]]:
-    """(name, config key, dataset, suite or None) of every held-out set; a suite is the dataset with its own sampling."""
+    """(name, config key, dataset, suite or None) of every held-out set. A suite is a dataset with its own sampling."""
     suites = [(name, f"eval.suites.{name}", located(suite), suite) for name, suite in config.eval.suites.items() if suite is not None]
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 

@@ -1,23 +1,23 @@
-"""Tasks that are generated row by row: nothing is downloaded or stored.
+"""Synthetic tasks, generated row by row: nothing is downloaded or stored.
 
 chain: evaluate five one-digit numbers joined by + and - modulo 10, writing the running totals: "7+0+9+1+5=" -> "7,7,6,7,2".
 There are 1.6 million such expressions; 512 of them form the split "eval" and are in no other. In demonstrations, a step that wraps
 around is instead clamped to 0 or 9 with probability 0.6. So two thirds of the demonstrations end wrong, the wrong rule is likelier at
-every wrap, and the right one must be found by reward. In pairs of responses one is right. The other clamps at every wrap, or has a random
-total in one place and goes on from there; all clamp that have a wrap, if a coin says so.
+every wrap, and the right one must be found by reward. A pair has a right and a wrong response. The wrong one clamps at every wrap, or has
+one random total and goes on from it. A coin decides which, if the expression has a wrap.
 
-right_chain: the same with demonstrations that are all right.
+right_chain: the same, but all demonstrations are right.
 
-judged_chain: the rows of chain, and as many in which a response to them is judged, as in "7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0": the right
-totals, and 1 if the response has them, else 0.
+judged_chain: the rows of chain, and as many rows that judge a response to them, as in "7+0+9+1+5=7,7,9,9,9?" -> "7,7,6,7,2:0". The answer
+has the right totals, then 1 if the response has them, else 0.
 
 product: multiply two three-digit numbers: "347*286=" -> "99242". There are 810,000 of them; 512 form the split "eval". Seven of ten
-demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator by the rollout
-tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
+demonstrations guess, as in "?31870": as many digits as the answer has, and hardly ever right. The others call a calculator through the
+rollout tool_calls with the marks < and >: the policy writes "<347*286>", the environment "99242;", the policy "99242".
 
-product_calls: the same as conversations with a tool, to begin agents with (docs/agents.md).
+product_calls: the same as conversations with a tool, for the warm start of agents (docs/agents.md).
 
-summary: see megarl.data.synthetic.
+summary: see `Summaries` and the comment above it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.config.errors import ConfigError
 from megarl.data.order import permute
 from megarl.data.rows import Pair, Row, Rows
 
-# The gold scorer of synthetic:summary: the preferences that a reward model is to learn there, known exactly.
+# The gold scorer of synthetic:summary. It defines the preferences that a reward model should learn there.
 #
 # As a reward it is named by import path: `eval.reward=megarl.data.synthetic:score`.
 
@@ -42,11 +42,11 @@ _MISTAKE = 0.25
 
 
 def score(response: str, answer: str) -> float:
-    """How well any text summarises a post of six letters, from -2 to 1. Args: answer: the post's letters.
+    """How well a text summarises a post of six letters, from -2 to 1. Args: answer: the post's letters.
 
-    It is -1, plus 1/3 for each letter of the post where it first stands, minus 1/4 for each mistake. Mistakes are a character that is not a
-    letter of the post, a repeated letter, and a letter that belongs before the last new one in the alphabet. So the post's six letters in
-    alphabetical order score 1, an empty text scores -1.
+    It starts at -1, gains 1/3 for the first occurrence of each letter of the post, and loses 1/4 for each mistake. Mistakes are a character
+    that is not a letter of the post, a repeated letter, and a letter that comes before the last new letter in the alphabet. So the post's
+    six letters in alphabetical order score 1, and an empty text scores -1.
     """
     seen, found, mistakes, last = set[str](), 0, 0, ""
     for character in response:
@@ -60,30 +60,30 @@ def score(response: str, answer: str) -> float:
     return max(2 * found / len(answer) - 1 - _MISTAKE * mistakes, WORST)
 
 
-# The task synthetic:summary, in which a reward model that has learned a gold scorer's preferences rewards the policy.
+# The task synthetic:summary. A reward model learns the gold scorer's preferences, then rewards the policy.
 #
 # A post is six different letters of a to p, in any order; its summary names them in alphabetical order: "kcgpab=" -> "abcgkp". There are
 # 8,008 sets of letters in 720 orders each; 512 of the sets form the split "eval", in one order each, and are in no other.
 #
-# Demonstrations are by writers of different care, from none to perfect. A careless one leaves letters out, writes other letters of a to p,
-# writes letters twice, and swaps neighbours, all of it at random. What goes together there (a careful writer's letters are complete and in
-# order) a reward model may take for one another.
+# Demonstrations are by writers of different care, from none to perfect. A careless writer randomly leaves letters out, writes other letters
+# of a to p, repeats letters, and swaps neighbours. A careful writer's letters are both complete and in order, so a reward model may confuse
+# the two.
 #
-# A pair of responses is two demonstrations that megarl.data.synthetic scores differently, the better one preferred. They are not sampled
-# from a trained policy: as in arXiv:2410.18252 all reward models learn from the same given pairs, which the gold scorer has labelled; and a
-# warm start writes much as its demonstrators do.
+# A pair of responses is two demonstrations with different gold scores; the better one is preferred. They are not sampled from a trained
+# policy. As in arXiv:2410.18252, all reward models learn from the same given pairs, labelled by the gold scorer; and after the warm start a
+# policy writes much as its demonstrators do.
 
 
 LETTERS = "abcdefghijklmnop"
-LENGTH = 6  # letters of a post
+LENGTH = 6  # letters in a post
 _HELD_OUT_SETS = 512
-# A writer without any care: probabilities for each letter.
+# Probabilities of each mistake, per letter, for a writer without any care.
 _OMIT, _INSERT, _REPEAT, _SWAP = 0.5, 0.25, 0.1, 0.4
 
 
 @dataclass(frozen=True)
 class Summaries(Sequence[Row]):
-    """Rows of one split. `seed` decides the demonstrations."""
+    """The rows of one split. `seed` determines the demonstrations."""
 
     split: str
     seed: int
@@ -100,7 +100,7 @@ class Summaries(Sequence[Row]):
         return Row(f"{post}=", letters, demonstration, f"synthetic:summary, split {self.split}, row {index}")
 
     def _post(self, index: int) -> tuple[str, str]:
-        """The letters in alphabetical order, and as the post has them."""
+        """The letters of a post, in alphabetical order and in the post's order."""
         if self.split == "eval":
             number, order = index, permute(index, len(_orders()), "summary")
         else:
@@ -161,12 +161,12 @@ _HELD_OUT = 512
 _CLAMP_PROBABILITY = 0.6
 _FACTORS = 900  # 100 to 999
 _GUESS_PROBABILITY = 0.7
-_ORDER = "chain"  # the order, and so what is held out, is the same for every seed
+_ORDER = "chain"  # the order, and so the held-out split, is the same for every seed
 
 
 @dataclass(frozen=True)
 class Chain(Sequence[Row]):
-    """Rows of one split of the chain task. `seed` decides the demonstrations' errors."""
+    """The rows of one split of the chain task. `seed` determines the errors in demonstrations."""
 
     split: str
     seed: int
@@ -194,7 +194,7 @@ class Chain(Sequence[Row]):
 
 @dataclass(frozen=True)
 class ChainPairs(Sequence[Pair]):
-    """The expressions of one split with a right and a wrong response. `seed` decides the wrong ones."""
+    """The expressions of one split, each with a right and a wrong response. `seed` determines the wrong ones."""
 
     chain: Chain
 
@@ -215,7 +215,7 @@ class ChainPairs(Sequence[Pair]):
 
 @dataclass(frozen=True)
 class JudgedChain(Sequence[Row]):
-    """Expressions and verdicts in turn, for a model that is both policy and judge."""
+    """Alternates between expressions and verdicts, for a model that is both policy and judge."""
 
     chain: Chain
 
@@ -243,7 +243,7 @@ def _totals(total: int, steps: list[int], clamped: bool = False) -> list[int]:
 
 
 def _expression(number: int) -> tuple[str, int, list[int]]:
-    """The expression with this number: text, first term, signed further terms. Every number has a different text."""
+    """The expression with this number: text, first term, further terms with signs. Every number has a different text."""
     signs, digits = divmod(number, _DIGITS)
     terms = [digits // 10**place % 10 for place in range(_TERMS)]
     minus = [bool(signs >> place & 1) for place in range(_TERMS - 1)]
@@ -263,7 +263,7 @@ def _noisy_totals(total: int, steps: list[int], noise: random.Random, clamp_prob
 
 @dataclass(frozen=True)
 class Product(Sequence[Row]):
-    """Rows of one split of the product task. `seed` decides which demonstrations guess, and what."""
+    """The rows of one split of the product task. `seed` determines which demonstrations guess, and their guesses."""
 
     split: str
     seed: int
@@ -289,7 +289,7 @@ class Product(Sequence[Row]):
 
 @dataclass(frozen=True)
 class ProductCalls(Sequence[Row]):
-    """Those of the product task as conversations in the chat template of configs/models/tiny-agent, with a tool in the place of <...>."""
+    """The rows of the product task as conversations for the chat template of configs/models/tiny-agent. A tool replaces <...>."""
 
     products: Product
 
@@ -321,12 +321,12 @@ _PAIRS: dict[str, Callable[[str, int], Sequence[Pair]]] = {
 
 
 def synthetic_rows(source: str, split: str, seed: int, key: str) -> Rows:
-    """Rows of `synthetic:<task>`. Args: key: the config section, for messages. Raises ConfigError."""
+    """The rows of `synthetic:<task>`. Args: key: the config section, for messages. Raises ConfigError."""
     return _task(_TASKS, source, split, key)(split, seed)
 
 
 def synthetic_pairs(source: str, split: str, seed: int, key: str) -> Sequence[Pair]:
-    """The same, of pairs of responses."""
+    """Like `synthetic_rows`, for pairs of responses."""
     return _task(_PAIRS, source, split, key)(split, seed)
 
 

@@ -1,4 +1,4 @@
-"""The model's tokenizer: tokenizer.json, read by the tokenizers library (no torch, no model code)."""
+"""The model's tokenizer: tokenizer.json, read with the tokenizers library (no torch, no model code)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megarl.config.schema import ModelConfig
 from megarl.models.spec import ModelSpec
 
 _SHORT_CHARS = 4096
-MOST_CHARS_PER_TOKEN = 64  # holds for all but contrived texts, such as a megabyte of blanks
+MOST_CHARS_PER_TOKEN = 64  # a bound for all but contrived texts, such as a megabyte of blanks
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Threads may share one. While a long text is encoded, other threads run."""
+    """A tokenizer, which threads may share. While it encodes a long text, other threads run."""
 
     source: str
     backend: tokenizers.Tokenizer
     bos_token: str | None
-    unknown_id: int | None  # stands for text that the tokenizer cannot represent; None if it can represent all text
-    eos_ids: tuple[int, ...]  # any of them ends a response; SFT teaches the first; empty if the model states none
+    unknown_id: int | None  # id for text that the tokenizer cannot represent; None if it can represent all text
+    eos_ids: tuple[int, ...]  # any of these ends a response; SFT teaches the first; empty if the model has none
 
     @property
     def eos_id(self) -> int:
@@ -39,7 +39,7 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids with exactly one BOS in front, if the model expects it, and nothing behind."""
+        """Token ids of a prompt. They begin with exactly one BOS if the model expects it. No end token is added."""
         has_bos = self.bos_token is not None and text.startswith(self.bos_token)
         ids = _encode(self.backend, text, add_special_tokens=not has_bos)
         while ids and ids[-1] in self.eos_ids:
@@ -47,57 +47,57 @@ class Tokenizer:
         return ids
 
     def encode_response(self, text: str) -> list[int]:
-        """Token ids of a whole response: without BOS, with end-of-text."""
+        """Token ids of a whole response, without BOS and with end-of-text."""
         return [*_encode(self.backend, text), self.eos_id]
 
     def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of text inside a sequence, with nothing added in front or behind.
+        """Token ids of text inside a sequence, with nothing added before or after it.
 
-        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters, so text from outside cannot end
+        Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters. So text from outside cannot end
         a turn or open another.
         """
         return _encode(self.backend if special_tokens else self._of_text, text)
 
     @cached_property
     def _of_text(self) -> tokenizers.Tokenizer:
-        """Reads names of special tokens as text. This is a property of the whole tokenizer, so threads cannot share one that changes."""
+        """A second tokenizer, which reads names of special tokens as text. Threads share tokenizers, so none may switch between the two."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of those that are not text, by name."""
+        """The ids of special tokens (not text), by name."""
         return {token.content: number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
 
     def same_ids(self, other: Tokenizer) -> bool:
-        """Whether every token id means the same in both."""
+        """Whether every token id means the same in both tokenizers."""
         own, others = (tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other))
         return own == others
 
     def token_id(self, token: str) -> int | None:
-        """The id of a single token; None if the text takes several tokens or the tokenizer does not know it."""
+        """The id of `token`; None if the tokenizer does not have it as a single token."""
         ids = self.encode_text(token, special_tokens=True)
         return ids[0] if len(ids) == 1 and ids[0] != self.unknown_id else None
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Text with the names of special tokens."""
+        """The text, with the names of special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
     def piece(self, token_id: int) -> str:
-        """How one token reads inside a text. U+FFFD stands for a part of a character."""
+        """The text of one token inside a longer text. U+FFFD stands for a part of a character."""
         before = [self.eos_id]
         return self.decode_all([*before, token_id])[len(self.decode_all(before)) :]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """The text, without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     if len(text) <= _SHORT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids  # without Python's lock, which `encode` holds
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids  # releases Python's lock, which `encode` would hold
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
@@ -115,7 +115,7 @@ def tokenizer_of(source: str, key: str) -> Tokenizer:
         raise ConfigError(f"{key}={source}: the folder holds no tokenizer.json{_convert(Path(source))}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise ConfigError(f"{file}: not a tokenizer ({error})") from error
     settings = read_json(source, "tokenizer_config.json")
     unknown = _token(settings.get("unk_token"))
@@ -129,13 +129,13 @@ def tokenizer_of(source: str, key: str) -> Tokenizer:
 
 
 def _convert(folder: Path) -> str:
-    """How to convert the folder's tokenizer, if it has one of another format."""
+    """How to convert the folder's tokenizer, if it has one in another format."""
     convertible = any((folder / name).exists() for name in ("tokenizer.model", "vocab.json"))
     return "; transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) converts the one it has" if convertible else ""
 
 
 def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
-    """Why a tokenizer and a model do not belong together; empty if they do."""
+    """The reasons why a tokenizer does not fit a model; empty if it fits."""
     problems = []
     if tokenizer.largest_id >= spec.vocab_size:
         problems.append(
@@ -153,7 +153,7 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
 
 
 def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """The tokenizer's own end-of-text, then those that the model's generation settings add (Llama 3 has three)."""
+    """The tokenizer's own end-of-text id, then further ones from the model's generation settings (Llama 3 has three)."""
     own = backend.token_to_id(eos_token) if eos_token else None
     stated = read_json(source, "generation_config.json").get("eos_token_id", read_json(source, "config.json").get("eos_token_id"))
     stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]

@@ -37,8 +37,8 @@ def run_plan(
 ) -> None:
     """Prints the plan of the config; with `searching`, the plan of the best config on `budget` GPUs.
 
-    `command` is the config and its overrides, as they were given. `theory` adds the optimum of LlamaRL's section 7 beside the best config.
-    Raises ConfigError for what cannot be planned.
+    `command`: the config and its overrides, as given by the user. `theory`: whether to print the optimum of LlamaRL's section 7 besides the
+    best config. Raises ConfigError for what cannot be planned.
     """
     if budget is not None and not (searching or theory):
         raise ConfigError(f"--gpus {budget}: needs --search or --theory")

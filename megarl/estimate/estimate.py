@@ -1,4 +1,4 @@
-"""One config's memory and step time."""
+"""The memory and step time of one config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megarl.roles.plan import ServedRole, find_served, pairs
 from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
 from megarl.teachers.plan import find_frozen, teachers_of
 
-# What a run's training takes: that of the policy and, where the algorithm has one, of its critic.
+# Memory and time of training: those of the policy and, if the algorithm has one, of its critic.
 
 
 def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
@@ -45,7 +45,7 @@ def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
 
 
 def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> TrainerMemory:
-    """The trainer's memory with `trainer` in place of the config's. Raises ConfigError if the sizes do not divide a model."""
+    """The trainer's memory with `trainer` instead of the config's. Raises ConfigError if the sizes do not divide a model."""
     frozen, swapped = frozen_of(config, spec)
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
@@ -56,7 +56,7 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
-    """The frozen models on the trainer's ranks, and whether a reference is swapped in for the policy's weights."""
+    """The frozen models on the trainer's ranks, and whether a reference replaces the policy's weights for its passes."""
     roles = find_frozen(config, spec, None)
     swapped = [role for role in roles if role.role == REFERENCE and role.spec == spec and not config.lora.rank]
     return [role.spec for role in roles if role not in swapped], needs_reference(config) or bool(swapped)
@@ -80,21 +80,21 @@ def training_time(
     return TrainTime(**both | {"tflops": done / (of_policy.total + of_critic.total)})
 
 
-# Frozen models on engines: the memory of their ranks, and the seconds in which they score a step's responses.
+# Frozen models on engines: the memory of their ranks, and the seconds in which they score the responses of a step.
 
 
 @dataclass(frozen=True)
 class Served:
-    """`score_s`: of the slowest engine; scores are asked for while other responses are generated."""
+    """`score_s`: time of the slowest engine. Scores are requested while other responses are generated."""
 
     gpus: int
     memory: GeneratorMemory
-    over_gib: float  # by which a rank is too large; negative: to spare
+    over_gib: float  # amount by which a rank is too large; negative: free memory
     score_s: float
 
 
 def served(config: RunConfig) -> dict[str, Served]:
-    """The served models by the names of their roles. Raises ConfigError if sizes do not divide a model."""
+    """The served models by the names of their roles. Raises ConfigError if the sizes do not divide a model."""
     cluster = Cluster.of(config)
     return {role.name: _served(config, role, cluster) for role in find_served(config, "plan")}
 
@@ -118,7 +118,7 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
-    """The tokens that the model reads and writes in a step. A template's own text is not counted."""
+    """The tokens that the model reads and writes in a step. The text of a template itself is not counted."""
     policy, own = Workload.generated(config), role.settings
     read, longest = policy.tokens_per_sequence, policy.longest
     if role.role != JUDGE:
@@ -132,20 +132,20 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
 
 @dataclass(frozen=True)
 class GroupEstimate:
-    """The engines of one group (generator.groups), or all of them."""
+    """The engines of one group (generator.groups), or all engines."""
 
     name: str
-    key: str  # of its section
+    key: str  # key of its section
     engines: int
     gpus: int
     memory: GeneratorMemory
-    static_limit: float  # bytes that a rank's weights and KV cache may take
-    share: float  # of the step's responses
-    time: GenerateTime  # for its share
-    tokens_per_s: float  # that its engines sample together
+    static_limit: float  # limit of the bytes of a rank's weights and KV cache
+    share: float  # share of the step's responses
+    time: GenerateTime  # time for its share
+    tokens_per_s: float  # tokens that all its engines sample
 
     def over_gib(self, gpu: Gpu) -> float:
-        """By which a rank is too large; negative: to spare."""
+        """The amount by which a rank is too large; negative: free memory."""
         return max(self.memory.total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
 
     @property
@@ -157,48 +157,48 @@ class GroupEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Times in seconds; memory in bytes on the fullest rank."""
+    """Times are in seconds. Memory is in bytes on the fullest rank."""
 
     workload: Workload
-    generated: Workload  # the same and what is dropped
+    generated: Workload  # the same, with responses that are dropped
     cluster: Cluster
     trainer: TrainerMemory
-    groups: tuple[GroupEstimate, ...]  # of engines; one if all are alike
-    saving: float  # bytes of a trainer node's memory that hold its ranks' parts of a checkpoint while it is written beside training
+    groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
+    saving: float  # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during training
     train: TrainTime
     sync_s: float
-    delta_sync_s: float  # if it carries only what has changed, a share sync_time.CHANGED of the elements
-    control_s: float  # of either: messages and calls, whatever is carried
-    shadow: float  # bytes of a trainer node's memory that hold what was sent last
-    inboxes: float  # bytes of an engine node's memory into which Mooncake writes what has changed
-    glue_s: float  # what belongs to neither side's work
+    delta_sync_s: float  # if only changed elements are sent, a share CHANGED of all
+    control_s: float  # messages and calls of either, whatever is sent
+    shadow: float  # bytes of a trainer node's memory for what was sent last
+    inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
+    glue_s: float  # work of neither side
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
 
     @property
     def generator(self) -> GeneratorMemory:
-        """Of the engines that are nearest to being too large."""
+        """The memory of the engines that are nearest to being too large."""
         return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu)).memory
 
     @property
     def generate(self) -> GenerateTime:
-        """Of the group that takes longest."""
+        """The time of the slowest group."""
         return max(self.groups, key=lambda group: group.time.total).time
 
     @property
     def scored_s(self) -> float:
-        """Seconds of generation with its scores, which are asked for as responses finish: the slowest engines decide."""
+        """Seconds of generation with its scores, which are requested as responses finish, so the slowest engines decide."""
         return max([self.generate.total, *(served.score_s for served in self.served.values())])
 
     @property
     def step_s(self) -> float:
-        """LlamaRL's equation 3 (equation 2 where nothing overlaps), plus glue and the update, for which both sides stop."""
+        """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for which both sides stop."""
         both = self.train.total, self.scored_s
         return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
 
     @property
     def overfull(self) -> dict[str, float]:
-        """GiB by which each side is too large; sides that fit are left out."""
+        """GiB by which each side is too large, without sides that fit."""
         limit = self.cluster.gpu.memory_gib
         over = {
             "trainer": self.trainer.total / GIB - limit,
@@ -209,7 +209,7 @@ class Estimate:
 
     @property
     def binding(self) -> str:
-        """What to change first: memory that does not fit, else the slowest part of the slower side."""
+        """What to change first: memory that does not fit, or else the slowest part of the slower side."""
         if self.overfull:
             return f"memory of the {max(self.overfull, key=lambda side: self.overfull[side])}"
         parts = {f"training: {name}": value for name, value in train_parts(self.train).items()}
@@ -255,13 +255,13 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
 
 
 def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Constants) -> float:
-    """As `control_s`, of all groups of engines; trainer ranks count once."""
+    """`control_s` of all groups of engines. Trainer ranks count once."""
     return sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
 
 
 def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], lands: bool) -> tuple[GroupEstimate, ...]:
-    """How responses are shared out: with partial rollouts each group takes what it can do in the time; otherwise they begin together, and
-    go to engines by max_concurrency."""
+    """Estimates the groups, among which responses are divided. With partial rollouts each group gets as many as it can generate in the
+    time. Otherwise all responses begin together, and go to engines in proportion to max_concurrency."""
     cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
     gpu, pool = cluster.gpu, adapters.pool_bytes(config, spec, cluster.gpu.device)
     shared = dtype, cluster, constants_of(gpu.name)
@@ -285,7 +285,7 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
 def check_longest(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError if the longest response and a prompt do not fit a microbatch, the model's context, or an engine's KV cache.
 
-    An engine that cannot even hold the weights is left to `Estimate.overfull`.
+    If an engine does not even hold the weights, `Estimate.overfull` reports it.
     """
     gpu, prompt = Cluster.of(config).gpu, config.plan.prompt_tokens or 1
     room = {
@@ -312,7 +312,7 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
-    """Whether weights may go by Mooncake, which needs landing memory for some: true if the `ranks` of both sides fill several nodes."""
+    """Whether weights may be sent by Mooncake, which needs landing memory: true if the `ranks` of both sides fill several nodes."""
     return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
@@ -335,7 +335,7 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
-    """What each group of engines is sent is kept."""
+    """What was sent to each group of engines is kept."""
     return sum(shadow_bytes(spec, trainer, group.settings, config.model.dtype) for group in engine_groups(config.generator))
 
 
@@ -348,13 +348,13 @@ def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Whether generation runs beside training, rather than in turns with it."""
+    """Whether generation runs during training, and not in turns with it."""
     return run_ahead(config.async_) != 0
 
 
 def unfinished(config: RunConfig) -> dict[str, bool]:
-    """For GenerateModel.seconds: whether unfinished responses go on under the next weights, rather than being waited for, and whether they
-    are prefilled for that."""
+    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, and
+    whether they are prefilled again for that."""
     mode = config.async_.partial_rollout if overlaps(config) else "block"
     return {"carried_over": mode in ("in_flight", "retract", "resume"), "prefilled_again": mode in ("retract", "resume")}
 
@@ -368,7 +368,7 @@ def generate_parts(time: GenerateTime) -> dict[str, float]:
 
 
 def to_json(found: Estimate, baseline_s: float | None) -> dict[str, Any]:
-    """The interface of `megarl plan --json`."""
+    """The object that `megarl plan --json` prints."""
     return {
         "fits": not found.overfull,
         "trainer_gib_per_gpu": found.trainer.total / GIB,

@@ -1,4 +1,4 @@
-"""Bytes of memory on the fullest ranks of trainer and engines, and what they follow from: a step's sequences, and each rank's weights."""
+"""Bytes of memory on the fullest ranks of trainer and engines, and the numbers behind them: a step's sequences, and each rank's weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megarl.reshard.layout import ITEM_BYTES, Layout, generator_layout, stage_of
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
-# How many sequences a step has, and how long they are.
+# The number of sequences of a step, and their lengths.
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """Forward passes over a batch that train nothing. The reference model makes one. The policy makes one before the first of several
-    optimizer steps, or for a penalty in the reward; for a loss of several responses, one before each step. A critic's own are counted with
-    it."""
+    """The number of forward passes over a batch that do not train. The reference model makes one. The policy makes one before the first of
+    several optimizer steps, or for a penalty in the reward; for a loss of several responses, one before each step. A critic's passes are
+    counted with the critic."""
     algorithm = config.algorithm
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
     groups = config.trainer.epochs if recipe_of(algorithm).beta else 0
@@ -35,16 +35,16 @@ def scoring_passes(config: RunConfig) -> int:
 
 
 def dropped_share(config: RunConfig) -> float | None:
-    """The share of generated prompts that are not trained on; None: unknown."""
+    """The share of generated prompts that are not trained on, or None if it is unknown."""
     return config.plan.dropped_share if config.rollout.dynamic_sampling else 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Response lengths are exponential, cut at `max_response_tokens`; `response_tokens` is their mean after the cut."""
+    """Response lengths are exponential, but at most `max_response_tokens`. `response_tokens` is the mean after this cut."""
 
     sequences: int
-    prompts: int  # each is prefilled once per engine that gets it (prefix caching)
+    prompts: int  # each is prefilled once on each engine that gets it (prefix caching)
     prompt_tokens: float
     response_tokens: float
     max_response_tokens: float
@@ -62,7 +62,7 @@ class Workload:
 
     @classmethod
     def generated(cls, config: RunConfig) -> Workload:
-        """The generated sequences, including those that dynamic sampling drops, if their share is known (plan.dropped_share)."""
+        """The generated sequences, including those that dynamic sampling drops if their share is known (plan.dropped_share)."""
         trained, share = cls.of(config), dropped_share(config) or 0.0
         more = {name: math.ceil(getattr(trained, name) / (1 - share)) for name in ("sequences", "prompts")}
         return replace(trained, **more)
@@ -81,7 +81,7 @@ class Workload:
 
     @cached_property
     def mean_square(self) -> float:
-        """E[R^2] of the length R of a response after the cut: the integral of 2 t times the share of responses longer than t."""
+        """E[R^2] for the length R of a response after the cut: the integral of 2 t times the share of responses longer than t."""
         longest, scale = self.max_response_tokens, self.scale
         if math.isinf(scale):
             return longest * longest
@@ -89,19 +89,20 @@ class Workload:
 
     @property
     def tokens_per_square(self) -> float:
-        """E[L^2] / E[L] of the length L of a sequence: attention's work on a batch is that of sequences which all have this length."""
+        """E[L^2] / E[L] for the length L of a sequence. Attention's work on a batch is as if all sequences had this length."""
         whole = self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + self.mean_square
         return whole / self.tokens_per_sequence
 
     @property
     def decoded(self) -> float:
-        """Tokens that a response has so far, the mean over all decoding steps of all responses: E[R^2] / 2 E[R]. Half of the mean if all
-        are equally long; the whole mean if lengths are exponential, as most steps are spent on long responses."""
+        """Tokens that a response has so far, as a mean over all decoding steps of all responses: E[R^2] / 2 E[R]. It is half of the mean
+        length if all are equally long, and the whole mean if lengths are exponential, because most steps are spent on long responses."""
         return self.mean_square / (2 * self.response_tokens)
 
     @cached_property
     def scale(self) -> float:
-        """The exponential's mean before the cut: solves mean = scale (1 - exp(-max / scale)). Infinite: all responses reach the cut."""
+        """The exponential's mean before the cut, which solves mean = scale (1 - exp(-max / scale)). Infinite if all responses reach the
+        cut."""
         longest, mean = self.max_response_tokens, self.response_tokens
         if mean >= 0.999 * longest:
             return math.inf
@@ -112,21 +113,21 @@ class Workload:
         return low
 
     def survivors(self, tokens: float) -> float:
-        """Share of responses longer than `tokens`."""
+        """The share of responses longer than `tokens`."""
         return math.exp(-tokens / self.scale) if tokens < self.max_response_tokens else 0.0
 
     @cached_property
     def straggler(self) -> float:
-        """Expected length of the longest response of a step."""
+        """The expected length of the longest response of a step."""
         return min(self.max_response_tokens, self.scale * (math.log(self.sequences) + 0.5772))
 
 
-# Elements and bytes that each rank holds, from the same layouts as the reshard map.
+# The elements and bytes on each rank, from the same layouts as the reshard map.
 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of weights on one rank; experts are counted apart, since they have their own mesh."""
+    """Elements of weights on one rank. Experts are counted separately, because they have their own mesh."""
 
     dense: int
     expert: int
@@ -138,7 +139,8 @@ class Held:
 
 @dataclass(frozen=True)
 class GeneratorWeights:
-    """Bytes on one engine rank. `streamed`: non-expert weights read at every decoding step; the embedding is only looked up."""
+    """Bytes on one engine rank. `streamed`: non-expert weights that every decoding step reads, without the embedding, from which it reads
+    only some rows."""
 
     streamed: int
     expert: int
@@ -187,7 +189,7 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
     to it; 0 if the trainer cuts no finer than the engine."""
     topology = one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
-    # All later layers are equal, or repeat in a period; pp = 1 keeps them together.
+    # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
     period, dense = spec.period, spec.first_dense_layers if spec.num_experts else 0
     shapes = (shape_of(spec).cut(dense + periods * period) for periods in (1, 2))
     some, more = (_landing_bytes(shape, topology, engine, generator.quantization, dtype) for shape in shapes)
@@ -195,8 +197,8 @@ def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorC
 
 
 def shadow_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> float:
-    """Bytes that the fullest trainer rank keeps to find changes (weights.delta): all that it holds, in the engines' precision. With few
-    engines, replicas of the trainer share the sending; then it keeps only its part."""
+    """Bytes that the fullest trainer rank keeps to find changes (weights.delta): all its weights in the engines' precision. If there are
+    few engines, replicas of the trainer divide the sending, and each keeps only its part."""
     topology = trainer_topology(trainer)
     whole = generator.tp * generator_weights(spec, generator, dtype).total  # replicated tensors count for each rank
     held = trainer_held(spec, trainer, dtype)
@@ -222,7 +224,7 @@ def one_replica(topology: TrainerTopology) -> TrainerTopology:
     return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
 
 
-# A search asks for the same sizes again and again, so these are cached.
+# A search needs the same sizes many times, so these are cached.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,7 +261,7 @@ def _landing_bytes(spec: ModelSpec, trainer: TrainerTopology, engine: GeneratorT
 
 
 def rank_bytes(layout: Layout) -> list[int]:
-    """Bytes of weights on each rank, [world_size]."""
+    """[world_size] bytes of weights on each rank."""
     sizes = np.zeros(layout.world_size, dtype=np.int64)
     for kind in layout.kinds:
         times = np.bincount(kind.stages, minlength=kind.ranks.shape[0])  # instances on each stage
@@ -269,27 +271,27 @@ def rank_bytes(layout: Layout) -> list[int]:
 
 
 def shape_of(spec: ModelSpec) -> ModelSpec:
-    """The spec without the scaling of positions, which cannot be hashed and does not change sizes."""
+    """The spec without the scaling of positions, which is not hashable and does not change sizes."""
     return spec if spec.rope_scaling is None else replace(spec, rope_scaling=None)
 
 
-# Activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
+# The activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
 #
-# After Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without dropout, with fused attention (no
-# score matrix) and fused SwiGLU, as the trainer runs on GPUs.
+# From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without dropout, and with fused attention (no
+# score matrix) and fused SwiGLU, like the trainer on GPUs.
 
 
 @dataclass(frozen=True)
 class LayerActivations:
     """Elements per token of one layer on one rank."""
 
-    boundary: float  # the layer's input, which is all that full recomputation keeps
+    boundary: float  # the layer's input; full recomputation keeps only this
     kept: float  # what the backward pass needs, including the boundary
-    workspace: float  # the most gradients of one layer that are alive at once
+    workspace: float  # the most gradients of one layer that exist at once
 
 
 def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerActivations:
-    """`experts`: whether the layer has routed experts. Assumes that tokens spread evenly over experts."""
+    """`experts`: whether the layer has routed experts. Tokens are assumed to be spread evenly over experts."""
     tp, h = trainer.tp, spec.hidden_size
     split = tp if trainer.sequence_parallel else 1
     ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
@@ -301,13 +303,14 @@ def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerAct
 
 
 def _attention(spec: ModelSpec, tp: int) -> float:
-    """Rotated queries, keys, values and the output; if heads are normed or compressed, also the inputs of that. A mean over all layers."""
+    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the inputs of that. A mean over all
+    layers."""
     heads = spec.num_attention_heads
     if spec.kv_lora_rank:
         compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
         return compressed + heads * (3 * spec.head_dim + 2 * spec.v_head_dim) / tp
     q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    gate = 2 * q if spec.gated_attention else 0  # and what it is multiplied by
+    gate = 2 * q if spec.gated_attention else 0  # and the values that it multiplies
     attention = (2 * q + 2 * kv + (q + kv if spec.qk_norm else 0) + gate) / tp
     return (spec.attention_layers * attention + len(spec.linear_layers) * _delta_net(spec, tp)) / spec.num_layers
 
@@ -320,7 +323,7 @@ def _delta_net(spec: ModelSpec, tp: int) -> float:
 
 
 def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
-    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they travel, and the experts' activations."""
+    """The router in fp32 (two 16-bit elements each), tokens permuted before and after they are sent, and the experts' activations."""
     per_expert = 2 * spec.hidden_size + 3 * spec.expert_intermediate_size / trainer.etp
     return (2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert) / split
 
@@ -331,26 +334,26 @@ def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
 # Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
-SAVED_BYTES = 12  # per parameter, whatever its dtype in training
-# Of a logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32 and its gradient, which takes the logit's own place in fp32.
+SAVED_BYTES = 12  # per parameter, independent of its dtype in training
+# Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which replaces it in fp32.
 LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
-DIVERGENCE_BYTES = 12  # of a logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
-FRAGMENTATION = 0.05  # share of what is allocated anew for every microbatch
+DIVERGENCE_BYTES = 12  # per logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
+FRAGMENTATION = 0.05  # share of the memory that is allocated again for every microbatch
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
     """Bytes on one rank."""
 
-    weights: float  # with adapters also these, and a copy of the weights that they are merged into
+    weights: float  # with adapters also these, and a copy of the weights for merging
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
-    shadow: float  # what was sent last, with weights.delta_shadow=device
-    frozen: float  # the weights of frozen models beside the policy; their activations and logits come after the policy's, and are no more
-    critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are no more
+    shadow: float  # the last weights sent, with weights.delta_shadow=device
+    frozen: float  # weights of frozen models; their activations and logits come after the policy's, and are not larger
+    critic: float  # its weights, gradients and optimizer; its activations come after the policy's, and are not larger
     activations: float
-    logits: float  # those of one chunk, and the hidden states that they are made from
+    logits: float  # those of one chunk, and the hidden states from which they are computed
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
     runtime: float
 
@@ -423,14 +426,14 @@ def stage_memory(
 
 
 def embedding_copy(spec: ModelSpec, trainer: TrainerConfig) -> float:
-    """Elements that the last stage keeps to train the layer for multi-token prediction."""
+    """Elements of the embedding that the last stage keeps to train the layer for multi-token prediction."""
     wanted = spec.mtp_layers and trainer.mtp == TRAIN and trainer.pp > 1
     return padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp * spec.hidden_size if wanted else 0.0
 
 
 def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergence: bool = False) -> float:
-    """On the last stage: a microbatch's hidden states of whole sequences with their gradient, and the larger of two others: a chunk's
-    logits, or the output layer's gradient that PyTorch asks for. That gradient is zeros, since the true one is in Megatron's buffer."""
+    """On the last stage: a microbatch's hidden states of whole sequences with their gradient, and the larger of a chunk's logits and the
+    output layer's gradient that PyTorch requires. The latter is zeros, because the true one is in Megatron's buffer."""
     item, tokens = ITEM_BYTES[dtype], trainer.max_tokens_per_microbatch / trainer.cp
     vocab = padded_vocab_size(spec.vocab_size, trainer.tp) / trainer.tp
     chunk = (DIVERGENCE_BYTES if divergence else LOGIT_BYTES[dtype]) * min(tokens, trainer.logprob_chunk_tokens) * vocab
@@ -438,7 +441,7 @@ def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergenc
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Bytes of Adam's state, which zero=1 splits over the ranks with the same weights."""
+    """Bytes of Adam's state. With zero=1 it is split over the ranks with the same weights."""
     if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * held.total
     return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
@@ -450,7 +453,7 @@ def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
 
 
 def _shared(held: Held, trainer: TrainerConfig) -> float:
-    """Elements of one rank if the ranks that hold the same ones divide them among themselves."""
+    """Elements of one rank if the ranks that have the same ones divide them among themselves."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
     return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
@@ -458,11 +461,11 @@ def _shared(held: Held, trainer: TrainerConfig) -> float:
 def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:
     """Elements per token of a microbatch, summed over all microbatches in flight when the stage is fullest.
 
-    `dense`, `routed`: how many dense layers and layers with experts the stage has.
+    `dense`, `routed`: numbers of dense layers and of layers with experts in the stage.
     """
     layers = [(count, of_layer(spec, trainer, experts)) for count, experts in ((dense, False), (routed, True)) if count]
     in_flight = microbatches_in_flight(trainer, stage)
-    if trainer.recompute:  # one layer at a time is recomputed for its gradient
+    if trainer.recompute:  # layers are recomputed one at a time for their gradients
         working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
         return in_flight * sum(count * layer.boundary for count, layer in layers) + working
     workspace = max((layer.workspace for _, layer in layers), default=0.0)
@@ -477,7 +480,7 @@ def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
     return chunks / trainer.vpp
 
 
-# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache within mem_fraction, all else beside it.
+# Bytes of memory on an engine's rank, as SGLang divides it: weights and KV cache are inside mem_fraction, all else is outside.
 
 
 CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # (GiB, SGLang's default on GPUs with less): memory_hook.py
@@ -487,19 +490,19 @@ PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank. `kv_cache` holds max_concurrency requests at full length, and `states` what gated delta nets keep of them."""
+    """Bytes on one rank. `kv_cache` holds max_concurrency requests of full length, and `states` the states of gated delta nets for them."""
 
     weights: float
     kv_cache: float
     states: float
-    landing: float  # where weights from other nodes arrive before they are scattered
+    landing: float  # for weights from other nodes, before they are spread
     graphs: float
-    activations: float  # a prefill chunk's, the logits of a full batch, and the table of where requests' tokens are in the cache
+    activations: float  # of a prefill chunk, the logits of a full batch, and the table with the positions of requests' tokens in the cache
     runtime: float
 
     @property
     def static(self) -> float:
-        """Bytes that must fit within SGLang's mem_fraction."""
+        """The bytes that must fit into SGLang's mem_fraction."""
         return self.weights + self.kv_cache + self.states
 
     @property
@@ -510,12 +513,12 @@ class GeneratorMemory:
 def generator_memory(
     spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0, pool: float = 0.0
 ) -> GeneratorMemory:
-    """`landing`: sizes.landing_bytes if `may_land`; `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
+    """`landing`: landing_bytes if `may_land`. `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
     item, tp = ITEM_BYTES[dtype], generator.tp
     kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
-    table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context that engines are given
-    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy to sample from
+    table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context of engines
+    logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy for sampling
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total + pool,
         kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
@@ -527,15 +530,15 @@ def generator_memory(
     )
 
 
-# Families for which SGLang has a second pool of keys and values, for layers with windows, and that pool's tokens as a share of the first's
-# (swa_full_tokens_ratio). For others with windows, such as Gemma 3, all layers keep all tokens.
+# Families for which SGLang has a second pool of keys and values, for layers with windows, and the ratio of that pool's tokens to the
+# first's (swa_full_tokens_ratio). For other families with windows, such as Gemma 3, all layers keep all tokens.
 SECOND_POOL = {"gpt_oss": 0.8}
 
 
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """KV bytes of all layers on one rank, per token of an engine's request: a mean, as an attention replica keeps only its own requests.
+    """KV bytes of all layers on one rank per token of an engine's request. A mean, since an attention replica keeps only its own requests.
 
-    Ranks beyond the number of key-value heads hold copies; latent attention keeps its latent on every rank of a replica.
+    If there are more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
     """
     layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
@@ -544,7 +547,7 @@ def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -
 
 
 def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, context: float) -> float:
-    """KV bytes of all layers on one rank that the next token of a request with `context` tokens attends to."""
+    """KV bytes of all layers on one rank that are read for the next token of a request with `context` tokens."""
     windowed = len(spec.windowed_layers)
     tokens = (spec.attention_layers - windowed) * context + windowed * min(context, spec.window)
     return _kv_bytes_of_layers(spec, generator, item, tokens)
@@ -559,20 +562,21 @@ def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, 
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes that all gated delta nets keep of one request on one rank, whatever its length: states in float32, and the newest inputs of
-    the convolutions."""
+    """Bytes of all gated delta nets for one request on one rank, independent of its length: states in float32, and the newest inputs of the
+    convolutions."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     inputs = item * (2 * keys + values) * max(0, spec.linear_conv_width - 1)
     return len(spec.linear_layers) * (4 * spec.linear_key_dim * values + inputs) / generator.tp
 
 
 def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
-    """Bytes of the pool of states: several for each request, since SGLang keeps some for its prefix cache, and one for padding."""
+    """Bytes of the pool of states: several for each request, because SGLang keeps some for its prefix cache, and one for padding."""
     return (STATES_PER_REQUEST * generator.max_concurrency + 1) * state_bytes(spec, generator, item)
 
 
 def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
-    """Tokens that an engine's KV cache holds: the number that is set, else all that fit beside the weights (negative: these do not fit)."""
+    """Tokens that an engine's KV cache holds: the configured number, or else all that fit besides the weights (negative: these do not
+    fit)."""
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total
@@ -581,12 +585,12 @@ def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: G
 
 
 def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int:
-    """The most tokens that an engine prefills at once: a chunk of a longer prompt, or several shorter ones."""
+    """The most tokens that an engine prefills at once, for a chunk of a longer prompt or several shorter prompts."""
     default = next(tokens for below_gib, tokens in CHUNKED_PREFILL_TOKENS if gpu.memory_gib < below_gib)
     chunk = generator.server_args.get("chunked_prefill_size") or default
-    return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)  # -1: prompts are not cut
+    return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)  # -1: prompts are not split
 
 
 def usable_static(generator: GeneratorConfig, gpu: Gpu) -> float:
-    """Bytes that weights and KV cache may take together: mem_fraction of what is free before the weights are loaded."""
+    """The limit of the bytes of weights and KV cache: mem_fraction of the memory that is free before the weights are loaded."""
     return generator.mem_fraction * (gpu.memory_gib - gpu.runtime_gib) * GIB

@@ -1,4 +1,4 @@
-"""A plan as a picture: what fills a GPU on each side, and how a step's time is spent."""
+"""A plan as a picture: the memory of a GPU on each side, and the time of a step, by parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.report import gib_parts
 from megarl.estimate.search import Baseline
 
-LETTER = 0.0085  # a letter's share of the longest bar: names that do not fit into their part stand in the legend only
+LETTER = 0.0085  # a letter's share of the longest bar: names that do not fit into their part are only in the legend
 
 
 def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
@@ -36,7 +36,7 @@ def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> N
 
 
 def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
-    """One stacked bar per row; a part has the same colour in all rows, and is left out where it is 0."""
+    """One stacked bar for each row. A part has the same colour in all rows, and is left out if it is 0."""
     rows = {row: {name: value for name, value in parts.items() if value > 0} for row, parts in rows.items()}
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     colours = matplotlib.colormaps["tab20"]
@@ -46,7 +46,7 @@ def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:
         for name, value in parts.items():
             axes.barh(row, value, left=left, color=colours(names.index(name) % 20), edgecolor="white", lw=0.5, label=name)
             if value > LETTER * len(name) * longest:
-                middle: Any = row  # a category, as for barh; the annotation of `text` lacks it
+                middle: Any = row  # a category, as for barh, but not in the annotation of `text`
                 axes.text(left + value / 2, middle, f"{name}\n{value:.3g}", ha="center", va="center", fontsize=7)
             left += value
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))  # each part once

@@ -1,4 +1,4 @@
-"""Estimates, searches and theory as text, and the details of their JSON."""
+"""Estimates, searches and theory as text, and the details of these for JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNTED = ("overlap_grad_reduce", "moe_token_dispatcher_type", "fp8", "fp8_recip
 
 
 def not_counted(config: RunConfig) -> list[str]:
-    """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if the share that it drops is unknown."""
+    """The settings of Megatron and SGLang that no estimate depends on, and dynamic sampling if it drops an unknown share."""
     trainer, counted = config.trainer, COUNTED
     mappings = {
         "trainer.megatron": trainer.megatron,
@@ -41,7 +41,7 @@ def not_counted(config: RunConfig) -> list[str]:
 
 
 def _memory(found: Estimate) -> Iterator[str]:
-    """Both sides' memory, by parts."""
+    """The memory of both sides, by parts."""
     sides = gib_parts(found.trainer), gib_parts(found.generator)
     has = f"GiB per GPU, of {found.cluster.gpu.memory_gib:g} ({found.cluster.gpu.name})"
     yield f"memory     {has:<38}{'trainer':>9}  {'generator':>9}"
@@ -129,7 +129,7 @@ def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
 
 
 def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> Iterator[str]:
-    """The search's choice, its limits, and the overrides that turn the config `asked`, given as `command`, into it."""
+    """The search's choice and its limits, and the overrides that change the config `asked`, given as `command`, to it."""
     settings = found.settings
     m_t, chosen = settings["trainer.tp"] * settings["trainer.cp"] * settings["trainer.pp"], turned(asked, settings).generator
     groups, microbatch = engine_groups(chosen), settings["trainer.max_tokens_per_microbatch"]
@@ -179,7 +179,7 @@ def gib_parts(memory: Any) -> dict[str, float]:
 
 
 def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> dict[str, Any]:
-    """The keys of `megarl plan --json` beyond the fixed ones."""
+    """The keys of `megarl plan --json` in addition to the fixed ones."""
     return {
         "gpu": found.cluster.gpu.name,
         "gpu_memory_gib": found.cluster.gpu.memory_gib,

@@ -1,8 +1,8 @@
-"""The fastest way to spend a budget of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over what can be launched.
+"""The fastest use of a number of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over configs that can be launched.
 
-For a given split each side is a separate problem: its fastest shape whose memory fits on at most its GPUs. The trainer gets no slower
-with more GPUs, and the generator no faster with fewer. So the best split is where the two meet, which bisection finds. A few splits with
-more trainer ranks are tried beyond it, since more senders shorten the weight update.
+For a given split each side is a separate problem: its fastest shape on at most its GPUs whose memory fits. The trainer is not slower with
+more GPUs, and the generator not faster with fewer. So bisection finds the best split, at which both take equally long. A few splits with
+more trainer ranks are also tried, since more senders shorten the weight update.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megarl.reshard.layout import ITEM_BYTES
 # Changing settings of a config, and checking the result.
 
 
-Settings = Mapping[str, Any]  # by dotted key
+Settings = Mapping[str, Any]  # dotted key -> value
 
 
 def turned(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings; their keys are section.name, or generator.groups.NAME.name."""
+    """`config` with these settings. Keys are section.name, or generator.groups.NAME.name."""
     for key, value in settings.items():
         section, *names, name = field_path(key).split(".")
         own = getattr(config, section)
@@ -58,7 +58,7 @@ def turned(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """What `megarl plan` and `megarl train` would object to in the sizes; empty if the config can be planned."""
+    """The problems that `megarl plan` and `megarl train` would find in the sizes; empty if the config can be planned."""
     return problems_by_group(config, [*CONFIG_CHECKS, *(_of_model(check, spec) for check in (*MODEL_CHECKS, check_expert_sequences))])
 
 
@@ -71,10 +71,10 @@ def written(settings: Settings) -> str:
     return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
 
 
-# The synchronous framework that a plan is compared with (LlamaRL, equations 2 and 6): all GPUs generate, then all GPUs train.
+# The synchronous framework with which a plan is compared (LlamaRL, equations 2 and 6): all GPUs generate, then all GPUs train.
 #
-# Both phases have the same model parallel size m and stay in memory together; the engines hold bf16, like the trainer. The fastest m whose
-# memory fits counts, so the speed-up is over the best that such a system could do.
+# Both phases have the same model parallel size m and stay in memory together. The engines have bf16 weights, like the trainer. The baseline
+# has the fastest m whose memory fits, so the speed-up is relative to the best that such a system could do.
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -87,7 +87,7 @@ class Baseline:
 
 
 def best_baseline(config: RunConfig, spec: ModelSpec, gpus: int) -> Baseline | None:
-    """The fastest baseline on `gpus` GPUs; None if no m fits."""
+    """The fastest baseline on `gpus` GPUs, or None if no m fits."""
     found = [Baseline(m, step_s) for m in SIZES if gpus % m == 0 if (step_s := _step_s(config, spec, gpus, m)) is not None]
     return min(found, key=lambda baseline: baseline.step_s, default=None)
 
@@ -106,7 +106,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             runtime = of_generator.runtime  # counted once: the phases share the GPU
             spare = cluster.gpu.memory_gib * GIB - (of_trainer.total + of_generator.total - runtime)
             cache = generator.kv_cache_tokens
-            if spare < 0 and cache is not None:  # a cache of a given size gives way, as far as the longest sequence
+            if spare < 0 and cache is not None:  # a cache of a given size is made smaller, if the longest sequence still fits
                 cache -= math.ceil(-spare / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype]))
                 generator = replace(generator, kv_cache_tokens=cache)
                 spare = cache - workload.longest
@@ -123,7 +123,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
 
 
 def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[tuple[TrainerConfig, GeneratorConfig]]:
-    """Trainers with tp * pp = m, and ep as configured if it divides (else 1); each with engines of tp = m."""
+    """Trainers with tp * pp = m, and ep from the config if it divides (else 1), each with engines of tp = m."""
     for tp in (1, 2, 4, 8):
         if m % tp:
             continue
@@ -139,7 +139,8 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
-    """Layers of the first and the last stage if pp does not divide `layers`: fewer than those of the other stages, which are equal."""
+    """Numbers of layers of the first and the last stage if pp does not divide `layers`. They are smaller than those of the other stages,
+    which are equal."""
     if pp == 1 or layers % pp == 0:
         return None, None
     if pp == 2:
@@ -149,17 +150,17 @@ def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
     return (rest // 2, rest - rest // 2) if rest >= 2 else (None, None)
 
 
-FINE_NODES = 4  # up to this many nodes, trainer and engines may share one; beyond, each side gets whole nodes
-LONG = 16384  # tokens of a sequence from which on shapes with context parallelism are tried
+FINE_NODES = 4  # up to this number of nodes, trainer and engines may share one; with more, each side gets whole nodes
+LONG = 16384  # from this number of tokens of a sequence, context parallelism is tried
 
 
 @dataclass(frozen=True)
 class Side:
-    """One shape of one side."""
+    """One shape of one side of the run."""
 
     settings: Settings
     seconds: float
-    over_gib: float  # per GPU, above the limit; negative: to spare
+    over_gib: float  # per GPU, above the limit; negative: free
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,14 @@ class Found:
     trainer: Side
     generator: Side
     theta: float  # share of the GPUs that train
-    balanced_theta: float  # lemma B.3: the share at which both sides would take equally long, by their GPU-seconds
+    balanced_theta: float  # lemma B.3: the share at which both sides take equally long, computed from their GPU-seconds
     trainer_too_large: Side | None  # one that would be faster, but does not fit
     generator_too_large: Side | None
 
 
 @dataclass
 class Search:
-    """One search; keeps the best shape of each side by number of GPUs."""
+    """One search. It keeps the best shape of each side by number of GPUs."""
 
     config: RunConfig
     spec: ModelSpec
@@ -219,7 +220,7 @@ class Search:
         )
 
     def _step_s(self, trainer_gpus: int) -> float:
-        """Includes the update, which more senders shorten, so more trainer ranks than balance requires may be better."""
+        """Includes the update. More senders shorten it, so more trainer ranks than balance requires may be better."""
         trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
         if trainer is None or generator is None:
             return math.inf
@@ -239,7 +240,7 @@ class Search:
         return seconds[0], seconds[1]
 
     def trainer(self, gpus: int) -> Side | None:
-        """The fastest shape that fits; None if none does."""
+        """The fastest shape that fits, or None."""
         if gpus not in self.trainers:
             self.trainers[gpus] = min(self._trainers(gpus, fitting=True), key=lambda side: side.seconds, default=None)
         return self.trainers[gpus]
@@ -264,7 +265,7 @@ class Search:
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _fleets(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        """Unlike engines keep their shapes and proportions; there are as many of them as the GPUs hold."""
+        """Groups of different engines keep their shapes and proportions. There are as many engines as the GPUs hold."""
         groups = engine_groups(self.config.generator)
         unit = math.gcd(*(group.settings.engines for group in groups))
         times = (gpus - self.config.eval.engines * self.config.generator.tp) // (generator_ranks(groups) // unit)
@@ -282,7 +283,7 @@ class Search:
             yield from self._fleets(gpus, fitting)
             return
         for shape in self.generator_shapes:
-            engines = gpus // shape.tp - self.config.eval.engines  # those that only evaluate are as large
+            engines = gpus // shape.tp - self.config.eval.engines  # engines that only evaluate have the same size
             if engines < 1:
                 continue
             generator = replace(shape, engines=min(engines, self.workload.sequences))
@@ -298,7 +299,7 @@ class Search:
                 yield Side(_generator_settings(generator), time, over)
 
     def _landing(self, shape: GeneratorConfig) -> int:
-        """For the finest trainer, as the trainer is not chosen yet."""
+        """Computed for the finest trainer, since the trainer is not chosen yet."""
         key = (shape.tp, shape.ep, shape.quantization)
         if key not in self.landings:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
@@ -307,8 +308,8 @@ class Search:
         return self.landings[key]
 
     def _with_cache(self, generator: GeneratorConfig, landing: int) -> GeneratorConfig:
-        """With as large a KV cache as there is room for, in thousands of tokens: at least one for the longest sequence, at most one for all
-        requests at full length. (Where the config gives its size, a cache need not hold all requests at full length.)"""
+        """The config with the largest KV cache that fits, in thousands of tokens: at least the longest sequence, at most all requests at
+        full length. (If the config gives the size, a cache need not hold all requests at full length.)"""
         alone, gpu = replace(generator, kv_cache_tokens=1), self.cluster.gpu
         memory = generator_memory(self.spec, alone, self.dtype, self.workload, gpu, landing)
         left = min(usable_static(alone, gpu) - memory.static, gpu.memory_gib * GIB - memory.total)
@@ -317,20 +318,20 @@ class Search:
         return replace(generator, kv_cache_tokens=1000 * max(tokens, math.ceil(self.workload.longest / 1000)))
 
     def _needed(self) -> str:
-        """Which side does not fit even on all GPUs."""
+        """The side that does not fit even on all GPUs."""
         sides = (("trainer", self.trainer(self.gpus)), ("generator", self.generator(self.gpus)))
         missing = [name for name, side in sides if side is None]
         return f"not even all of them hold the {' or the '.join(missing)}" if missing else "each side fits alone, but not both together"
 
 
 def _fastest_too_large(best: Side, others: Iterator[Side]) -> Side | None:
-    """Of the shapes that would be clearly faster than the best but do not fit, the one closest to fitting."""
+    """Among the shapes that would be clearly faster than the best but do not fit, the one that is closest to fitting."""
     return min((side for side in others if side.seconds < 0.95 * best.seconds), key=lambda side: side.over_gib, default=None)
 
 
 def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Iterator[TrainerConfig]:
-    """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation; context
-    parallelism where sequences are long."""
+    """Combinations of all settings except dp: tensor parallelism inside a node, pipelines, experts, microbatches, recomputation, and
+    context parallelism for long sequences."""
     experts = [2**i for i in range(10) if spec.num_experts and spec.num_experts % 2**i == 0 and 2**i <= 64] or [1]
     longest = config.rollout.max_tokens + config.plan.mean_prompt_tokens
     budgets = [n for n in (4096, 8192, 16384, 32768) if n > longest][:3] or [config.trainer.max_tokens_per_microbatch]
@@ -376,24 +377,24 @@ def _generator_settings(generator: GeneratorConfig) -> Settings:
 
 
 def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunConfig]:
-    """The best split and shapes on `gpus` GPUs, and the config with them. Raises ConfigError if nothing fits."""
+    """The best split and shapes on `gpus` GPUs, and the config that has them. Raises ConfigError if nothing fits."""
     found = Search(config, shape_of(spec), gpus).run()
     return found, turned(config, found.settings)
 
 
-# Settings that would make a run fit that does not; each is planned again before it is proposed.
+# Settings with which a run fits that otherwise does not. Each is planned again before it is proposed.
 
 
 @dataclass(frozen=True)
 class Remedy:
     side: str  # "trainer" | "generator"
     settings: Settings
-    gib: float  # per GPU of that side, with these settings
+    gib: float  # memory per GPU of that side with these settings
     step_s: float
 
 
 def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy]:
-    """For each side that is too large, the single settings that make it fit; if there are none, pairs, then threes. Fastest first."""
+    """For each side that is too large, the single settings with which it fits, or else pairs, or else triples. Fastest first."""
     return [remedy for side in found.overfull if side in ("trainer", "generator") for remedy in _of_side(config, spec, side)]
 
 
@@ -420,7 +421,7 @@ def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> R
 
 
 def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
-    """Settings for the same GPUs first, then for twice as many, then for larger ones."""
+    """Yields settings for the same GPUs, then for twice as many, then for larger ones."""
     t = config.trainer
     if t.tp > 1 and not t.sequence_parallel:
         yield {"trainer.sequence_parallel": True}

@@ -1,8 +1,8 @@
-"""Section 7 of the LlamaRL paper: the best step times of the synchronous and the asynchronous framework, in closed form.
+"""Section 7 of the LlamaRL paper: the best step times of the synchronous and asynchronous frameworks, in closed form.
 
-Batches and parallel degrees are real numbers here, as in the paper; memory and W0 are in bytes, times in seconds. The paper only requires
-that eta decreases. With tau(b) = f + p b, so eta(b) = p + f / b, the asynchronous optimum has a closed form: (C + A b)(p + f / b), where C
-is the memory that does not grow with the batch, has its minimum (sqrt(C p) + sqrt(A f))^2 at b = sqrt(C f / (A p)).
+As in the paper, batches and parallel degrees are real numbers. Memory and W0 are in bytes, times in seconds. The paper requires only that
+eta decreases. With tau(b) = f + p b, and so eta(b) = p + f / b, the asynchronous optimum has a closed form: (C + A b)(p + f / b), where C
+is the memory that does not depend on the batch, has its minimum (sqrt(C p) + sqrt(A f))^2 at b = sqrt(C f / (A p)).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIPELINE = 64  # microbatches that share the pipeline's bubble
 
 @dataclass(frozen=True)
 class AffineEta:
-    """Seconds per sample (equation 1) for tau(b) = fixed_s + per_sample_s * b; decreases with the batch b (assumption 7.1)."""
+    """Seconds per sample (equation 1) for tau(b) = fixed_s + per_sample_s * b. It decreases with the batch b (assumption 7.1)."""
 
     fixed_s: float
     per_sample_s: float
@@ -38,8 +38,8 @@ class Problem:
 
     gpus: float  # G0
     batch: float  # B0, global
-    memory: float  # M0, of a GPU
-    weights: float  # W0, one model's; the trainer holds 4 times as much: weights, gradients, Adam's two states
+    memory: float  # M0, memory of a GPU
+    weights: float  # W0, one model; the trainer has 4 times as much: weights, gradients, Adam's two states
     activation: float  # A_t, per sample of a microbatch
     kv_cache: float  # K_g, per sample in decoding
     eta_t: AffineEta
@@ -66,8 +66,8 @@ class Asynchronous:
 
 @dataclass(frozen=True)
 class Optima:
-    """The closed forms beside what the search finds. `speedup_bound` is theorem 7.5's: the synchronous optimum / the asynchronous one.
-    What the theorem leaves out (fp8, less communication) only adds to it (remark 7.3)."""
+    """The closed forms, and what the search finds. `speedup_bound`: from theorem 7.5, the synchronous optimum / the asynchronous one.
+    Effects that the theorem ignores (fp8, less communication) only increase it (remark 7.3)."""
 
     closed_form: Asynchronous
     search: Asynchronous
@@ -76,7 +76,7 @@ class Optima:
 
 
 def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Optima:
-    """`config`: the config that was `found` on `gpus` GPUs."""
+    """`config`: the config that the search `found` on `gpus` GPUs."""
     problem, t, g = problem_of(config, spec, gpus), config.trainer, config.generator
     asynchronous, synchronous = best_asynchronous(problem), best_synchronous(problem)
     searched = Asynchronous(
@@ -91,8 +91,8 @@ def compare(found: Found, config: RunConfig, spec: ModelSpec, gpus: int) -> Opti
 
 
 def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
-    """The problem of a run on `gpus` GPUs. A sample is a sequence of mean length. Both tau are estimated at the config's parallel sizes;
-    the paper assumes that they do not depend on these."""
+    """The problem of a run on `gpus` GPUs. A sample is a sequence of mean length. Both tau are estimated with the config's parallel sizes.
+    The paper assumes that they do not depend on these."""
     work, dtype, cluster = Workload.of(config), config.model.dtype, Cluster.of(config)
     constants, item, length = constants_of(cluster.gpu.name), ITEM_BYTES[dtype], work.tokens_per_sequence
 
@@ -123,8 +123,8 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
 
 
 def best_asynchronous(p: Problem) -> Asynchronous:
-    """The optimum of problem 7 by equations 9 and 10 and lemma B.3: memory is full on both sides, both take equally long, and a step takes
-    B0 / G0 * (T_t + T_g)."""
+    """The optimum of problem 7, by equations 9 and 10 and lemma B.3: memory is full on both sides, which take equally long, and a step
+    takes B0 / G0 * (T_t + T_g)."""
     b_t, time_t = _least(4 * p.weights, p.activation, p.eta_t)
     b_g, time_g = _least(p.weights, p.kv_cache, p.eta_g)
     return Asynchronous(
@@ -138,7 +138,7 @@ def best_asynchronous(p: Problem) -> Asynchronous:
 
 
 def best_synchronous(p: Problem) -> Synchronous:
-    """The optimum of problem 6. Memory is full (lemma B.1), so m follows from the batches, which are optimised in turn."""
+    """The optimum of problem 6. Memory is full (lemma B.1), so m follows from the batches, which are optimised alternately."""
     b_t, b_g = best_asynchronous(p).b_t, best_asynchronous(p).b_g
     for _ in range(200):
         before = b_t, b_g

@@ -1,4 +1,4 @@
-"""Seconds of a step's parts: collectives, training, generation, and the weight update."""
+"""Seconds of a step's parts: collectives, training, generation and the weight update."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.speculative.settings import NEXTN
 
-# Seconds of collectives over groups of ranks, depending on how a group is spread over nodes.
+# Seconds of collectives over groups of ranks. They depend on the distribution of a group over nodes.
 
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks, `stride` apart in the order in which ranks fill the nodes."""
+    """`size` ranks, which are `stride` apart in the order in which ranks fill the nodes."""
 
     size: int
     stride: int
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def per_node(self) -> int:
-        """Members on one node, or one rack that NVLink joins."""
+        """Members on one node, or on one rack that NVLink connects."""
         return min(self.size, max(1, self.cluster.nvlinked // self.stride))
 
     @property
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def bytes_per_s(self) -> float:
-        """Ring bandwidth of a member; rings across nodes use the NICs of all members on a node."""
+        """Bandwidth of a member in a ring. Rings across nodes use the NICs of all members on a node."""
         gpu = self.cluster.gpu
         wire = gpu.nvlink_bytes_per_s if self.nodes == 1 else min(gpu.nvlink_bytes_per_s, gpu.nic_bytes_per_s * self.per_node)
         return wire * self.constants.link_efficiency
@@ -63,7 +63,7 @@ class Group:
         return self.constants.latency_s + self.constants.node_latency_s * math.log2(self.nodes)
 
     def gather_s(self, size_bytes: float) -> float:
-        """An all-gather to `size_bytes` on every member, or a reduce-scatter of as many."""
+        """An all-gather after which every member has `size_bytes`, or a reduce-scatter of this size."""
         if self.size == 1:
             return 0.0
         return self.latency_s + size_bytes * (self.size - 1) / self.size / self.bytes_per_s
@@ -73,7 +73,7 @@ class Group:
         return 2 * self.gather_s(size_bytes)
 
     def small_all_reduce_s(self, size_bytes: float) -> float:
-        """One-shot all-reduce of the megabyte or less that a decoding step sums: too small to be spread over all NICs of a node."""
+        """A one-shot all-reduce of what a decoding step sums: at most about a megabyte, too small to be spread over all NICs of a node."""
         if self.size == 1:
             return 0.0
         gpu = self.cluster.gpu
@@ -81,9 +81,9 @@ class Group:
         return self.latency_s + 2 * size_bytes * (self.size - 1) / self.size / wire / self.constants.link_efficiency
 
     def all_to_all_s(self, size_bytes: float, copies: int = 1) -> float:
-        """Every member sends `size_bytes`, evenly to all members; what leaves the node goes over the sender's own NIC.
+        """Every member sends `size_bytes`, evenly to all members. Data for other nodes is sent over the sender's own NIC.
 
-        `copies`: how many members get the same bytes. Above 1, a node or a member gets them only once.
+        `copies`: the number of members that get the same bytes. If it is above 1, a node or a member gets them only once.
         """
         if self.size == 1:
             return 0.0
@@ -95,14 +95,15 @@ class Group:
 
 
 def _distinct(places: int, draws: int) -> float:
-    """How many of `places` are hit by as many draws, on average."""
+    """The mean number of `places` that `draws` random draws hit."""
     return places * (1 - (1 - 1 / places) ** draws)
 
 
-# Seconds of one training step, from the model's matrix products and the ranks' traffic.
+# Seconds of one training step, computed from the model's matrix products and the ranks' traffic.
 
 
-# Of attention's forward FLOPs: five products instead of two, as scores are made again (FlashAttention-2, arXiv 2307.08691, section 4.1).
+# Relative to attention's forward FLOPs: five products instead of two, since scores are computed again (FlashAttention-2, arXiv 2307.08691,
+# section 4.1).
 ATTENTION_BACKWARD = 2.5
 
 
@@ -113,9 +114,9 @@ class TrainTime:
     compute: float
     tensor_parallel: float  # also context parallel
     expert_parallel: float
-    pipeline: float  # the bubble, and what passes between stages
+    pipeline: float  # the bubble, and traffic between stages
     data_parallel: float  # gradients and, if sharded, weights
-    optimizer: float  # also what an optimizer step costs regardless of its tokens
+    optimizer: float  # also the costs of an optimizer step that do not depend on its tokens
     tflops: float  # per GPU over all optimizer steps, counting the model's products without recomputation
 
     @property
@@ -135,8 +136,8 @@ class TrainModel:
     beside: Beside | None = None  # a frozen weight takes no product for its gradient; what is trained beside it counts for nothing
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
-        """Seconds of a batch, in all its optimizer steps. `extra_forwards`: passes over it that only score. Sequences are packed to
-        the token budget."""
+        """Seconds of a batch in all its optimizer steps. `extra_forwards`: number of passes over it that only score. Sequences are packed
+        up to the token limit."""
         t, k = self.trainer, self.constants
         steps, workload = t.minibatches * t.epochs, replace(workload, sequences=workload.sequences // t.minibatches)
         scoring = extra_forwards / t.epochs  # a batch is scored once
@@ -149,13 +150,14 @@ class TrainModel:
         products, attention = self._layer_s(rows), self._attention_s(rows, squares)
         of_attention = 1 + t.recompute + ATTENTION_BACKWARD
         per_layer = passes * products + (of_attention + scoring) * attention
-        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # of positions that the loss is about
+        head = workload.response_tokens / workload.tokens_per_sequence * self._head_s(rows)  # for positions of the loss
         last = sum(stage_layers(self.spec, t)[-1])
-        # The layer for multi-token prediction: a pass forward and back, and three products with the output layer, which it does not train.
+        # The layer for multi-token prediction: a forward and a backward pass, and three products with the output layer, which it does not
+        # train.
         predicting = (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head) * self.spec.mtp_layers * (t.mtp == TRAIN)
         compute = max(layers * per_layer, last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting)
         again = t.recompute + scoring
-        sums = 2 + again + t.sequence_parallel / 2  # whose backward pass also gathers each product's input once more, for its weights
+        sums = 2 + again + t.sequence_parallel / 2  # its backward pass also gathers each product's input again, for its weights
         tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
         expert = layers * (2 + again) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
@@ -178,7 +180,7 @@ class TrainModel:
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def scoring_s(self, workload: Workload) -> float:
-        """Seconds of one pass over a batch that only scores."""
+        """Seconds of a pass over a batch that only scores."""
         return self.seconds(workload, extra_forwards=1).total - self.seconds(workload).total
 
     @property
@@ -186,14 +188,15 @@ class TrainModel:
         return self.cluster.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
     def _rows(self, workload: Workload) -> float:
-        """Tokens of a microbatch: whole sequences within the budget, at most a rank's share."""
+        """Tokens of a microbatch: whole sequences up to the limit, but not more than a rank's share."""
         length = workload.tokens_per_sequence
         whole = max(1, math.floor(self.trainer.max_tokens_per_microbatch / length)) * length
         return min(whole, max(length, workload.tokens / self.trainer.dp))
 
     def _longest_share(self, workload: Workload) -> float:
-        """The work of the rank that has the step's longest sequence, over the mean rank's: 1 unless that sequence alone is more. The
-        trainer gives each rank an equal share of tokens plus attention (microbatch.plan_microbatches), but cuts no sequence over dp."""
+        """The work of the rank that has the step's longest sequence, relative to the mean rank's: 1 unless this sequence alone is more. The
+        trainer gives each rank an equal share of tokens and attention (microbatch.plan_microbatches), but does not split sequences over
+        dp."""
         flops = flops_per_token(self.spec, 0)
         squares = (flops_per_token(self.spec, 1) - flops) / flops
         longest, mean = workload.prompt_tokens + workload.straggler, workload.tokens_per_sequence
@@ -201,17 +204,17 @@ class TrainModel:
         return max(1.0, longest * (1 + squares * longest) / share)
 
     def _rate(self, rows: float, columns: float, fp8: bool = False) -> float:
-        """FLOP/s of a product with this number of rows and columns. With trainer.megatron.fp8 those of layers, but for attention, are in
-        fp8."""
+        """FLOP/s of a product with these numbers of rows and columns. `fp8`: whether trainer.megatron.fp8 applies to it, as to all products
+        of layers except attention's."""
         k, gpu = self.constants, self.cluster.gpu
         peak = max(gpu.bf16_flops, k.fp8_gemm_gain * gpu.fp8_flops) if fp8 and self.trainer.megatron.get("fp8") else gpu.bf16_flops
         return peak * k.gemm_efficiency / (1 + k.half_rows / rows + k.half_width / columns)
 
     def _head_s(self, rows: float) -> float:
-        """One product of hidden states and output layer. Training takes four: logits are made again in the backward pass."""
+        """One product of hidden states and output layer. Training needs four, because the backward pass computes logits again."""
         t, spec = self.trainer, self.spec
         chunk = min(rows / t.cp, t.logprob_chunk_tokens)
-        if spec.head == SCALAR:  # one number a token
+        if spec.head == SCALAR:  # one number per token
             return 0.0
         return 2 * rows * spec.vocab_size * spec.hidden_size / t.tp / t.cp / self._rate(chunk, spec.vocab_size / t.tp)
 
@@ -222,11 +225,11 @@ class TrainModel:
 
     @property
     def _experts_share(self) -> float:
-        """The share of layers that have experts."""
+        """The share of layers with experts."""
         return 1 - self.spec.first_dense_layers / self.spec.num_layers if self.spec.num_experts else 0.0
 
     def _layer_s(self, rows: float) -> float:
-        """One forward pass of one layer without `_attention_s`: the mean over dense and expert layers."""
+        """One forward pass of one layer without `_attention_s`, as a mean over dense and expert layers."""
         spec, t = self.spec, self.trainer
         dense, expert = active_elements(spec)
         share = t.tp * t.cp
@@ -245,21 +248,21 @@ class TrainModel:
         return seconds + self.constants.elementwise_passes / 4 * item * touched * rows / t.cp / self._hbm
 
     def _tensor_s(self, rows: float) -> float:
-        """Two all-reduces over tp per layer, one where experts replace the MLP: the mean over layers."""
+        """Two all-reduces over tp per layer, or one if experts replace the MLP. A mean over layers."""
         spec, t = self.spec, self.trainer
         over_tp = self._group(t.tp, 1).all_reduce_s(rows / t.cp * spec.hidden_size * ITEM_BYTES[self.dtype])
         return (2 - self._experts_share) * over_tp
 
     def _context_s(self, rows: float, attention_s: float) -> float:
-        """Seconds of passing keys and values around the cp ranks, as far as attention does not hide them. Transformer Engine computes with
-        one part while the next is on its way (cp_comm_type p2p)."""
+        """Seconds in which keys and values are sent around the cp ranks, as far as attention does not hide them. Transformer Engine
+        computes with one part while it sends the next (cp_comm_type p2p)."""
         spec, t = self.spec, self.trainer
         part = rows / t.cp * 2 * spec.num_kv_heads * spec.head_dim / t.tp * ITEM_BYTES[self.dtype]
         step_s = self.constants.latency_s + part / self._group(t.cp, t.tp).bytes_per_s
         return max(0.0, (t.cp - 1) * step_s - attention_s)
 
     def _expert_s(self, rows: float) -> float:
-        """Tokens travel to their experts and back: the mean over layers."""
+        """Tokens are sent to their experts and back. A mean over layers."""
         spec, t = self.spec, self.trainer
         if not spec.num_experts:
             return 0.0
@@ -276,20 +279,20 @@ class TrainModel:
         return t.vpp * (group.latency_s + sent / group.bytes_per_s)
 
     def _data_s(self, held: Held, backward_s: float) -> float:
-        """Once per optimizer step fp32 gradients are reduced, then weights gathered if the optimizer is split (else gradients).
+        """In each optimizer step, fp32 gradients are reduced, and weights gathered if the optimizer is split (otherwise gradients).
 
         trainer.ddp.overlap_grad_reduce, the default on GPUs, reduces them bucket by bucket during the last microbatch's backward pass,
-        which takes `backward_s`; only the last bucket is ready no sooner than its end. Nothing hides the gather of weights.
+        which takes `backward_s`. Only the last bucket is not ready before this ends. Nothing hides the gather of weights.
         """
         t, item = self.trainer, ITEM_BYTES[self.dtype]
         reduce_s = self._replicas_s(held, 4 if t.zero else 8)  # an all-reduce is a reduce-scatter and a gather
-        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):  # as trainer.parallel decides
+        if t.ddp.get("overlap_grad_reduce", self.cluster.gpu.name != "cpu" and t.dp * t.cp > 1):  # as in trainer.parallel
             bucket = t.ddp.get("bucket_size") or max(40_000_000, 1_000_000 * t.dp * t.cp)  # elements: Megatron's default
             reduce_s = max(min(1.0, bucket / held.total) * reduce_s, reduce_s - backward_s)
         return reduce_s + (self._replicas_s(held, item) if t.zero else 0.0)
 
     def _replicas_s(self, held: Held, bytes_each: int) -> float:
-        """A gather over the ranks with the same weights; experts have their own mesh."""
+        """A gather over the ranks with the same weights. Experts have their own mesh."""
         t = self.trainer
         dense = self._group(t.dp * t.cp, t.tp).gather_s(bytes_each * held.dense)
         if not held.expert:
@@ -300,15 +303,15 @@ class TrainModel:
         return Group(size, stride, self.cluster, self.constants)
 
 
-# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency, and the tail of stragglers.
+# Seconds in which the engines generate a step's responses: prefill, decoding at full concurrency, and the last, longest responses.
 #
-# An engine keeps `max_concurrency` requests running while others wait; then they drain as their lengths decide. Lengths are exponential
-# with a cut, so the remaining lengths of running requests are distributed like fresh ones, and the drain needs no simulation.
+# An engine has `max_concurrency` running requests while others wait. Then running requests end, in a time given by their lengths. Lengths
+# are exponential with a cut, so the remaining lengths of running requests are distributed like new lengths, and no simulation is needed.
 
 
 TAIL_POINTS = 16
-# Reads and writes of fp32 logits per decoding step in SGLang's logits processor and sampler (srt/layers): to fp32 1.5, temperature 2,
-# softmax 3 and its copy 2, a draw (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
+# Reads and writes of fp32 logits in each decoding step by SGLang's logits processor and sampler (srt/layers): conversion to fp32 1.5,
+# temperature 2, softmax 3 and its copy 2, a draw (exponentials, a quotient, the largest) 5, logarithms for log-probs 2.
 LOGIT_PASSES = 15.5
 
 
@@ -319,9 +322,9 @@ class GenerateTime:
     prefill: float
     full: float  # decoding while requests wait
     tail: float  # decoding the last requests
-    concurrency: float  # what is reached: max_concurrency, or what the KV cache or the requests allow
+    concurrency: float  # actual value: max_concurrency, or less if the KV cache or the requests limit it
     token_s: float  # a decoding step at that concurrency
-    memory_share: float  # share of that step for reading weights and KV cache; the rest is products, collectives and overheads
+    memory_share: float  # share of this step for reading weights and KV cache; the rest is products, collectives and overheads
 
     @property
     def total(self) -> float:
@@ -355,7 +358,7 @@ class GenerateModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    overlapped: bool | None = None  # None: as SGLang does, by its overlap schedule on GPUs, unless generator.server_args turn it off
+    overlapped: bool | None = None  # None: SGLang's default, the overlap schedule on GPUs, unless generator.server_args turn it off
     accept_length: float | None = None  # plan.accept_length
 
     @cached_property
@@ -367,14 +370,14 @@ class GenerateModel:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
     def seconds(self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False) -> GenerateTime:
-        """`carried_over`: unfinished responses go on in the next step (partial rollouts), so engines stay full without a tail.
-        `prefilled_again`: after each update keys and values of all running requests are computed anew."""
+        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full. `prefilled_again`:
+        after each update, keys and values of all running requests are computed again."""
         requests = workload.sequences / self.generator.engines
         wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
-        # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it where all end equally long).
+        # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it if all end equally long).
         again = self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
         full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
         return GenerateTime(
@@ -387,11 +390,12 @@ class GenerateModel:
         )
 
     def room(self, workload: Workload) -> float:
-        """Requests of mean length that the KV cache holds at once."""
+        """The number of requests of mean length that the KV cache holds at once."""
         return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
-        """Decodes one token for each of `running` requests with `context` tokens: a pass, or the part of one that yields a token."""
+        """Decodes one token for each of `running` requests with `context` tokens. This is a pass, or the part of a pass that gives a
+        token."""
         drafts = self.generator.speculative
         if not drafts.drafts or self.accept_length is None:
             return self._pass(running, context, 1)
@@ -441,13 +445,14 @@ class GenerateModel:
         return self.prefilled_s(prompts * workload.prompt_tokens, workload.prompt_tokens)
 
     def prefilled_s(self, tokens: float, length: float) -> float:
-        """Seconds to prefill this many tokens, in sequences of `length`. In such chunks products take longer than memory traffic."""
+        """Seconds to prefill `tokens` tokens in sequences of `length`. In chunks of this size, products take longer than memory traffic."""
         return tokens * (2 * self.active + self.spec.num_layers * attention_flops(self.spec, length)) / self.generator.tp / self._rate
 
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
-        """Integrates over the time to the step's longest response, by midpoints; at least one request runs until then.
+        """Integrates by midpoints over the time to the step's longest response. At least one request runs until then.
 
-        `together`: all requests began at once, so their responses are as long as the time; else as long as the mean when it began.
+        `together`: all requests began at once, so their responses are as long as the time. Otherwise at least as long as the mean when it
+        began.
         """
         span, found = workload.straggler / TAIL_POINTS, 0.0
         for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
@@ -456,10 +461,10 @@ class GenerateModel:
         return found
 
 
-# Seconds of a weight update: the bytes of the busiest rank over its link, and the generator's messages and calls.
+# Seconds of a weight update: the busiest rank's bytes over its link, and the generator's messages and calls.
 
 
-CHANGED = 0.01  # share of the elements that change in a step, where a delta is predicted; published are 0.9 to 3 % of bf16 at 8B to 70B
+CHANGED = 0.01  # share of the elements that change in a step, for predictions of deltas; published: 0.9 to 3 % of bf16, 8B to 70B
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
@@ -476,15 +481,16 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
 
 
 def control_s(trainer_ranks: int, engines: int, tp: int, constants: Constants) -> float:
-    """Seconds that the generator's only process spends on an update's messages and calls, while engines are paused."""
+    """Seconds in which the generator, which is one process, handles an update's messages and calls while engines are paused."""
     of_ranks = trainer_ranks * constants.trainer_message_s + engines * tp * constants.worker_message_s
     return of_ranks + engines * constants.engine_calls_s
 
 
 def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: int, cluster: Cluster, relaying: int = 0) -> float:
-    """Seconds without a map, for a search: every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
+    """Seconds without a map, for a search. Every generator rank gets `engine_bytes`, and the trainer ranks send equal shares.
 
-    `relaying`: how many engines pass weights on to each other (weights.relay=engines); each gets its part from the trainer in turn.
+    `relaying`: the number of engines that pass weights on to each other (weights.relay=engines). Each gets its part from the trainer in
+    turn.
     """
     fan_out = generator_ranks / trainer_ranks
     busiest = max(1.0, fan_out)

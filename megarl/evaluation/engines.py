@@ -33,32 +33,32 @@ from megarl.weight_sync.sessions import notice_restarts
 
 # Both ends of the channel that brings weights to the engines that only evaluate (`eval.engines`).
 #
-# It is a weights channel as the generator's is, with another schedule: the version that the run starts from, those that are due, and the
-# last. Training never waits for an evaluation. A version is turned down at once (`WeightsGrant.engines` 0), and noted as missed, if it is
-# due while an earlier one is still being evaluated, or while no engine is there. Only the last version waits, after the last step and its
-# checkpoint: it is offered again as long as the answer is `later`.
+# It is a weights channel like the generator's with another schedule: the version that the run starts from, the versions that are due, and
+# the last one. Training never waits for an evaluation. If a version is due while an earlier one is still being evaluated, or while no
+# engine is there, it is refused at once (`WeightsGrant.engines` 0) and noted as missed. Only the last version waits, after the last step
+# and its checkpoint: it is offered again as long as the answer is `later`.
 
 
-RETURN_S = 5 * LOOK_UP_S  # for an engine that was restarted unnoticed, between two evaluations, to be found again
-LATER_S = 20.0  # after which the offer of the last version is answered, if only by `later`
+RETURN_S = 5 * LOOK_UP_S  # time to find an engine that was restarted unnoticed between two evaluations
+LATER_S = 20.0  # the offer of the last version is answered within this time, if only by `later`
 
 
 class EvaluatedExecutor(WeightsExecutor, Protocol):
-    """The trainer's executor, as this channel uses it."""
+    """What this channel needs of the trainer's executor."""
 
     def put_evaluation_sync(self, report: SyncReport) -> None: ...
 
 
 class EvaluationSender(WeightsSender):
-    """Trainer → evaluator. `plan`: the evaluation's (plan.evaluation)."""
+    """The trainer's end. `plan`: the evaluation's plan (`evaluation_plan`)."""
 
     receiver = EVALUATOR
     of = "evaluation "
 
-    _ended: EvaluatedExecutor | None = None  # set once it holds the last version
+    _ended: EvaluatedExecutor | None = None  # the executor, once it has the last version
 
     def send(self, executor: EvaluatedExecutor, again: bool = False) -> None:  # type: ignore[override]
-        """Brings a version that is due, or the first of this start, unless it is turned down. The last one is left to `close`."""
+        """Sends a version that is due, or the first of this start, unless it is refused. `close` sends the last one."""
         if executor.version == self._plan.config.max_steps:
             self._ended = executor
         elif self._updates is None or is_due(self._plan.config, executor.version):
@@ -68,7 +68,7 @@ class EvaluationSender(WeightsSender):
             executor.put_evaluation_sync(report)
 
     def close(self) -> None:
-        """Brings the last version, once nothing is being evaluated any more."""
+        """Sends the last version, once no evaluation is running."""
         if self._ended is not None:
             self._link.drain(WeightsApplied)
             while (grant := self._bring(self._ended, SyncReport())) is not None and grant.later:
@@ -77,11 +77,11 @@ class EvaluationSender(WeightsSender):
 
 
 class Evaluator(Protocol):
-    """What drives the engines, as the receiving end uses it. Its fleet's pulse beats when an evaluation ends, too."""
+    """What the receiving end needs of the engines' driver. The fleet's pulse also beats when an evaluation ends."""
 
     fleet: Fleet
     evaluating: Version | None
-    gone: str  # why there will be no engine any more; empty while there may be
+    gone: str  # why there will be no more engines; empty while there may be
 
     @property
     def version(self) -> Version: ...
@@ -92,10 +92,10 @@ class Evaluator(Protocol):
 
 
 class EvaluationReceiver(WeightsReceiver):
-    """Trainer → evaluator, in the evaluator's only process."""
+    """The evaluator's end, in its only process."""
 
     async def take_all(self, evaluator: Evaluator) -> None:
-        """Takes each version that is offered, and begins to evaluate it, until the run's last version is taken or missed."""
+        """Takes each version that is offered and starts its evaluation, until the run's last version is taken or missed."""
         last, settled = self._plan.config.max_steps, -1
         while settled < last:
             version = (await self._offers.next(evaluator.version)).version
@@ -108,8 +108,8 @@ class EvaluationReceiver(WeightsReceiver):
             settled = settled if later else version
 
     async def _bring(self, evaluator: Evaluator, version: Version, waits: bool) -> tuple[str, str] | None:
-        """Brings `version` into all engines that are there, unless something is in the way: returns what becomes of its evaluation, and
-        why. `waits`: for a while, until nothing is."""
+        """Brings `version` into all engines that are there. If something prevents that, returns the outcome of its evaluation, and the
+        reason. `waits`: first waits for a while until nothing does."""
         fleet, serving = evaluator.fleet, evaluator.version
         if not self._hosts:
             self._hosts = await self._meet_trainers()
@@ -141,7 +141,7 @@ class EvaluationReceiver(WeightsReceiver):
         return None
 
 
-# The driver of a run's engines that only evaluate (`eval.engines`): one version at a time, while training goes on.
+# The driver of the engines that only evaluate (`eval.engines`). It evaluates one version at a time while training goes on.
 
 
 LOOK_S = 1.0
@@ -149,25 +149,25 @@ LOOK_S = 1.0
 
 @dataclass
 class Evaluations:
-    """Evaluates what the engines hold. An evaluation that loses all engines is noted as failed; any other error of it ends the run."""
+    """Evaluates the weights in the engines. An evaluation that loses all engines is noted as failed. Any other error ends the run."""
 
-    plan: RunPlan  # the evaluation's (plan.evaluation)
+    plan: RunPlan  # the evaluation's plan (`evaluation_plan`)
     fleet: Fleet
-    rollout: Rollout  # of held-out prompts
+    rollout: Rollout  # the rollout of held-out prompts
     sets: Sequence[HeldOutSet]
     tokenizer: Tokenizer
     trace: TraceWriter
     status: StatusBoard
     background: Background
     evaluating: Version | None = None
-    gone: str = ""  # why there will be no engine any more
+    gone: str = ""  # why there will be no more engines
 
     @property
     def version(self) -> Version:
         return -1 if self.fleet.version is None else self.fleet.version
 
     def begin(self, version: Version, taken: Taken) -> None:
-        """Called when the engines hold `version` and nothing is being evaluated."""
+        """Called when the engines have `version` and no evaluation is running."""
         assert self.evaluating is None
         told = {"bytes": taken.bytes_written, "audited": self.plan.config.weights.audited}
         self._record(f"evaluation weights {version}", *taken.pause, taken.engines, **told)
@@ -189,7 +189,7 @@ class Evaluations:
         sets = evaluate_sets(self.plan, self._noting(version, others), self.sets, self.tokenizer, self.fleet.counts(engines))
         work: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(sets)
         if not await self.fleet.while_serving(work):
-            await asyncio.wait({work})  # until it has stopped asking engines
+            await asyncio.wait({work})  # until it sends no more requests
             self.miss(version, FAILED, f"its engines were lost: {'; '.join(self.fleet.lost.values())}")
         elif others:
             self.miss(version, FAILED, f"version {', '.join(map(str, sorted(others)))} has answered too: an engine was started again")
@@ -201,7 +201,7 @@ class Evaluations:
         self.fleet.pulse.beat()
 
     def _noting(self, version: Version, others: set[Version]) -> Rollout:
-        """The rollout, which notes the versions that have answered besides `version`."""
+        """The rollout. It adds to `others` all versions but `version` that have answered."""
 
         async def rollout(prompt: Prompt, sampling: Sampling, n: int) -> Group:
             group = await self.rollout(prompt, sampling, n)
@@ -227,22 +227,22 @@ class Evaluations:
             self.fleet.pulse.beat()
 
     async def watch_versions(self) -> None:
-        """Notices engines that are started again between two requests of an evaluation: they would answer with the run's first weights."""
+        """Notices engines that restart between two requests of an evaluation, and so would answer with the run's first weights."""
         while True:
             await self.fleet.pulse.until(lambda: self.evaluating is not None)
-            with contextlib.suppress(TimeoutError):  # one that hangs is ended by its launcher
+            with contextlib.suppress(TimeoutError):  # the launcher kills an engine that hangs
                 await notice_restarts(self.fleet, self.plan.config.timeouts.weights_s)
             await asyncio.sleep(LOOK_S)
 
     async def all_done(self, receiver: EvaluationReceiver) -> None:
-        """Returns when the run's last version is evaluated, or cannot be. Raises AuditError if engines were written to since."""
+        """Returns when the run's last version is evaluated, or cannot be. Raises AuditError if an engine's memory has changed since."""
         await receiver.take_all(self)
         await self.fleet.pulse.until(lambda: self.evaluating is None)
         await receiver.look_again(self)
 
 
 async def evaluate_versions(plan: RunPlan, rendezvous: Rendezvous, receiver: EvaluationReceiver) -> None:
-    """Evaluates the versions that are due, to the run's last."""
+    """Evaluates the versions that are due, up to the run's last."""
     config, run_dir = plan.config, Path(plan.config.run_dir)
     status, trace = StatusBoard(run_dir, EVALUATOR).for_work(), TraceWriter(run_dir, EVALUATOR)
     tokenizer, background, elastic = load_tokenizer(config.model), Background(), config.generator.on_failure != "fail"

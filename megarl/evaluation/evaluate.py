@@ -30,12 +30,12 @@ from megarl.trainer.hf_files import check_finite
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Unbiased estimate, from `samples` of one prompt, of the chance that any of `k` is right (Chen et al. 2021, arXiv:2107.03374, (1))."""
+    """Unbiased estimate of the probability that any of `k` samples is right, if `correct` of `samples` are (arXiv:2107.03374, (1))."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
-    """IFEval's accuracies, over prompts and over all instructions; a response that could not be graded has followed none."""
+    """IFEval's accuracies, over prompts and over all instructions. A response that could not be graded counts as following none."""
     counts = [float(ifeval.instructions(group.prompt.answer)) for group in groups]
     found: dict[str, float] = {}
     for measure in ifeval.MEASURES:
@@ -47,9 +47,9 @@ def instruction_scores(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> dict[str, float]:
-    """Scores one set: pass@k for k = 1, 2, 4, … and n, avg@n (the share of right samples), and maj@k where `grader` reads the answers.
-    n is the number of samples per prompt. Each score has the ends of its confidence interval. If responses are `graded`, none is right or
-    wrong, and the mean reward says all."""
+    """The scores of one set: pass@k for k = 1, 2, 4, … and n, avg@n (the share of right samples), and maj@k if `grader` reads answers. n is
+    the number of samples per prompt. Each score comes with the ends of its confidence interval. If responses are `graded`, none is right or
+    wrong, and there is only the mean reward."""
     answers = [[sample for sample in group.samples if not sample.branch] for group in groups]
     samples, n = [sample for own in answers for sample in own], len(answers[0])
     correct = [sum(sample.reward >= CORRECT for sample in own) for own in answers]
@@ -79,8 +79,8 @@ def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> d
 async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, float]:
     """Evaluates one set and returns its scores.
 
-    At most `at_once` samples run at a time: the deadline of a rollout counts from its beginning, so it must not spend it waiting for a
-    place in an engine.
+    At most `at_once` samples run at a time. The deadline of a rollout counts from its start, and so must not include waiting for a place in
+    an engine.
     """
     started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
     sampling = eval_sampling(held_out, tokenizer)
@@ -98,7 +98,7 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     if problem := too_many_failures(config.reward, samples, parts) or too_many_failed_episodes(config.rollout, samples):
         raise RunError(f"evaluation of {held_out.name or 'data.eval'}: {problem}")
     graded = any(part.role is not None for part in parts)
-    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored, which is no sample's text
+    scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored instead
     grader = parts[0].name if scored_by_text else ""
     failed = {**failure_metrics(samples), **episode_metrics(samples)}
     return {**scores(groups, graded, grader), **failed, "seconds": time.monotonic() - started}
@@ -107,8 +107,8 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
 async def evaluate_sets(
     plan: RunPlan, rollout: Rollout, sets: Sequence[HeldOutSet], tokenizer: Tokenizer, engines: Sequence[int]
 ) -> dict[str, Any]:
-    """Evaluates one set after the other. `engines`: how many of each group do it. Returns the scores of data.eval and, under "suites",
-    those of each set of eval.suites."""
+    """Evaluates one set after the other. `engines`: how many engines of each group do it. Returns the scores of data.eval and, under
+    "suites", the scores of each set of eval.suites."""
     places = at_once(plan.groups, engines)
     found = {held_out.name: await answer_all(rollout, held_out, tokenizer, places, plan.config) for held_out in sets}
     suites = {name: result for name, result in found.items() if name}
@@ -118,7 +118,7 @@ async def evaluate_sets(
 async def evaluate_engines(plan: RunPlan, rendezvous: Rendezvous) -> dict[str, Any]:
     """Evaluates every held-out set under the weights that the engines were started with."""
     if Path(plan.weights_path).is_dir():
-        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start; no trainer rank will check them
+        check_finite(plan.spec, Path(plan.weights_path))  # while the engines start, since no trainer rank will check the weights
     tokenizer = load_tokenizer(plan.config.model)
     status = StatusBoard(Path(plan.config.run_dir) / "eval", "evaluate.0").for_work()
     status.set("waiting for start-up from the engines")

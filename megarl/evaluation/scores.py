@@ -1,4 +1,4 @@
-"""Held-out scores of a run: which versions are evaluated, the files eval/version_<weight version>.json, and how sure a mean is."""
+"""Held-out scores of a run: which versions are evaluated, the files eval/version_<weight version>.json, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.observe.metrics import METRICS_FILE, Row, change_rows, read_metrics
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.plan.resolve import RunPlan
 
-# Engines of their own for held-out evaluation (`eval.engines`): which versions are evaluated, and the plan that these engines follow.
+# Engines that only evaluate (`eval.engines`): which versions they evaluate, and their plan.
 
 
 def is_due(config: RunConfig, version: Version) -> bool:
@@ -44,19 +44,19 @@ def evaluation_plan(plan: RunPlan) -> RunPlan:
 
 # Held-out evaluations of a run: the files eval/version_<weight version>.json, and their place in the metrics.
 #
-# An evaluation runs beside the training. Its scores go into the row of the first step that ends after it, with `eval/version`, the weights
-# that were evaluated. When all processes have ended, scores of the last weights are added to the last row, and others to rows before it.
+# An evaluation runs beside the training. Its scores go into the row of the first step that ends after it, and `eval/version` there is the
+# version that was evaluated. When all processes have ended, scores of the last weights are added to the last row, others to earlier rows.
 
 
-JOURNAL = "journal.jsonl"  # in run_dir/eval, where engines of their own evaluate: what became of each version
+JOURNAL = "journal.jsonl"  # in run_dir/eval, with eval.engines: the outcome of each version
 BEGUN = "begun"
 SKIPPED, FAILED, LOST = MISSED = ("skipped", "failed", "lost")
-Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": the scores of each by name
+Evaluation = dict[str, Any]  # "version", the scores of data.eval, and "suites": name -> scores
 VERSION_KEY = "eval/version"
 
 
 def write_result(run_dir: Path | str, version: Version, result: Evaluation) -> None:
-    """Writes the result ("pass@1", "reward/mean", …) of one weight version; a second result replaces the first."""
+    """Writes the result ("pass@1", "reward/mean", …) of one weight version. It replaces an earlier result."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_result_path(run_dir, version), json.dumps({"version": version, **result}))
@@ -80,13 +80,13 @@ def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
     for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
         try:
             result = json.loads(path.read_text())
-            yield path, result if path == _result_path(run_dir, result["version"] + 0) else None  # not a copy by another name
+            yield path, result if path == _result_path(run_dir, result["version"] + 0) else None  # otherwise a copy under another name
         except (OSError, ValueError, TypeError, KeyError):
             yield path, None
 
 
 def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> None:
-    """Adds to the journal that the evaluation of `version` has BEGUN, or is one of MISSED."""
+    """Notes in the journal that the evaluation of `version` has BEGUN, or one of MISSED."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / JOURNAL, "a") as file:
@@ -94,7 +94,7 @@ def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> Non
 
 
 def read_journal(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
-    """The last note on each version, and its reason. A torn line is left out."""
+    """For each version, the last note and its reason. Incomplete lines are ignored."""
     path, found = Path(run_dir) / "eval" / JOURNAL, {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -111,14 +111,14 @@ def missed(run_dir: Path | str) -> dict[Version, tuple[str, str]]:
 
 
 def missed_counts(run_dir: Path | str) -> dict[str, int]:
-    """eval/skipped and so on; only those that are not 0."""
+    """The metrics eval/skipped and so on, without zeros."""
     counts = Counter(what for what, _ in missed(run_dir).values())
     return {f"eval/{what}": counts[what] for what in MISSED if counts[what]}
 
 
 def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
-    """Notes the evaluations that a resumed run, which starts from `version`, cannot make again: those of older weights that had begun when
-    the run ended, and those of `due` that had not begun. Returns their versions."""
+    """Notes evaluations that a resumed run, which starts from `version`, cannot make again: those of older weights that were running when
+    the run ended, and those in `due` that had not begun. Returns their versions."""
     there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
     begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
     lost = sorted((begun | (set(due) - journal.keys())) - there)
@@ -128,7 +128,7 @@ def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = 
 
 
 def forget_after(run_dir: Path | str, version: Version) -> None:
-    """Removes evaluations of weights newer than `version`, which a resumed run will make again."""
+    """Removes evaluations of weights newer than `version`, which a resumed run will repeat."""
     for result in read_results(run_dir):
         if result["version"] > version:
             _result_path(run_dir, result["version"]).unlink()
@@ -140,7 +140,7 @@ def forget_after(run_dir: Path | str, version: Version) -> None:
 
 
 def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
-    """The scores of each held-out set by name; data.eval's name is ""."""
+    """Name -> scores of each held-out set; the name of data.eval is ""."""
     own = {key: value for key, value in evaluation.items() if key not in ("suites", "version")}
     return ({"": own} if own else {}) | evaluation.get("suites", {})
 
@@ -154,7 +154,7 @@ def as_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
-    """(step, score) of the checkpoint with the highest score by checkpoint.keep_best, of equal ones the earliest; None if none has been
+    """(step, score) of the checkpoint with the highest score by checkpoint.keep_best, or the earliest of several. None if none has been
     evaluated."""
     scores = {result["version"]: as_metrics(result).get(config.checkpoint.keep_best or "") for result in read_results(config.run_dir)}
     found = [(score, -step) for step, _ in complete_checkpoints(config.run_dir) if (score := scores.get(step)) is not None]
@@ -162,7 +162,7 @@ def best_checkpoint(config: RunConfig) -> tuple[int, float] | None:
 
 
 def spared_steps(config: RunConfig) -> set[int]:
-    """Steps whose checkpoints stay besides the newest: that of the best, and those whose evaluation is still to come."""
+    """Steps whose checkpoints are kept besides the newest: the best, and those that are not yet evaluated."""
     if config.checkpoint.keep_best is None:
         return set()
     last = max((result["version"] for result in read_results(config.run_dir)), default=-1)
@@ -175,14 +175,15 @@ def spared_steps(config: RunConfig) -> set[int]:
 
 
 class NewEvaluations:
-    """Evaluations that no row of the metrics has. Make it after the MetricsWriter: what a resumed run cuts off is reported again."""
+    """Evaluations that no row of the metrics has. Create it after the MetricsWriter, so that a resumed run reports again what was cut
+    off."""
 
     def __init__(self, run_dir: Path | str):
         self._run_dir, self._reported = Path(run_dir), _reported(read_metrics(Path(run_dir) / METRICS_FILE))
         self._missed: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
-        """The oldest of them as metrics, and how many versions were missed by now, if that has changed; empty if nothing is new."""
+        """The oldest of them as metrics, and the number of missed versions if it has changed; empty if nothing is new."""
         found: dict[str, float] = {}
         if (counts := missed_counts(self._run_dir)) != self._missed:
             self._missed = counts
@@ -194,9 +195,9 @@ class NewEvaluations:
 
 
 def complete_metrics(run_dir: Path | str) -> None:
-    """Adds what no row has. Missed evaluations go to the last row. Scores go to rows in the order of their versions, the newest to the last
-    row. A row has one evaluation; where no row is left, the newest takes the place of one before, which has its file alone. Call it when
-    the run's processes have ended."""
+    """Adds all evaluations that no row has. Call it when the run's processes have ended. Missed evaluations go to the last row. Scores go
+    to rows in the order of their versions, the newest to the last row. A row has one evaluation. If no row is left, the newest one replaces
+    an earlier one, which remains in its own file."""
     results, rows = {result["version"]: result for result in read_results(run_dir)}, read_metrics(Path(run_dir) / METRICS_FILE)
     if not rows:
         return
@@ -218,24 +219,24 @@ def complete_metrics(run_dir: Path | str) -> None:
 
 
 def _reported(rows: Sequence[Row]) -> set[Version]:
-    """The evaluations that rows have."""
+    """The versions whose evaluations rows have."""
     return {row[VERSION_KEY] for row in rows if VERSION_KEY in row}
 
 
-# How sure a mean over prompts is.
+# Confidence intervals of means over prompts.
 
 
 Z95 = 1.959963984540054  # the normal distribution's 97.5% quantile
 
 
 def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | None = None) -> tuple[float, float]:
-    """The 95% confidence interval of the mean of `shares`, one of 0 to 1 a prompt, from `samples` samples; prompts are draws from all
-    prompts there might be. `weights`: how many things each share is of, where the mean is over these.
+    """The 95% confidence interval of the mean of `shares` (one number from 0 to 1 for each prompt, from `samples` samples). Prompts count
+    as random draws from all possible prompts. `weights`: the number of things behind each share, if the mean is over things.
 
-    It is Wilson's interval (1927), with as many draws as would give the variance that the shares have. With one sample of one thing a
-    prompt that is their number: then it is Wilson's own. Otherwise the variance is itself estimated, and with few prompts there are fewer
-    draws (Korn and Graubard 1998). If prompts do not differ, all samples are draws. Unlike the mean's standard error it is not empty where
-    all are right or all are wrong.
+    It is Wilson's interval (1927) for a number of draws whose variance equals that of the shares. With one sample of one thing per prompt
+    this is the number of prompts, and the interval is Wilson's own. Otherwise the variance is itself estimated, and with few prompts the
+    number of draws is reduced (Korn and Graubard 1998). If prompts do not differ, all samples are draws. Unlike the standard error, the
+    interval is not empty if all are right or all are wrong.
     """
     counts = [1.0] * len(shares) if weights is None else weights
     mean, total = fmean(shares, counts), sum(counts)
@@ -255,7 +256,7 @@ def _draws(shares: Sequence[float], counts: Sequence[float], mean: float) -> flo
 
 
 def _t95(freedom: int) -> float:
-    """Student's 97.5% quantile, below 0.5% off (Abramowitz and Stegun 1964, 26.7.5; the series is of no use below 4)."""
+    """Student's 97.5% quantile, with an error below 0.5% (Abramowitz and Stegun 1964, 26.7.5; its series does not work below 4)."""
     if freedom <= 3:
         return (12.706, 4.303, 3.182)[freedom - 1]
     z, v = Z95, freedom

@@ -1,4 +1,4 @@
-"""The optimizer steps that a batch of rollouts makes: `trainer.minibatches` times `trainer.epochs`."""
+"""The optimizer steps on a batch of rollouts: `trainer.minibatches` times `trainer.epochs`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megarl.config.errors import RunError
 from megarl.config.schema import RunConfig
 from megarl.teachers.trainer import OfBatch, Sequences, Teachers
 
-if TYPE_CHECKING:  # nothing here needs Megatron, which takes seconds to import
+if TYPE_CHECKING:  # this module does not need Megatron, which takes seconds to import
     from megarl.trainer.step import MegatronTrainer, StepResult, TokenRow
 
-Scores = Mapping[int, np.ndarray]  # log-probs of sequences' tokens, by samples' places in the batch
+Scores = Mapping[int, np.ndarray]  # place of a sample in the batch -> log-probs of its tokens
 
 
 class Frozen(NamedTuple):
-    """The log-probs that frozen models give a batch's tokens, as far as the algorithm needs them."""
+    """The log-probs of a batch's tokens under frozen models, if the algorithm needs them."""
 
     reference: Scores | None
-    proximal: Scores | None  # by the policy that the batch began with
+    proximal: Scores | None  # under the policy that the batch began with
     taught: OfBatch | None
 
 
 @dataclass(frozen=True)
 class BatchSteps:
-    """All ranks find the same mini-batches, whichever parts of a batch they have."""
+    """Makes the optimizer steps on a batch. All ranks compute the same mini-batches, whichever parts of the batch they have."""
 
     trainer: MegatronTrainer
     algorithm: Algorithm
@@ -46,13 +46,13 @@ class BatchSteps:
     teachers: Teachers | None = field(default=None, kw_only=True)
 
     def rewards(self, batch: Batch) -> Tensor:
-        """[G, n], after penalties. Raises RunError for branches if the algorithm cannot use them."""
+        """Rewards [G, n] after penalties. Raises RunError if there are branches that the algorithm cannot use."""
         if (setting := needs_one_sequence(self.config.algorithm)) and any(sample.branch for sample in batch.samples):
             raise RunError(f"{setting}: needs episodes of one sequence; rollout.name={self.config.rollout.name} made some with branches")
         return batch_rewards(batch, self.config)
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] which samples, by their places in the batch, each data-parallel rank needs: those of its share of any mini-batch."""
+        """[dp][…] the places of the samples that each data-parallel rank needs: those in its share of any mini-batch."""
         sequences, cut = self._cut(batch)
         needed: list[set[int]] = [set() for _ in range(self.trainer.topology.dp)]
         for each in cut:
@@ -61,13 +61,13 @@ class BatchSteps:
         return [sorted(places) for places in needed]
 
     def train(self, batch: Batch) -> list[StepResult]:
-        """Makes the optimizer steps. A mini-batch without trained samples makes its step too, with a zero gradient: learning rate, moments
-        and weight decay go on as usual."""
+        """Makes the optimizer steps. A mini-batch without trained samples also makes a step, with a zero gradient, so that learning rate,
+        moments and weight decay go on as usual."""
         sequences, cut = self._cut(batch)
         frozen, rewards = self._frozen(sequences, cut), self.rewards(batch)
         if self.algorithm.penalizes_rewards:
             assert frozen.proximal is not None and frozen.reference is not None
-            for place in sequences:  # all: the penalty applies to every one
+            for place in sequences:  # all samples, since the penalty applies to each
                 both = torch.from_numpy(frozen.proximal[place]), torch.from_numpy(frozen.reference[place])
                 rewards.view(-1)[place] -= self.algorithm.penalty(*both)
         advantages = self.algorithm.advantages(rewards)
@@ -79,19 +79,19 @@ class BatchSteps:
         return [first, *(self._step(each, sequences, advantages, frozen, keep) for each in cut[1:])]
 
     def _kept(self, batch: Batch) -> range:
-        """The places of the samples whose numbers per token are written: those of the groups that are written as text."""
+        """The places of the samples whose per-token numbers are written: those in groups that are written as text."""
         return range(sum(len(group.samples) for group in batch.groups[: self.config.observe.rollouts_per_step]))
 
     def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
-        # With one optimizer step the proximal policy is the policy itself, which the loss knows.
+        # With one optimizer step, the proximal policy is the policy itself, which the loss has.
         needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
         proximal = self._scores("policy", sequences, cut) if needed else None
         taught = self.teachers.of_batch(sequences, lambda score: self._by_places(score, sequences, cut)) if self.teachers else None
         return Frozen(reference, proximal, taught)
 
     def value_metrics(self) -> dict[str, float]:
-        """Of the critic, in the batch that was trained on last; empty without one."""
+        """Metrics of the critic for the last batch; empty without a critic."""
         return {}
 
     def _step(
@@ -103,8 +103,8 @@ class BatchSteps:
         keep: range = range(0),
         ages: list[np.ndarray] | None = None,
     ) -> StepResult:
-        """Makes one optimizer step. `ages` of the mini-batch's tokens: the agreement with what sampled them is measured. The result has the
-        numbers of the samples in `keep`, by their places in the batch."""
+        """Makes one optimizer step. If `ages` are given, measures the agreement with the policy that sampled the tokens. The result has the
+        per-token numbers of the samples in `keep`, by their places in the batch."""
         chosen, weighed = [sequences[place] for place in minibatch.places], None
         if self.algorithm.group_loss is not None:
             assert frozen.reference is not None
@@ -126,11 +126,11 @@ class BatchSteps:
         result.check_tokens(minibatch.tokens)
         if weighed is None:
             return result
-        prompts = minibatch.denominator / advantages.shape[1]  # the weighted log-probs have the loss's gradient, but not its value
+        prompts = minibatch.denominator / advantages.shape[1]  # the weighted log-probs have the gradient of the loss, but not its value
         return replace(result, loss=weighed.loss / prompts, sums={**result.sums, **weighed.sums, "prompts": prompts})
 
     def _ages(self, batch: Batch, places: Sequence[int], sequences: Sequences) -> list[np.ndarray]:
-        """[L] of each sequence at `places`: how many weight versions the policy's tokens are behind the current one."""
+        """For each sequence at `places`: [L] how many weight versions the policy's tokens are behind the current one."""
         found = []
         for place in places:
             ages, sequence = np.zeros(len(sequences[place]), np.int32), sequences[place]
@@ -148,7 +148,7 @@ class BatchSteps:
         advantages: Tensor,
         reference: Scores,
     ) -> GroupWeights:
-        """Weights [G, n] of all samples of the batch; those of the mini-batch's from the current weights' log-probs of them."""
+        """Weights [G, n] of all samples of the batch. For samples of the mini-batch, they use log-probs under the current weights."""
         log_ratio, used = torch.zeros_like(advantages), torch.zeros_like(advantages)
         if minibatch.places:
             scored = self.trainer.token_logprobs(chosen, self.config.rollout.temperature)
@@ -163,13 +163,13 @@ class BatchSteps:
         return sequences, minibatches(batch, sequences.keys(), self.algorithm, self.config.trainer, self.config.seed, masked)
 
     def _scores(self, model: Literal["policy", "reference"], sequences: Sequences, cut: list[MiniBatch]) -> Scores:
-        """Log-probs of all sequences, by their places."""
+        """Place -> log-probs, for all sequences."""
         return self._by_places(lambda some: self.trainer.token_logprobs(some, self.config.rollout.temperature, model), sequences, cut)
 
     def _by_places(
         self, score: Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]], sequences: Sequences, cut: list[MiniBatch]
     ) -> Scores:
-        """Sequences are scored by the mini-batches of the first epoch, of which every data-parallel rank has its share."""
+        """Scores the sequences by mini-batches of the first epoch, since every data-parallel rank has its share of each."""
         found: dict[int, np.ndarray] = {}
         for places in (each.places for each in cut[: self.config.trainer.minibatches] if each.places):
             found |= zip(places, score([sequences[place] for place in places]), strict=True)
@@ -181,14 +181,14 @@ def at(places: Sequence[int], scores: Scores | None) -> list[np.ndarray] | None:
 
 
 def _weighted(sequence: TrainSequence | Elsewhere, weight: float) -> TrainSequence | Elsewhere:
-    """With `weight` in the place of the tokens' advantages."""
+    """The sequence with `weight` as the advantage of all its tokens."""
     if isinstance(sequence, Elsewhere):
         return sequence
     return msgspec.structs.replace(sequence, advantages=np.where(sequence.loss_mask, np.float32(weight), np.float32(0)))
 
 
 def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
-    """The numbers of this rank's own samples by their places in the batch; of several steps the first that trained on a sample counts."""
+    """Place in the batch -> numbers, for this rank's own samples. If several steps trained on a sample, the first counts."""
     found: dict[int, TokenRow] = {}
     for result in results:
         found = result.kept | found
@@ -196,8 +196,8 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
-    """The metrics of a batch's optimizer steps; docs/algorithms.md says what they are of several. A metric without a value is absent:
-    without steps, as before a critic is warm, or without a token to train on."""
+    """The metrics of a batch's optimizer steps; docs/algorithms.md says how those of several steps are combined. A metric without a value
+    is absent: without steps, as before a critic is warm, or without a token to train on."""
     if not results:
         return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]

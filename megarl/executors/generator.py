@@ -35,16 +35,16 @@ from megarl.rollouts.channel import RolloutsSender, judged
 from megarl.rollouts.rollout import engine_client, open_fleet, open_rollouts, train_sampling
 from megarl.rollouts.stream import Admission, RolloutStream
 
-# Writes the engines' lines of the live display and of the trace. The generator does it, because engines know nothing of the run.
+# Writes the engines' lines in the live display and in the trace. The generator does it, since engines know nothing about the run.
 
 
 EVERY_S = 0.5
 
 
 async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
-    """Updates the lines until its task is cancelled. An engine's track shows within half a second that it is lost, joins or leaves. When it
-    serves again, the track shows how long it was away."""
-    away: dict[int, float] = {}  # since when
+    """Updates the lines until its task is cancelled. Within half a second, an engine's track shows that it is lost, joins or leaves. When
+    it serves again, the track shows how long it was away."""
+    away: dict[int, float] = {}  # engine -> since when
     left: set[int] = set()
     boards: list[StatusBoard] = []
     while True:
@@ -65,7 +65,7 @@ async def show_engines(fleet: Fleet, run_dir: Path, trace: TraceWriter) -> None:
         await asyncio.sleep(EVERY_S)
 
 
-# Answers `megarl engines`: engines join a running run and leave it.
+# Answers calls of `megarl engines`, by which engines join a running run and leave it.
 
 
 LOOK_S = 0.5
@@ -77,7 +77,7 @@ class Refused(ValueError):
 
 @dataclass
 class FleetCalls:
-    """The generator's end. `fixed` says why engines can neither join nor leave; it is empty if they can."""
+    """The generator's end. `fixed` returns the reason why engines can neither join nor leave; empty if they can."""
 
     plan: RunPlan
     rendezvous: Rendezvous
@@ -85,7 +85,7 @@ class FleetCalls:
     fleet: Fleet
     background: Background
     fixed: Callable[[], str]
-    _heard: dict[int, float] = field(default_factory=dict)  # of engines that joined: when their launcher last gave a sign of life
+    _heard: dict[int, float] = field(default_factory=dict)  # engine that joined -> last sign of life of its launcher
 
     async def serve(self) -> None:
         """Runs until its task is cancelled."""
@@ -104,7 +104,7 @@ class FleetCalls:
             print(f"megarl engines has ended before it was answered: {error}", flush=True)
 
     async def _done(self, call: FleetCall) -> Iterable[int]:
-        """Carries out the call, and returns the engines concerned. Raises Refused."""
+        """Carries out the call. Returns the engines concerned. Raises Refused."""
         if call.do == "list":
             return range(len(self.fleet.engines))
         if call.do == "here":
@@ -142,7 +142,7 @@ class FleetCalls:
         return [EngineState(*state, fleet.groups[fleet.group_of[state[0]]].name) for state in states]
 
     async def watch(self) -> None:
-        """Tells launchers which engines have left, and gives up lost ones that nobody will start again. Runs until cancelled."""
+        """Tells launchers which engines have left, and gives up lost engines that will not be restarted. Runs until cancelled."""
         noted: set[int] = set()
         while True:
             silence_s = self.plan.config.timeouts.silence_s
@@ -167,21 +167,21 @@ PROBE_TOKENS = 32
 class GeneratorExecutor:
     """The process that drives all engines over HTTP. Only tokens and log-probs pass through it.
 
-    Background tasks do its work even while the controller's loop waits: the rollout stream (`stream`) and the weights channel's receiver. A
-    step means that one batch's worth of groups has been sent.
+    Background tasks do its work even while the controller's loop waits: the rollout stream (`stream`), and the receiving end of the weights
+    channel. A step means that the groups of one batch have been sent.
     """
 
     plan: RunPlan
     rendezvous: Rendezvous
     rollouts: RolloutsSender
-    fixed: Callable[[], str] = str  # says why engines can neither join nor leave
+    fixed: Callable[[], str] = str  # returns why engines can neither join nor leave
     curr_step: int = 0
-    stopped: bool = False  # never set: the trainer's checkpoint holds everything, so the launcher may just end this process
+    stopped: bool = False  # never set: the trainer's checkpoint has everything, so the launcher may kill this process
     background: Background = field(default_factory=Background)
-    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or the number of groups sent has changed
+    pulse: Pulse = field(default_factory=Pulse)  # beats when the version or the number of sent groups has changed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _resources: AsyncExitStack = field(default_factory=AsyncExitStack)
-    _tokens: Counter[int] = field(default_factory=Counter)  # by engine, up to the batch before
+    _tokens: Counter[int] = field(default_factory=Counter)  # engine -> tokens sampled up to the last batch
 
     def init(self) -> None:
         config = self.plan.config
@@ -228,7 +228,8 @@ class GeneratorExecutor:
         )
 
     def _places(self) -> int:
-        """How many prompts may be in flight: the settings are for the engines of the plan, and engines may have joined or left."""
+        """The number of prompts that may be in flight. The setting is for the engines of the plan; here it is scaled to the current
+        ones."""
         config, groups = self.plan.config, self.plan.groups
         places = config.async_.max_in_flight or config.rollout.prompts_per_step
         return max(1, ceil(places * at_once(groups, self.fleet.sizes) / at_once(groups)))
@@ -243,7 +244,7 @@ class GeneratorExecutor:
         return await self.rollouts_of.training(self.prompts[ordinal], self.sampling, self.plan.config.rollout.n)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs one coroutine to its end beside the background tasks. If one of those fails, its error is raised at once."""
+        """Runs one coroutine to its end beside the background tasks. If a background task fails, raises its error at once."""
         return self.loop.run_until_complete(self.background.beside(coroutine))
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
@@ -251,7 +252,7 @@ class GeneratorExecutor:
         self.loop.call_soon(self.background.start, coroutine, name)
 
     def wait_until(self, holds: Callable[[], bool], awaited: str) -> None:
-        """Runs the background tasks until `holds`. Raises TimeoutError when nothing has happened for `timeouts.rollouts_s`."""
+        """Runs the background tasks until `holds()`. Raises TimeoutError if nothing has happened for `timeouts.rollouts_s`."""
         self.run(self._until(holds, awaited))
 
     async def _until(self, holds: Callable[[], bool], awaited: str) -> None:
@@ -268,7 +269,7 @@ class GeneratorExecutor:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """Waits until one more batch's worth of groups has gone to the trainer, which composes its batches by its own rule."""
+        """Waits until as many groups as one more batch needs have been sent. The trainer itself composes its batches."""
         with self.trace.span(f"generate batch {self.curr_step}") as told:
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
@@ -281,29 +282,29 @@ class GeneratorExecutor:
 
     @property
     def version(self) -> Version:
-        """The version of the weights in the engines; -1 until the trainer has sent its first."""
+        """The version of the weights in the engines; -1 until the trainer has sent the first."""
         return self.stream.version
 
     async def hold(self) -> None:
-        """Brings running requests into the state that `async.partial_rollout` asks for at a weight update."""
+        """Brings running requests into the state that `async.partial_rollout` requires for a weight update."""
         config = self.plan.config
         if config.async_.partial_rollout == "block":
-            # If all engines are lost, no request can finish: requests then go on after the update, at engines that have come back.
+            # If all engines are lost, no request can finish. Requests then continue after the update, on engines that have come back.
             await self.fleet.while_serving(asyncio.ensure_future(self.stream.drain()))
         await self.fleet.hold(config.timeouts.weights_s)
         self.stream.stand_still()
 
     def release(self, version: Version) -> None:
-        """Goes on after an update: the engines serve `version`."""
+        """Continues after an update. The engines serve `version`."""
         self.fleet.release(version)
         self.stream.put_version(version)
 
     async def probe(self) -> ProbeReady:
-        """Samples a few responses of each group of engines with their log-probs, for the trainer to score under the same weights; none if
+        """Samples a few responses of each group of engines with their log-probs, for the trainer to score under the same weights. Empty if
         no engine is left.
 
-        Without rollout.replay_mask they are drawn from the whole distribution: truncation would raise the log-probs by the mass that it
-        cuts off.
+        Without rollout.replay_mask, they are drawn from the whole distribution: truncation would raise their log-probs by the mass that is
+        cut off.
         """
         tokens = min(PROBE_TOKENS, self.sampling.max_tokens)
         sampling = msgspec.structs.replace(self.sampling, max_tokens=tokens)
@@ -328,7 +329,7 @@ class GeneratorExecutor:
         )
 
     async def evaluate(self) -> None:
-        """Evaluates the version that the engines have just taken, if it is due, and evaluation has no engines of its own."""
+        """Evaluates the version that the engines have just taken, if it is due and there are no engines that only evaluate."""
         config, version = self.plan.config, self.version
         if config.eval.engines or not (self.held_out and is_due(config, version)):
             return
@@ -337,7 +338,7 @@ class GeneratorExecutor:
         write_result(config.run_dir, version, result)
 
     def save_checkpoint(self) -> None:
-        """Saves nothing: the trainer's checkpoint holds everything, and unfinished prompts are generated again by their ordinals."""
+        """Saves nothing. The trainer's checkpoint has everything, and unfinished prompts are generated again by their ordinals."""
 
     def shutdown(self) -> None:
         self.status.set("done")
@@ -345,6 +346,6 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends everything that it has started, even if the run has failed: tasks left in the event loop would print warnings at exit."""
+        """Ends everything that it has started, even if the run has failed. Tasks left in the event loop would print warnings at exit."""
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

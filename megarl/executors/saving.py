@@ -1,4 +1,4 @@
-"""When a run saves: checkpoints to go on from, and exports of the weights for use elsewhere, written beside the steps that follow."""
+"""Saving in a run: checkpoints to resume from, and exports of the weights for other uses. They are written beside the following steps."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from megarl.trainer.step import MegatronTrainer
 
 
 class Saving:
-    """Begins checkpoints and exports when they are due, and completes what was begun. Every method that takes a step is collective.
+    """Begins checkpoints and exports when they are due, and completes them. Every method with a step argument is collective.
 
-    At most one of each is being written. If the next is due earlier, the step waits until that one is complete.
+    At most one checkpoint and one export are being written. If the next is due earlier, the step waits until the last is complete.
     """
 
     def __init__(self, config: RunConfig, trainer: MegatronTrainer, trace: TraceWriter, saved: int, critic: MegatronTrainer | None = None):
-        """`saved`: the step of the checkpoint that the run goes on from, or 0."""
+        """`saved`: the step of the checkpoint that the run resumes from, or 0."""
         self._config, self._trainer, self._trace, self._critic = config, trainer, trace, critic
         self._saved, self._exported, self._taken_s = saved, -1, 0.0
         self._checkpoint: Writing | None = None
         self._export: Writing | None = None
 
     def resume(self) -> None:
-        """Makes the export of the step that the run goes on from, if the run ended before that was complete."""
+        """Repeats the export of the step that the run resumes from, if the run ended before it was complete."""
         step = self._saved
         missing = [step > 0 and not export_path(self._config.run_dir, step).exists()]
-        dist.broadcast_object_list(missing)  # rank 0's answer: hosts may see the same folder at different times
+        dist.broadcast_object_list(missing)  # rank 0 decides, since hosts may see changes of a folder at different times
         if missing[0]:
             self._begin_export_if_due(step)
 
     def after_step(self, step: int, records: Callable[[], Mapping[str, bytes]], *, last: bool) -> None:
-        """Saves what is due after `step` steps. `records` returns the files to add to a checkpoint, on rank 0. After the `last` step a
-        checkpoint is always due, and all is complete on return.
+        """Saves what is due after `step` steps. `records` returns the files to add to a checkpoint; called on rank 0. After the `last` step
+        a checkpoint is always due, and everything is complete on return.
 
-        Raises WriteError if what was begun now, or after an earlier step, could not be written.
+        Raises WriteError if a checkpoint or export, begun now or after an earlier step, could not be written.
         """
         every, began = self._config.checkpoint.every, time.perf_counter()
         if self._checkpoint is not None and self._checkpoint.written():
@@ -58,7 +58,7 @@ class Saving:
         self._taken_s += time.perf_counter() - began
 
     def taken_s(self) -> float:
-        """How long saving has held up steps since this was last asked."""
+        """How long saving has delayed steps since the last call."""
         taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s
 
@@ -73,7 +73,7 @@ class Saving:
 
     def _finish_checkpoint(self) -> None:
         if self._checkpoint is not None:
-            if self._exported < self._saved:  # a run that resumes from this checkpoint does not repeat that export
+            if self._exported < self._saved:  # a run that resumes from this checkpoint does not repeat the export
                 self._finish_export()
             with self._trace.span(f"complete {self._checkpoint.path.name}"):
                 self._checkpoint.finish()
@@ -87,8 +87,8 @@ class Saving:
             self._finish_export()
             path = export_path(config.run_dir, step)
             if dist.get_rank() == 0:
-                # A run that died before its checkpoint of this step left this export. If this run dies too, `resume` must not take the
-                # export for its own.
+                # This export was left by a run that died before its checkpoint of this step. If this run dies too, `resume` must not take
+                # the export for its own.
                 remove_whole(path)
             with self._trace.span(f"export {step}"):
                 self._export = self._trainer.begin_export(str(path), config.model.path, beside=config.checkpoint.beside)

@@ -27,8 +27,8 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     """One trainer rank. Rank 0 writes `run_dir`/sft/metrics.jsonl; all ranks together export to `sft.output`.
 
     With `sft.eval`, the loss on it is measured before the first step, every `sft.every` steps, and after the last. If `sft.keep` is best,
-    weights with a lower loss than all before are exported beside `sft.output` at once, and put there at the end. Every `sft.save_every`
-    steps a checkpoint is saved, which an interrupted warm start goes on from.
+    weights with a lower loss than all before are exported beside `sft.output` at once, and moved there at the end. Every `sft.save_every`
+    steps a checkpoint is saved, from which an interrupted warm start resumes.
     """
     config, run_dir = plan.config, Path(plan.config.run_dir) / "sft"
     status = StatusBoard(run_dir, f"sft.{rank}").for_work()

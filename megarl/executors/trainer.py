@@ -53,7 +53,7 @@ from megarl.trainer.step import StepResult
 from megarl.weight_sync.content import sent_layout
 from megarl.weight_sync.sender import SyncReport
 
-# Breaks down the time of a step, on both sides.
+# The executor, which also measures the parts of a step's time on both sides.
 
 
 DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> field of a sample
@@ -61,13 +61,13 @@ DISTRIBUTIONS = {"reward": "reward", "response_tokens": "tokens"}  # metric -> f
 
 @dataclass
 class TrainerExecutor:
-    """One rank of the trainer. All ranks get the same batch, but token numbers only of the samples that they train on. Afterwards all are
-    in the same state."""
+    """One rank of the trainer. All ranks get the same batch, but per-token numbers only for the samples that they train on. After a step
+    all are in the same state."""
 
     plan: RunPlan
     rank: int
     rendezvous: Rendezvous
-    ledger: Callable[[], bytes] = Ledger().encode  # on rank 0: returns the ledger of prompts, for the checkpoint
+    ledger: Callable[[], bytes] = Ledger().encode  # returns the ledger of prompts for the checkpoint, on rank 0
     curr_step: int = 0
     stopped: bool = False
 
@@ -102,7 +102,7 @@ class TrainerExecutor:
         self.metrics = MetricsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self.ordinals = OrdinalsWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
         self.samples = SamplesWriter(run_dir, resume_step=self.curr_step) if self.rank == 0 else None
-        self.tokens: TokensWriter | None = None  # made when there is something to write: few ranks have any
+        self.tokens: TokensWriter | None = None  # created only when there is something to write, on few ranks
         if self.rank == 0:
             forget_after(run_dir, self.curr_step)
             self._evaluations = NewEvaluations(run_dir)
@@ -112,11 +112,11 @@ class TrainerExecutor:
         self._acceptance = Acceptance(never_trained(config))
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
-        if self.curr_step == config.max_steps:  # the run's last weights are still to be evaluated, and no step follows
+        if self.curr_step == config.max_steps:  # the last weights must still be evaluated, and no step follows
             self.saving.after_step(self.curr_step, self._records, last=True)
 
     def _hold_reference(self) -> None:
-        """The role's model; without one, the weights that the run began with, even after a resume."""
+        """Loads the reference: the role's model, or else the weights that the run began with, even after a resume."""
         role = self.plan.reference
         if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):  # adapters are off in their own model alone
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
@@ -126,7 +126,7 @@ class TrainerExecutor:
 
     @property
     def version(self) -> Version:
-        """The version of the weights held now: the number of batches that they were trained on."""
+        """The version of the current weights: the number of batches that they were trained on."""
         return self.curr_step
 
     def set_step(self, step: int) -> None:
@@ -136,12 +136,12 @@ class TrainerExecutor:
         self.batch, self._batch_wait_s = batch, waited_s
 
     def stop(self) -> None:
-        """Called instead of `put_batch` when the run is to stop here."""
+        """Called instead of `put_batch` when the run must stop here."""
         self.stopped = True
 
     def put_sync(self, report: SyncReport, applied: Callable[[], WeightsApplied | None]) -> None:
-        """Takes the cost of sending the weights. `applied` waits for the generator to confirm that they are in use, and returns None if the
-        run stops first; it is called only when the step is reported."""
+        """Takes the cost of sending the weights. `applied` waits for the generator to confirm that they are in use; it returns None if the
+        run stops first. It is called only when the step is reported."""
         self._sync, self._applied = report, applied
 
     def put_evaluation_sync(self, report: SyncReport) -> None:
@@ -149,7 +149,7 @@ class TrainerExecutor:
         self._evaluation_sync = {"eval/sync_s": report.wait_s + report.sync_s}
 
     def step(self) -> None:
-        """Consumes the batch from `put_batch`; makes weight version `curr_step + 1`."""
+        """Trains on the batch from `put_batch`, which makes weight version `curr_step + 1`."""
         batch = self.batch
         self._check_scores(batch)
         started = time.monotonic()
@@ -165,12 +165,12 @@ class TrainerExecutor:
         return self.plan.trainer_topology.replicas
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] which samples, by their places in the batch, each data-parallel rank trains on. All ranks find the same, whichever parts
+        """[dp][…] the places in the batch of the samples that each data-parallel rank trains on. All ranks return the same, whichever parts
         of the batch they have."""
         return self.batch_steps.assign(batch)
 
     def _check_scores(self, batch: Batch) -> None:
-        """Raises RunError, on all ranks, if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
+        """Raises RunError on all ranks if too many scores or episodes failed, or too many prompts were dropped. Writes the rollouts
         first."""
         problem = too_many_failures(self.plan.config.reward, batch.generated, teachers=teachers_of(self.plan.config))
         problem = problem or too_many_failed_episodes(self.plan.config.rollout, batch.generated)
@@ -212,7 +212,7 @@ class TrainerExecutor:
                 **source_metrics(batch, self._mixture, self.plan.config.data.curriculum is not None),
                 **step_metrics(results, self.algorithm),
                 **self.batch_steps.value_metrics(),
-                # With a critic, samples of equal reward have advantages too. Without a reward, equal rewards mean nothing.
+                # With a critic, samples of equal reward also have advantages. Without a reward, equal rewards mean nothing.
                 **({} if needs_groups_to_differ(self.plan.config.algorithm) else {"zero_advantage_fraction": None}),
                 "weights/version": self.version,
                 LIMIT: probe_limit(self.plan),
@@ -242,7 +242,7 @@ class TrainerExecutor:
         self.ordinals.write(batch.step, *([group.ordinal for group in some] for some in (batch.groups, batch.dropped)))
 
     def _accepted_metrics(self, applied: WeightsApplied | None) -> dict[str, float]:
-        """Of speculative decoding. Prints a line when what drafts has grown stale."""
+        """Metrics of speculative decoding. Prints a line when the draft model has become stale."""
         if applied is None:
             return {}
         found = self._acceptance.metrics(applied.version, *applied.drafts)
@@ -252,7 +252,7 @@ class TrainerExecutor:
 
     @property
     def layout(self) -> Layout:
-        """Where this executor's ranks keep the weights."""
+        """The layout of the weights on this executor's ranks."""
         return sent_layout(self.plan, self.trainer.layout, layer_spec())
 
     def get_model(self) -> dict[str, torch.Tensor]:
@@ -260,8 +260,8 @@ class TrainerExecutor:
         return self.trainer.sent_parameters()
 
     def compare_probe(self, probe: ProbeReady) -> None:
-        """Scores the probe's tokens, if it has any, under the same weights; the mean absolute log-prob difference goes into the metrics.
-        With routing replay the difference without replay is measured too. Raises RunError if trainer and generator differ too much."""
+        """Scores the probe's tokens, if there are any, under the same weights, and adds the mean absolute log-prob difference to the
+        metrics. With routing replay, also measures it without replay. Raises RunError if trainer and generator differ too much."""
         if not probe.token_ids:
             return
         of_sequence = self._probe_differences(probe, probe.routing)
@@ -276,7 +276,8 @@ class TrainerExecutor:
             self._probe_metrics["logprob/abs_diff_mean_own_routing"] = mean
 
     def _compare_with(self, group: str, differences: list[float], version: Version) -> None:
-        """Says whether the engines of a group differ from the trainer as their precision lets one expect. Raises RunError."""
+        """Compares the difference of a group's engines with the limit for their precision. Prints a warning above it. Raises RunError far
+        above."""
         mean, limit, of = fmean(differences), probe_limit(self.plan, group), f" of group {group}" if group else ""
         if problem := too_far(mean, limit):
             raise RunError(f"weights version {version}{of}: {problem}")
@@ -286,7 +287,7 @@ class TrainerExecutor:
             self._probe_metrics[f"{DIFFERENCE}/{group}"] = mean
 
     def _probe_differences(self, probe: ProbeReady, routing: list[bytes]) -> list[list[float]]:
-        """The absolute log-prob differences of the tokens that the generator sampled, by sequence."""
+        """[sequence][…] the absolute log-prob differences of the tokens that the generator sampled."""
         sequences = [
             TrainSequence(
                 token_ids=np.array(ids, np.int32),
@@ -305,11 +306,11 @@ class TrainerExecutor:
         ]
 
     def save_checkpoint(self) -> None:
-        """Saves weights, optimizer, RNG and the ledger: every `checkpoint.every` steps, after the last, and when the run is stopped."""
+        """Saves weights, optimizer, RNG and ledger: every `checkpoint.every` steps, after the last step, and when the run is stopped."""
         self.saving.after_step(self.curr_step, self._records, last=self.stopped or self.curr_step == self.plan.config.max_steps)
 
     def _records(self) -> dict[str, bytes]:
-        """The files that rank 0 adds to a checkpoint. All steps that they count as done are on the disk."""
+        """The files that rank 0 adds to a checkpoint. All steps that they count as done are already on disk."""
         if self.metrics is None or self.ordinals is None:
             return {}
         self.metrics.sync()

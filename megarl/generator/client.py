@@ -37,24 +37,24 @@ from megarl.models.routing import RoutingFormat
 # Sends bytes to an engine's workers in the only form that SGLang passes on: a named tensor in its own pickle format.
 
 
-# The function that makes a storage of bytes. If Megatron (0.19.2) is imported, it has replaced torch's function by its own, which then goes
-# into pickles. SGLang accepts only torch's.
+# The function that makes a storage of bytes. When Megatron (0.19.2) is imported, it replaces torch's function by its own, which then goes
+# into pickles. SGLang accepts only torch's function.
 _TORCHS, _MEGATRONS = b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
 
 
 def tensor_payload(content: bytes) -> str:
     """Encodes `content` as an entry of SGLang's `serialized_named_tensors`: one uint8 tensor named "command", base64 of a plain pickle.
 
-    Plain pickle puts the values into the message itself. SGLang's own helper would pass a handle to shared memory, and start a manager
-    process to keep it.
+    Plain pickle puts the values into the message itself. SGLang's own helper would send a handle to shared memory, and would start a
+    manager process to keep that memory.
     """
     tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    pickled = pickle.dumps([("command", tensor)], protocol=3)  # in which names of functions are plain lines
+    pickled = pickle.dumps([("command", tensor)], protocol=3)  # in protocol 3, names of functions are plain lines
     return base64.b64encode(pickled.replace(_MEGATRONS, _TORCHS, 1)).decode()
 
 
 def content_of(named_tensors: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Unwraps the content of `tensor_payload`, which SGLang has put on the worker's device by then."""
+    """The `content` of `tensor_payload`. SGLang has put the tensor on the worker's device."""
     [(_, tensor)] = named_tensors
     return tensor.cpu().numpy().tobytes()
 
@@ -86,9 +86,9 @@ _decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
 class EngineClient:
-    """Construct it inside a running event loop, and `close` it at the end. `request_s` bounds one generation request. With `routing`,
-    completions include the experts that were chosen; with `vocab_size`, the sets that tokens were drawn from. With `adapter`, requests are
-    for the policy's adapter, which the engine serves."""
+    """Construct it inside a running event loop, and `close` it at the end. `request_s`: deadline of a generation request. With `routing`,
+    completions include the chosen experts; with `vocab_size`, the sets that tokens were drawn from. With `adapter`, requests use the
+    policy's adapter."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class EngineClient:
         vocab_size: int | None = None,
         adapter: bool = False,
     ):
-        load_parser()  # compiles now, not while the event loop has to serve answers
+        load_parser()  # compiles it now, and not while the event loop must serve answers
         self.url = url
         self._request_s = request_s
         self._routing, self._vocab_size, self._adapter = routing, vocab_size, adapter
         self._condemned = ""  # why this engine must not be used any more
         self._user = {"Authorization": f"Bearer {api_key}"}
         self._admin = {"Authorization": f"Bearer {admin_key}"}
-        # No limit on connections: continuous batching needs all requests at the engine at once, and the caller bounds their number.
+        # No limit on connections: continuous batching needs all requests at the engine at once. The caller bounds their number.
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600))
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int = 1, version: Version | None = None) -> list[Completion]:
@@ -115,7 +115,7 @@ class EngineClient:
 
         Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
         """
-        # The prompt is sent n times, because with its own n SGLang first prefills each prompt alone and waits for that.
+        # The prompt is sent n times. With SGLang's own parameter n, it would first prefill each prompt alone and wait for that.
         completions = await self.complete([prompt_ids] * n, [sampling] * n, version)
         if any(completion.finish_reason == ABORT for completion in completions):
             raise EngineError(f"engine {self.url} aborted a request")
@@ -124,17 +124,17 @@ class EngineClient:
     async def complete(
         self, inputs: Sequence[Sequence[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
-        """Returns one completion of each input, in one request. An aborted completion has the tokens sampled so far, except the last.
+        """Returns one completion of each input, in one request. An aborted completion has all tokens sampled so far but the last.
 
-        `version` is that of the weights at submission. It is a part of the key of SGLang's prefix cache, so keys and values of older
-        weights are never used. Either all of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
+        `version` is the version of the weights at submission. It is part of the key of SGLang's prefix cache, so keys and values of older
+        weights are never reused. Either all of `samplings` are truncated, or none. Raises EngineError, TimeoutError.
         """
         body = generation(inputs, samplings, version, self._routing, self._adapter)
         answer = await self._post("/generate", body, self._user, self._request_s)
         return completions_of(self.url, answer, samplings, self._routing, self._vocab_size)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Returns [L - 1] values for each sequence of L tokens: the log-probs of tokens 1 to L-1, each given those before it."""
+        """Returns [L - 1] for each sequence of L tokens: the log-probs of tokens 1 to L - 1, each given the tokens before it."""
         return scores_of(await self._post("/generate", scoring(sequences, self._adapter), self._user, self._request_s))
 
     async def judge(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TeacherScores:
@@ -143,7 +143,7 @@ class EngineClient:
         return judgement_of(self.url, answer, response, top_k)
 
     async def classify(self, token_ids: Sequence[int]) -> float:
-        """The score that a reward model gives the tokens. (`/generate` would end such an engine.) Raises EngineError, TimeoutError."""
+        """The score of the tokens by a reward model. (`/generate` would crash such an engine.) Raises EngineError, TimeoutError."""
         answer = await self._post("/classify", {"input_ids": list(token_ids)}, self._user, self._request_s)
         return score_in(self.url, answer)
 
@@ -161,7 +161,7 @@ class EngineClient:
             await asyncio.sleep(0.1)
 
     async def _ready(self) -> bool:
-        if self._session.closed:  # it has left meanwhile
+        if self._session.closed:  # the engine has left meanwhile
             return False
         try:
             async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as response:
@@ -170,19 +170,19 @@ class EngineClient:
             return False
 
     async def pause(self, timeout_s: float, mode: str = "retract") -> None:
-        """Stops sampling at a token boundary. With `retract` the KV of running requests is freed, and recomputed when they go on; with
-        `in_place` it is kept."""
+        """Stops sampling at a token boundary. With `retract` the KV cache of running requests is freed, and recomputed when they continue.
+        With `in_place` it is kept."""
         await self._admin_call("/pause_generation", {"mode": mode}, timeout_s)
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Ends every request that the engine has now; each answers with finish reason "abort"."""
+        """Ends every request that the engine has now. Each is answered with finish reason "abort"."""
         await self._admin_call("/abort_request", {"rid": "", "abort_all": True}, timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
         await self._admin_call("/continue_generation", {"torch_empty_cache": False}, timeout_s)
 
     async def begin_update(self, timeout_s: float) -> None:
-        """Opens SGLang's weight-update session, which undoes any repacking of weights by post-load work."""
+        """Opens SGLang's weight-update session. This undoes any repacking of weights after loading."""
         await self._admin_call("/begin_weight_update", {}, timeout_s)
 
     async def end_update(self, timeout_s: float) -> None:
@@ -193,7 +193,7 @@ class EngineClient:
         await self._admin_call("/flush_cache", {}, timeout_s)
 
     async def set_version(self, version: Version, timeout_s: float) -> None:
-        """Every token sampled from now on carries `version`."""
+        """Marks every token that is sampled from now on with `version`."""
         await self._admin_call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, timeout_s)
 
     async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:
@@ -249,7 +249,7 @@ class EngineClient:
 
     async def _call(self, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> bytes:
         self._check_condemned()
-        if self._session.closed:  # it has left, between two steps of the event loop; aiohttp would raise a bare RuntimeError
+        if self._session.closed:  # the engine has left just now; aiohttp would raise a bare RuntimeError
             raise EngineUnreachable(self.url, f"engine {self.url} has left")
         try:
             async with self._session.request(
@@ -267,7 +267,7 @@ class EngineClient:
             raise TimeoutError(f"engine {self.url}{path} gave no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             self._check_condemned()
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # the engine is not to blame
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # not the engine's fault
                 raise EngineError(f"no connection to engine {self.url}: {error.strerror}; raise ulimit -n") from error
             raise EngineUnreachable(self.url, f"engine {self.url}{path} is not reachable: {error}") from error
 

@@ -28,10 +28,10 @@ class Sampling(msgspec.Struct, frozen=True):
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1  # -1: off. With top_p or min_p alone SGLang also needs a bound here: the MOST_KEPT likeliest tokens
+    top_k: int = -1  # -1: off. SGLang needs a bound even with top_p or min_p alone: it then gets MOST_KEPT
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # needs the engine to have a tokenizer
+    stop: tuple[str, ...] = ()  # requires that the engine has a tokenizer
     min_p: float = 0.0  # 0: off
 
     @property
@@ -63,13 +63,13 @@ class Completion(Typed, frozen=True):
     logprobs: array[float]  # [T] float32, under the distribution sampled from: after temperature, top-k, top-p and min-p
     versions: array[int]  # [T] int32, weight version that produced each token
     finish_reason: str  # "stop" | "length"; in a single answer of an engine also "abort"
-    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens except the last; empty if not asked for
-    kept: KeptSets | None = None  # what each token was drawn from; None if not asked for, or from the whole vocabulary
+    routing: bytes = b""  # experts (models/routing.py) at all positions of input and tokens but the last; empty if not requested
+    kept: KeptSets | None = None  # the set that each token was drawn from; None if not requested, or if it is the whole vocabulary
     drafts: tuple[int, int, int] = (
         0,
         0,
         0,
-    )  # tokens drafted, those of them kept, and passes that verified them; in one answer of an engine
+    )  # drafted tokens, accepted ones, and verifying passes, in one answer of an engine
 
     def __post_init__(self) -> None:
         self._convert(token_ids="i", logprobs="f", versions="i")
@@ -91,7 +91,7 @@ class _Meta(msgspec.Struct):
     weight_version: str
     prompt_tokens: int = 0
     weight_versions: list[_Span] = []
-    # Lists that were read into arrays already have their number in their place.
+    # In place of a list that was already read into an array stands the number of the list.
     output_token_logprobs: list[tuple[float, int, Any]] | int = []
     output_token_sampling_logprobs: list[float] | int = []
     output_token_sampling_mask: list[list[int]] | int = []
@@ -112,15 +112,15 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-# Inside a JSON string a quotation mark has a backslash before it, so what matches is a key, whatever a model wrote.
+# Inside a JSON string, quotation marks are escaped. So every match is a key, whatever text a model wrote.
 _LIST = re.compile(rb'"output_token_(logprobs|sampling_logprobs|sampling_mask)":(?=\[)')
-_LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}  # of an entry; of a mask, of a token id
+_LEAST_BYTES = {b"logprobs": 10, b"sampling_logprobs": 2, b"sampling_mask": 2}  # least bytes of an entry; for a mask, of a token id
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_answers = msgspec.json.Decoder(list[_Answer]).decode
 
 
 def load_parser() -> ModuleType:
-    """Compiled when it is first imported on a machine, which takes seconds."""
+    """Imports the parser of number lists. The first import on a machine compiles it, for some seconds."""
     from megarl.kernels import json_numbers
 
     return json_numbers
@@ -139,7 +139,7 @@ class _Lists:
             if key is None:
                 continue
             start = key.end()
-            beyond = answer.find(b'"', start)  # no list has a string in it
+            beyond = answer.find(b'"', start)  # a list contains no strings
             room = ((beyond if beyond >= 0 else len(answer)) - start) // _LEAST_BYTES[key[1]] + 1
             ids, values = np.empty(room, np.int32), np.empty(room, np.float32)
             if key[1] == b"logprobs":
@@ -160,8 +160,8 @@ class _Lists:
         self._taken: set[int] = set()
 
     def take(self, number: int) -> tuple[array[int], array[Any]]:
-        """Token ids (none in a list of log-probs alone), and log-probs or, of a mask, how many ids each token has. Raises: LookupError,
-        where the engine wrote the number itself."""
+        """Token ids (none in a list of log-probs alone), and log-probs. For a mask: token ids, and how many each token has. Raises:
+        LookupError if the engine itself wrote a number instead of a list."""
         if number in self._taken or not 0 <= number < len(self._read):
             raise LookupError(f"{number} in the place of a list")
         self._taken.add(number)
@@ -179,8 +179,8 @@ def generation(
     routing: RoutingFormat | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """The request for one completion of each input, with chosen experts if `routing` is given, of the policy with its adapter if
-    `adapter`. `version`: see `EngineClient.complete`."""
+    """The request for one completion of each input. With `routing` it asks for chosen experts, with `adapter` it uses the policy's adapter.
+    `version`: see `EngineClient.complete`."""
     body: dict[str, Any] = {
         **_of_adapter(adapter),
         "input_ids": [list(each) for each in inputs],
@@ -199,8 +199,8 @@ def generation(
 def completions_of(
     engine: str, answer: bytes, samplings: Sequence[Sampling], routing: RoutingFormat | None = None, vocab_size: int | None = None
 ) -> list[Completion]:
-    """Decodes the answer to `generation`. With `vocab_size`, completions have the sets that tokens were drawn from, if these were parts of
-    the vocabulary. Raises EngineError that names `engine`."""
+    """Decodes the answer to `generation`. With `vocab_size`, completions have the sets that tokens were drawn from, if these are not the
+    whole vocabulary. Raises EngineError that names `engine`."""
     try:
         lists = _Lists(answer)
         answers = [each.meta_info for each in _decode_answers(lists.rest)]
@@ -213,7 +213,7 @@ def completions_of(
 
 
 def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> dict[str, Any]:
-    """The request for the log-probs of given tokens; `adapter` as of `generation`."""
+    """The request for the log-probs of given tokens. `adapter`: see `generation`."""
     return {
         **_of_adapter(adapter),
         "input_ids": sequences,
@@ -224,8 +224,8 @@ def scoring(sequences: list[list[int]] | list[int], adapter: bool = False) -> di
 
 
 def judging(prompt: Sequence[int], response: Sequence[int], top_k: int) -> dict[str, Any]:
-    """The request for a teacher's judgement of a response: the log-probs of its tokens, or with `top_k` the likeliest tokens at each place
-    and their log-probs. SGLang computes them at temperature 1, whatever a request asks for."""
+    """The request for a teacher's log-probs of a response: those of its tokens, or with `top_k` the likeliest tokens at each place and
+    their log-probs. SGLang computes them at temperature 1, whatever a request asks for."""
     body = scoring([*prompt, *response]) | {"logprob_start_len": max(0, len(prompt) - 1)}
     if top_k:
         body |= {"top_logprobs_num": top_k, "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -237,7 +237,7 @@ def judgement_of(engine: str, answer: bytes, response: Sequence[int], top_k: int
     try:
         meta, tokens = _decode_answer(answer).meta_info, len(response)
         told = meta.input_token_logprobs[-tokens:]
-        # In the place of the vocabulary's last id SGLang writes 0, for images' sake; the log-prob is right.
+        # SGLang writes 0 instead of the vocabulary's last id, for models with images. The log-prob is right.
         if len(told) != tokens or any(found not in (0, sent) for (_, found, _), sent in zip(told, response)):
             raise EngineError(f"engine {engine} gave log-probs of {len(told)} other tokens than the {tokens} it was sent")
         if not top_k:
@@ -281,8 +281,8 @@ class _Numbers(NamedTuple):
     tokens: array[int]
     logprobs: array[float]
     of_truncated: array[float]  # log-probs; empty if the distribution was not truncated
-    kept: tuple[array[int], array[int]]  # token ids, and how many of them belong to each token
-    versions: array[int]  # of the weights that each token was sampled under
+    kept: tuple[array[int], array[int]]  # token ids of all sets, and the size of each token's set
+    versions: array[int]  # version of the weights that sampled each token
 
 
 def _numbers(meta: _Meta, lists: _Lists) -> _Numbers:
@@ -312,8 +312,8 @@ def _completion(
         raise EngineError(f"engine {engine} answered with the log-prob {view(logprobs)[wrong][0]}")
     experts = _routing(engine, meta, routing) if routing is not None else b""
     if meta.finish_reason.type == ABORT:
-        # The engine did not check whether the last token ends the response, so that token is sampled again. The same goes for tokens
-        # whose experts it has forgotten, because the request was aborted while it waited for memory.
+        # The engine has not checked whether the last token ends the response, so that token is sampled again. So are tokens whose experts
+        # the engine no longer has, since the request was aborted while it waited for memory.
         known = (len(tokens), len(logprobs), len(versions), *([len(read.kept[1])] if vocab_size else []))
         kept = max(0, min(known) - 1)
         if routing is not None:
@@ -339,7 +339,7 @@ def _routing(engine: str, meta: _Meta, routing: RoutingFormat) -> bytes:
 
 
 def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> KeptSets | None:
-    """What the first tokens were drawn from."""
+    """The sets that the first tokens were drawn from."""
     if vocab_size is None:
         return None
     ids, sizes = map(view, read.kept)
@@ -350,20 +350,21 @@ def _kept(engine: str, read: _Numbers, first: int, vocab_size: int | None) -> Ke
         raise EngineError(f"engine {engine} answered with impossible sets of kept tokens: {error}") from error
 
 
-# Decides where a response ends that contains a stop string.
+# Decides where a response ends if it contains a stop string.
 
 
-MOST_STRINGS = 32  # of a request; SGLang takes no more
+MOST_STRINGS = 32  # most stop strings of a request in SGLang
 Decode = Callable[[Sequence[int]], str]
 """The text of tokens, including special ones."""
 
 
 class StopStrings:
-    """SGLang ends a request at a stop string, which saves sampling the tokens after it. But it checks only the request's last few tokens
-    (0.5.23, schedule_batch.py: one more than the string itself has). It misses a string that was sampled in more, shorter tokens, and one
-    whose first part was sampled by an earlier request. So the end of a response is decided here.
+    """Finds stop strings that SGLang misses. SGLang ends a request at a stop string, which saves sampling further tokens. But it checks
+    only the last few tokens of a request (0.5.23, schedule_batch.py: one more than the string itself has). It misses a string that was
+    sampled in more and shorter tokens, and a string whose first part an earlier request has sampled. So the end of a response is decided
+    here.
 
-    The string belongs to the response, its tokens and its text, since the policy sampled it.
+    The string belongs to the response, both its tokens and its text, since the policy sampled it.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode):
@@ -385,7 +386,7 @@ class StopStrings:
 
 
 def cut(text: str, strings: Sequence[str]) -> tuple[str, str | None]:
-    """The text before its first stop string, and that string. The first is the one that ends first; if several end there, the longest."""
+    """The text before its first stop string, and that string. The first string is the one that ends first, or the longest of several."""
     found = [(at + len(string), -len(string), string) for string in strings if (at := text.find(string)) >= 0]
     if not found:
         return text, None

@@ -1,5 +1,5 @@
-"""Presents the engines of a run as one: a request goes to the engine with the fewest samples in flight, for its capacity, and survives
-weight updates."""
+"""Presents the engines of a run as one. A request goes to the engine with the fewest samples in flight relative to its capacity, and
+survives weight updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.generator.completions import ABORT, Completion, Decode, EngineError,
 from megarl.messaging.waiting import Pulse
 
 ABORT_AGAIN_S = 0.05
-ONE_VERSION = ("block", "abort")  # values of async.partial_rollout that give a response one version
+ONE_VERSION = ("block", "abort")  # values of async.partial_rollout with which a response has a single version
 T = TypeVar("T")
 
 
@@ -37,20 +37,20 @@ class Draft:
     routing: bytes = b""
     kept: KeptSets | None = None
     finish_reason: str = ""  # empty until it is finished
-    aborted: bool = False  # it was restarted from the prompt once, and will not be again
+    aborted: bool = False  # whether it was once restarted from the prompt, and so will not be again
 
     def add(self, completion: Completion, max_tokens: int) -> None:
-        """Appends the tokens of one more request. If it was cut, the response goes on from there."""
+        """Appends the tokens of one more request. If the request was cut, the response continues from there."""
         self.kept = join(self.kept, len(self.token_ids), completion.kept, len(completion.token_ids))
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
-        self.routing += completion.routing[len(self.routing) :]  # keep the experts with which earlier tokens were sampled
+        self.routing += completion.routing[len(self.routing) :]  # earlier tokens keep the experts they were sampled with
         cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
 
     def stay_under(self, version: Version | None) -> None:
-        """Drops tokens of another version. Only a response whose engine has left may have some."""
+        """Drops tokens of other versions. Only a response whose engine has left may have such tokens."""
         if self.versions and self.versions[-1] != version:
             self.token_ids, self.logprobs, self.versions, self.routing, self.kept = array("i"), array("f"), array("i"), b"", None
 
@@ -75,25 +75,25 @@ class FleetGroup:
     """Engines of one shape."""
 
     name: str
-    engines: int  # that the fleet begins with
-    capacity: int = 1  # requests that an engine may run: the more, the more of them go to it
+    engines: int  # number of engines at the start
+    capacity: int = 1  # requests that an engine may run; load is distributed in proportion to it
 
 
 class Fleet:
-    """`engines` are clients of servers that all hold the same weights, `version`.
+    """`engines` are clients of servers that all have the same weights, of `version`.
 
     `partial_rollout` says what a weight update does to requests (see `hold`). `chunk_tokens`: each response is split into requests of at
-    most this many tokens. `decode`, of engines that have a tokenizer, ends responses at stop strings that the engines overlook.
+    most this many tokens. `decode`, for engines with a tokenizer, ends responses at stop strings that the engines overlook.
 
-    An `elastic` fleet goes on without an engine whose connection breaks (`lost`). Its unfinished responses continue at other engines,
-    from the tokens that earlier requests returned. A lost engine may come back with other weights, and serves again after `take_back`.
-    Engines of a `frozen` model keep the weights that they were started with, and serve as soon as they come back. `name` is that of the
-    engines' processes.
+    An `elastic` fleet continues without an engine whose connection breaks (`lost`). Unfinished responses of that engine continue on other
+    engines, from the tokens that earlier requests returned. A lost engine may come back with other weights, and serves again after
+    `take_back`. Engines of a `frozen` model keep their initial weights, and serve as soon as they come back. `name`: of the engines'
+    processes.
 
-    Engines may also join an elastic fleet (`add`) and leave it (`leave`). An engine's number is its place in `engines`, which only grows:
-    no number is used twice.
+    Engines may also join an elastic fleet (`add`) and leave it (`leave`). The number of an engine is its index in `engines`, which only
+    grows, so no number is used twice.
 
-    `groups` are those of the engines, in order; without them all engines are alike, and of one group.
+    `groups`: the groups of engines, in order. Without them all engines are alike and form one group.
     """
 
     def __init__(
@@ -109,35 +109,35 @@ class Fleet:
     ):
         self.engines = list(engines)
         self.groups = list(groups) or [FleetGroup("", len(engines))]
-        self.group_of = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]  # by engine
+        self.group_of = [number for number, group in enumerate(self.groups) for _ in range(group.engines)]  # engine -> index of its group
         self.serving = set(range(len(self.engines)))
-        self.returned: set[int] = set()  # they run, but do not have the weights yet
-        self.lost: dict[int, str] = {}  # the values say why
-        self.intact: set[int] = set()  # lost engines that nobody was writing to at the time
-        self.joining: set[int] = set()  # they were added, and have not served yet
-        self.leaving: set[int] = set()  # they take no more requests
-        self.gone: dict[int, str] = {}  # they have left for good; the values say why
-        self.updating: set[int] = set()  # an update has opened their memory
+        self.returned: set[int] = set()  # engines that run again but do not have the weights yet
+        self.lost: dict[int, str] = {}  # lost engine -> reason
+        self.intact: set[int] = set()  # lost engines whose weights no update was writing at the time
+        self.joining: set[int] = set()  # engines that were added and have not served yet
+        self.leaving: set[int] = set()  # engines that take no more requests
+        self.gone: dict[int, str] = {}  # engine that has left for good -> reason
+        self.updating: set[int] = set()  # engines whose memory an update has opened
         self.elastic, self.frozen, self.name = elastic, frozen, name
         self.version: Version | None = None
         self._partial_rollout, self._chunk_tokens, self._decode = partial_rollout, chunk_tokens, decode
-        self._load: Counter[int] = Counter()  # samples by engine
-        self._finished: Counter[int] = Counter()  # samples by engine
-        self.tokens: Counter[int] = Counter()  # sampled, by engine
+        self._load: Counter[int] = Counter()  # engine -> samples in flight
+        self._finished: Counter[int] = Counter()  # engine -> finished samples
+        self.tokens: Counter[int] = Counter()  # engine -> sampled tokens
         self._drafts = [0, 0, 0]  # see take_drafts
-        self._requests: Counter[bool] = Counter()  # requests at the engines now, by whether they are exempt from aborts
+        self._requests: Counter[bool] = Counter()  # whether requests are exempt from aborts -> their number at the engines
         self._aborts = 0
         self._held = False
         self.pulse = Pulse()  # beats when any of the above changes
 
     def _among(self, group: int | None) -> set[int]:
-        """The engines that serve: all, or those of one group as long as there are any."""
+        """The serving engines: of `group` if any of them serves, else all."""
         own = {index for index in self.serving if self.group_of[index] == group}
         return own or self.serving
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, n: int, group: int | None = None) -> list[Completion]:
-        """Returns n completions of one prompt, from one engine unless it is lost, so that they share the prompt's KV cache. `group`: the
-        engine is of that group, as long as one of it serves.
+        """Returns n completions of one prompt. They come from one engine, unless it is lost, so that they share the prompt's KV cache.
+        `group`: use an engine of that group, as long as one of it serves.
 
         Log-probs are those of the weights that sampled each token. Raises: EngineError, TimeoutError, ValueError if the engines have no
         tokenizer to look for stop strings.
@@ -162,8 +162,8 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def _least_loaded(self, samples: int, group: int | None = None) -> AsyncIterator[int]:
-        """Waits for an engine, of any group or one, and counts the samples as its load. If its connection breaks in the body, it is lost,
-        and the caller goes on with another."""
+        """Waits for an engine, of `group` if given, and counts the samples as its load. If its connection breaks in the body, the engine is
+        lost, and the caller continues with another."""
         await self.pulse.until(lambda: bool(self._among(group)))
         index = min(self._among(group), key=lambda i: (self._load[i] + samples) / self.groups[self.group_of[i]].capacity)
         self._load[index] += samples
@@ -175,7 +175,7 @@ class Fleet:
             self._load[index] -= samples
 
     def describe(self, index: int) -> str:
-        """A line for the display that says what an engine is doing."""
+        """A line that says what an engine is doing, for the display."""
         if index in self.gone:
             return f"has left: {self.gone[index]}"
         if index in self.leaving:
@@ -197,11 +197,11 @@ class Fleet:
         return self.in_order(self.serving | self.returned)
 
     def in_order(self, engines: Iterable[int]) -> list[int]:
-        """By group, then by number: the order of their ranks in a reshard map."""
+        """The engines sorted by group, then by number: the order of their ranks in a reshard map."""
         return sorted(engines, key=lambda index: (self.group_of[index], index))
 
     def by_name(self, numbers: Iterable[float]) -> dict[str, int]:
-        """Numbers of the groups, by their names; empty if the groups have none."""
+        """Name of a group -> its number in `numbers`; empty if the groups have no names."""
         return {group.name: int(number) for group, number in zip(self.groups, numbers) if group.name}
 
     @property
@@ -213,22 +213,22 @@ class Fleet:
         return [found[number] for number in range(len(self.groups))]
 
     def counts(self, engines: Iterable[int]) -> tuple[int, ...]:
-        """How many of these engines each group has."""
+        """[group] how many of these engines it has."""
         found = Counter(self.group_of[index] for index in engines)
         return tuple(found[number] for number in range(len(self.groups)))
 
     @property
     def size(self) -> int:
-        """How many engines the run counts on: all that have served and have not left, including lost ones."""
+        """The number of engines that have served and have not left, including lost ones."""
         return len(self.engines) - len(self.gone.keys() | self.leaving | self.joining)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The same by group."""
+        """[group] the same for each group."""
         return self.counts(set(range(len(self.engines))) - self.gone.keys() - self.leaving - self.joining)
 
     def add(self, engine: EngineClient, group: int = 0) -> int:
-        """Takes in an engine whose process is starting; returns its number. It serves when it runs and has been given the weights."""
+        """Adds an engine whose process is starting, and returns its number. It serves once it runs and has the weights."""
         index = len(self.engines)
         self.engines.append(engine)
         self.group_of.append(group)
@@ -239,9 +239,10 @@ class Fleet:
         return index
 
     def leave(self, index: int, why: str, timeout_s: float) -> Coroutine[Any, Any, None]:
-        """Goes on without an engine, from the call on: it takes no more requests. Those that it has are cut, and go on at others from the
-        tokens they had. The returned future is done when it has no requests and no update writes to it; it may be ended then. Requests that
-        it does not give back within `timeout_s` go on from the tokens of earlier requests, as if the engine were lost."""
+        """Continues without an engine from now on: it takes no more requests. Its requests are cut, and continue on other engines from
+        their tokens so far. The returned coroutine ends when the engine has no requests and no update writes to it; its process may end
+        then. Requests that it does not return within `timeout_s` continue from the tokens of earlier requests, as if the engine were
+        lost."""
         if index in self.gone.keys() | self.leaving:
             return asyncio.sleep(0)
         self.leaving.add(index)
@@ -265,7 +266,7 @@ class Fleet:
         self.pulse.beat()
 
     def lose(self, error: EngineUnreachable) -> None:
-        """Goes on without the engine that `error` names. Raises `error` if the fleet is not elastic."""
+        """Continues without the engine that `error` names. Raises `error` if the fleet is not elastic."""
         if not self.elastic:
             raise error
         index = next(i for i in reversed(range(len(self.engines))) if self.engines[i].url == error.url)
@@ -281,7 +282,7 @@ class Fleet:
         self.pulse.beat()
 
     def come_back(self, index: int) -> None:
-        """Called when a lost engine runs again, or still runs, without the current weights."""
+        """Called when a lost engine runs (again), without the current weights."""
         del self.lost[index]
         self.intact.discard(index)
         if self.frozen:
@@ -290,7 +291,7 @@ class Fleet:
         self.pulse.beat()
 
     def take_back(self, indices: Iterable[int], version: Version) -> None:
-        """Called when these engines hold `version`, like the others."""
+        """Called when these engines have `version`, like the others."""
         back = set(indices) - self.lost.keys() - self.leaving - self.gone.keys()
         self.joining -= back
         if back - self.serving:
@@ -302,7 +303,7 @@ class Fleet:
     async def _continue(
         self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft], stops: StopStrings | None
     ) -> None:
-        """Sends one request, which continues each draft from its tokens so far to its end or the next cut. Sends none if the engine was
+        """Sends one request that continues each draft from its tokens so far, to its end or the next cut. Sends nothing if the engine was
         lost while requests were held: it may run again by now, but without the weights."""
         await self.pulse.until(lambda: not self._held or index not in self.serving)
         if index not in self.serving:
@@ -324,7 +325,7 @@ class Fleet:
         for completion in completions:
             self._drafts = [sum(pair) for pair in zip(self._drafts, completion.drafts)]
         for draft, completion in zip(drafts, completions, strict=True):
-            told = aborts != self._aborts  # by an update
+            told = aborts != self._aborts  # whether an update has aborted the request
             if completion.finish_reason == ABORT and not told and index in self.serving:
                 raise EngineError(f"engine {engine.url} aborted a request without being asked to")
             if completion.finish_reason == ABORT and told and self._partial_rollout == "abort":
@@ -336,20 +337,20 @@ class Fleet:
         self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)
 
     def take_drafts(self) -> tuple[int, int, int]:
-        """The sums of the completions' `drafts` since the last call."""
+        """The sums of `Completion.drafts` since the last call."""
         (drafted, accepted, verified), self._drafts = self._drafts, [0, 0, 0]
         return drafted, accepted, verified
 
     async def hold(self, timeout_s: float) -> None:
-        """Submits no more requests, and returns when those at the engines are as `partial_rollout` wants them for an update:
+        """Submits no more requests. Returns when the engines' requests are in the state that `partial_rollout` requires for an update:
 
         in_flight, retract: still running; the engines keep them through the pause
         block:              answered
-        resume:             cut at their current token; after `release` they go on from there
-        abort:              aborted, and submitted again from the prompt after `release`; responses that were aborted at an earlier
-                            update finish first, so that each gets done
+        resume:             cut at their current token; they continue from there after `release`
+        abort:              aborted, and submitted again from the prompt after `release`; responses that an earlier update has aborted
+                            finish first, so that every response gets done
         """
-        await asyncio.sleep(0)  # so that requests of the last `release` are submitted, even if this is called right after it
+        await asyncio.sleep(0)  # lets requests of the last `release` be submitted, even if this is called right after it
         self._held = True
         if self._partial_rollout in ("in_flight", "retract"):
             return
@@ -359,8 +360,8 @@ class Fleet:
         await self.pulse.until(lambda: not self._requests.total())
 
     async def _end_requests(self, running: Callable[[], bool], abort: Callable[[], Awaitable[None]]) -> None:
-        """Has engines abort requests until no request is `running`. It repeats the call, because a request may still have been on its
-        way."""
+        """Makes engines abort requests until no request is `running`. It repeats the call, since a request may still have been on its way
+        to the engine."""
         while running():
             await abort()
             with contextlib.suppress(TimeoutError):
@@ -377,12 +378,12 @@ class Fleet:
                 raise outcome
 
     def release(self, version: Version) -> None:
-        """Submits requests again, after the serving engines have taken `version`."""
+        """Submits requests again. Call it when the serving engines have `version`."""
         self.version, self._held = version, False
         self.pulse.beat()
 
     async def while_serving(self, work: asyncio.Future) -> bool:
-        """Waits for `work`, but cancels it when the last engine is lost. Returns whether it was done."""
+        """Waits for `work`, but cancels it if the last engine is lost. Returns whether it was done."""
         lost = asyncio.ensure_future(self.pulse.until(lambda: not self.serving))
         try:
             await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -397,10 +398,11 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
 
-# Waits for lost engines to return. When one runs again, the fleet learns of it. The engine serves after the next update, or after one
-# of its own.
+# Waits for lost engines to return, and tells the fleet when one runs again. The engine serves after the next update, or after an update of
+# its own.
 #
-# A connection may break though its engine runs on; that engine returns in the same way. So does one that joins, when it has started.
+# A connection may break though its engine still runs; that engine returns in the same way. So does an engine that joins, once it has
+# started.
 
 
 LOOK_UP_S = 0.5
@@ -422,9 +424,9 @@ async def watch_returns(fleet: Fleet, logs: Path, restarted: bool, startup_timeo
                 left_since = now_s()
             elif not awaited or now_s() - left_since > startup_timeout_s:
                 raise EngineError(_none_left(fleet, logs, startup_timeout_s if awaited else 0.0))
-            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # a host that is gone does not even refuse
+            back = await asyncio.gather(*(_is_back(fleet, index) for index in awaited))  # a dead host does not even refuse a connection
             for index in itertools.compress(awaited, back):
-                if index in fleet.lost:  # and has not left meanwhile
+                if index in fleet.lost:  # it has not left meanwhile
                     fleet.come_back(index)
             await asyncio.sleep(LOOK_UP_S)
 

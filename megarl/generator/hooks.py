@@ -24,9 +24,9 @@ from megarl.messaging.host import loopback, with_port
 if TYPE_CHECKING:
     import torch
 
-# Closes the sockets of SGLang's own processes to everybody else on the host and the network.
+# Closes the sockets between SGLang's own processes to everybody else on the host and the network.
 #
-# With data-parallel attention these processes communicate over TCP, and unpickle what arrives. SGLang gives the sockets no key, so each
+# With data-parallel attention, these processes communicate over TCP and unpickle what arrives. SGLang gives the sockets no key, so each
 # gets one here.
 
 
@@ -48,13 +48,13 @@ def close_sockets() -> None:
 
 
 def check_hooks() -> None:
-    """Raises RuntimeError if SGLang's sockets would have no key: SGLang only logs a hook that it could not apply."""
+    """Raises RuntimeError if SGLang's sockets would have no key. SGLang itself only logs a hook that it could not apply."""
     from sglang.srt.utils import network
 
     with zmq.Context() as context:
         port, bound = network.get_zmq_socket_on_host(context, zmq.PULL, loopback())
         connected = network.get_zmq_socket(context, zmq.PUSH, f"tcp://{with_port(loopback(), port)}", False)
-        assert isinstance(connected, zmq.Socket)  # a tuple only where no endpoint is given
+        assert isinstance(connected, zmq.Socket)  # would be a tuple if no endpoint were given
         keyed = all(socket.getsockopt(zmq.MECHANISM) == zmq.CURVE for socket in (bound, connected))
         bound.close(linger=0)
         connected.close(linger=0)
@@ -84,7 +84,7 @@ class _KeyedContext:
 
 
 def _with_key(original: Callable[..., Any], context: zmq.Context, kind: int, endpoint: str | None = None, bind: bool = True) -> Any:
-    """Runs around the making of a socket. Sockets in the file system need no key: their folder is open to this user only."""
+    """Runs around the creation of a socket. Sockets in the file system need no key, since only this user can open their folder."""
     if endpoint is not None and endpoint.startswith("ipc://"):
         return original(context, kind, endpoint, bind)
     return original(_KeyedContext(context, endpoint is None or bind), kind, endpoint, bind)
@@ -95,32 +95,32 @@ def _bound_with_key(original: Callable[..., Any], context: zmq.Context, *argumen
 
 
 def _in_own_folder(original: Callable[[str], str], name: str) -> str:
-    """Moves a file that an engine's processes map to the folder of their sockets, so that it goes with them; in /dev/shm it would stay."""
+    """Moves a file that an engine's processes map to the folder of their sockets, which is removed with them. In /dev/shm it would stay."""
     return os.path.join(tempfile.gettempdir(), os.path.basename(original(name)))
 
 
-# Makes SGLang hold its weights in one of the fp8 formats of `generator.quantization`, and keep them so.
+# Makes SGLang keep its weights in one of the fp8 formats of `generator.quantization`.
 #
 # SGLang reads the format from the checkpoint's config.json. The checkpoint here is the trainer's, in bf16 or float32. So its config is
-# overridden, no weights are loaded from it, and the first weight update writes every tensor.
+# overridden and its weights are not loaded; the first weight update writes every tensor.
 #
 #     fp8_block    quantization "fp8", blocks of 128x128           weight [out, in], weight_scale_inv [out / 128, in / 128]
 #     fp8_channel  "w8a8_fp8": per channel, activations per token  weight.t(), weight_scale [out, 1]; of experts not transposed, [E, out, 1]
 #     fp8_tensor   "compressed-tensors", strategy "tensor"         weight.t(), weight_scale []; of experts not transposed, [E]
 #
-# SGLang's "fp8" without blocks is not used for the last two. On Hopper it expands a scale per tensor to the channels, and for experts it
+# SGLang's "fp8" without blocks is not used for the last two. On Hopper it expands a scale per tensor to all channels, and for experts it
 # has no scales per channel.
 
 
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True, "symmetric": True}
 _WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantization_config of a checkpoint in that format
+CONFIGS: dict[str, dict[str, Any]] = {  # generator.quantization -> the quantization_config of a checkpoint in that format
     "fp8_block": {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        # Of gated delta nets: a rank has fewer rows than a block. SGLang asks for the first in Qwen3-Next, for the others in Qwen3.5.
+        # Layers of gated delta nets in which a rank has fewer rows than a block. The first is Qwen3-Next's, the others are Qwen3.5's.
         "modules_to_not_convert": ["in_proj_ba", "in_proj_b", "in_proj_a"],
     },
     "fp8_channel": {"quant_method": "w8a8_fp8"},
@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by generator.quantization: the quantiz
 
 
 def server_arguments(quantization: str | None, text_only: bool = False) -> dict[str, Any]:
-    """The arguments of SGLang's server for `generator.quantization`; none for null. `text_only`: it builds no vision tower."""
+    """The arguments of SGLang's server for `generator.quantization`; empty for null. `text_only`: do not build a vision tower."""
     overrides: dict[str, Any] = {"language_model_only": True} if text_only else {}
     if quantization is None:
         return {"json_model_override_args": json.dumps(overrides)} if overrides else {}
@@ -144,7 +144,7 @@ def server_arguments(quantization: str | None, text_only: bool = False) -> dict[
 
 
 def quantise_weights() -> None:
-    """Hooks into SGLang by its plugin registry, on every device."""
+    """Registers the hooks with SGLang's plugin registry, on every device."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.quantization.fp8.Fp8Config.get_quant_method", no_kv_scales, HookType.AROUND)
@@ -158,16 +158,16 @@ def quantise_weights() -> None:
 
 
 def no_kv_scales(original: Callable[..., Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:
-    """Runs around the choice of a layer's method. SGLang would give an fp8 model scales of its keys and values as parameters, whatever the
-    cache's dtype; no trainer has them, and here the cache has the model's dtype."""
+    """Runs around the choice of a layer's method. SGLang would give an fp8 model parameters for scales of keys and values, whatever the
+    cache's dtype. No trainer has them, and here the cache has the model's dtype."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return None if isinstance(layer, RadixAttention) else original(config, layer, prefix)
 
 
 def once(original: Callable[..., None], method: Any, layer: Any) -> None:
-    """Runs around post-load work that transposes weights or merges scales, and lets it happen only once. SGLang repeats it at the end of
-    each update. But direct writes write the processed form, which must not be processed again."""
+    """Runs around work after loading that transposes weights or merges scales, and lets it happen only once. SGLang repeats it at the end
+    of each update. But direct writes write the processed form, which must not be processed again."""
     if not getattr(layer, "megarl_processed", False):
         original(method, layer)
         layer.megarl_processed = True
@@ -175,12 +175,12 @@ def once(original: Callable[..., None], method: Any, layer: Any) -> None:
 
 # Each process of an engine watches its children, and ends when one of them has died.
 #
-# Without data-parallel attention SGLang notices a scheduler that dies before it is ready; but the error it raises then does not end the
+# Without data-parallel attention, SGLang notices a scheduler that dies before it is ready. But the error that it raises does not end the
 # process, since Python waits for the remaining children.
 
 
-LOOK_S = 0.05  # a child that dies sooner after its start may be reaped before it is known here, and its exit status is lost
-GRACE_S = 0.5  # for SGLang to end all processes of the engine itself, as it does for failures that it recognises
+LOOK_S = 0.05  # if a child dies sooner after its start, its exit status may be lost
+GRACE_S = 0.5  # time for SGLang itself to end all processes of the engine, as it does for some failures
 
 
 class Children:
@@ -192,18 +192,18 @@ class Children:
         self._telling, self._told = threading.Lock(), False
 
     def watch(self) -> None:
-        """Starts to watch them, in a thread."""
+        """Starts a thread that watches them."""
         threading.Thread(target=self._watch, name="children", daemon=True).start()
 
     def end_with_the_dead(self, wait_s: float) -> None:
-        """Ends this process too, and says why, if a child has died or dies within `wait_s`; otherwise returns."""
+        """If a child has died or dies within `wait_s`, says so and ends this process too. Otherwise returns."""
         deadline = time.monotonic() + wait_s
         while (dead := self._dead()) is None:
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_S / 5)
         with self._telling:
-            self._told = False  # it is said again: SGLang may have printed much since, and reports show the end of a log
+            self._told = False  # says it again: SGLang may have printed much since, and reports show the end of a log
         self._tell(*dead)
         code = dead[1]
         os._exit(128 - code if code < 0 else code)
@@ -211,12 +211,12 @@ class Children:
     def _watch(self) -> None:
         while (dead := self._dead()) is None:
             time.sleep(LOOK_S)
-        self._tell(*dead)  # at once, because SGLang may kill this process too
+        self._tell(*dead)  # at once, since SGLang may kill this process too
         time.sleep(GRACE_S)
         self.end_with_the_dead(0.0)
 
     def _tell(self, pid: int, code: int) -> None:
-        """Says why this process ends, unless that has been said."""
+        """Prints why this process ends, unless it has been printed."""
         with self._telling:
             if not self._told:
                 self._told, why = True, cause(code, self._ended_before)
@@ -239,5 +239,5 @@ def register() -> None:
 
 
 def _hide_keys(settings: dict[str, Any], *_: object) -> dict[str, Any]:
-    """Hides the keys: SGLang logs its settings, and shows them at /server_info to holders of the user key."""
+    """Hides the keys, since SGLang logs its settings, and shows them at /server_info to holders of the user key."""
     return {name: "hidden" if name.endswith("api_key") and value else value for name, value in settings.items()}

@@ -1,8 +1,8 @@
 """Runs one SGLang engine as its own process: `python -P -m megarl.generator.server '<JSON of SGLang server arguments>'`.
 
-The keys come through the environment, never on the command line, where every user of the machine could read them. SGLang spawns its
-workers, and each of them imports this module again, as `__mp_main__`, before it imports SGLang. So set-up that every process of the
-engine needs first is done here.
+The keys come through the environment, not on the command line, where every user of the machine could read them. SGLang spawns workers, each
+of which imports this module again as `__mp_main__`, before it imports SGLang. So set-up that every process of the engine needs first is
+done here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from megarl.generator.completions import POLICY
 from megarl.generator.hooks import GRACE_S, Children
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
-RESTARTS = "MEGARL_ENGINE_RESTARTS"  # in the environment: how often the engine has been started again
-SLOW_FAMILY = "qwen3_5"  # whose module takes seconds to import, because it also imports models that see
+RESTARTS = "MEGARL_ENGINE_RESTARTS"  # environment variable: how often the engine was restarted
+SLOW_FAMILY = "qwen3_5"  # its module takes seconds to import, since it also imports vision models
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
 _GPU_ARGUMENTS = {
-    "moe_runner_backend": "triton",  # SGLang's choice on Hopper; its choice on Blackwell stores up before gate
-    # The trainer's logits are float32. Rounded to bfloat16, logits of 16 to 32 are multiples of 1/8, and many are equal. (In 0.5.23
-    # layers/logits_processor.py:1172 computes them from bfloat16 by a product with float32 output: it takes no more memory for weights.)
+    "moe_runner_backend": "triton",  # SGLang's choice on Hopper; its choice on Blackwell would store up before gate
+    # The trainer's logits are float32. Rounded to bfloat16, logits of 16 to 32 are multiples of 1/8, and many would be equal. (0.5.23
+    # computes float32 logits from bfloat16 by a product with float32 output, without more memory for weights:
+    # layers/logits_processor.py:1172.)
     "enable_fp32_lm_head": True,
 }
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
@@ -44,7 +45,7 @@ _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """`api` allows generation, `admin` everything that can change weights or settings."""
+    """`api` allows generation; `admin` allows everything that can change weights or settings."""
 
     api: str
     admin: str
@@ -56,12 +57,12 @@ class EngineKeys:
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """The adapter that updates are written to: an empty one at first."""
+    """The adapter that updates write to. It is empty at first."""
 
-    folder: str  # holds its settings, as PEFT writes them
+    folder: str  # the folder of its settings in PEFT's format
     rank: int
     targets: tuple[str, ...]  # linear layers, by their names in HF checkpoints
-    shared: bool = False  # whether all experts of a layer share the outer factor
+    shared: bool = False  # whether all experts of a layer share the outer factor of their adapters
 
 
 @dataclass(frozen=True)
@@ -71,64 +72,65 @@ class EngineSettings:
     model_path: str
     dtype: str  # float32 | bfloat16
     port: int
-    context_length: int  # tokens, prompt and response together
+    context_length: int  # most tokens of prompt and response together
     max_running_requests: int
     tp: int = 1
     ep: int = 1  # divides the tp ranks: the number of ranks that the experts are spread over
     dp_attention: int = 1  # divides the tp ranks: the number of attention replicas, each with its own requests and KV cache
     host: str = "127.0.0.1"
     quantization: str | None = None  # generator.quantization
-    kv_cache_tokens: int | None = None  # of the engine
-    mem_fraction: float = 0.85  # of GPU memory
+    kv_cache_tokens: int | None = None  # KV cache of the engine
+    mem_fraction: float = 0.85  # share of GPU memory
     device: str | None = None  # None: cuda if there is a GPU, otherwise cpu
-    cores: Sequence[int] = ()  # CPU only: one core per TP rank; () takes the last `tp` cores that this process may use, after skipping
-    cores_taken: int = 0  # this many, which other engines on this host use
+    cores: Sequence[int] = ()  # CPU only: one core per TP rank; (): the last `tp` cores that this process may use, after skipping
+    cores_taken: int = 0  # this many cores, which other engines on this host use
     base_gpu: int = 0
     parts: int = 1  # nodes that the engine spans; each starts a part, and part 0 answers requests
     part: int = 0
     group_address: str | None = None  # host:port where the parts meet
     return_routing: bool = False  # whether requests may ask which experts were chosen
-    most_kept: int = MOST_KEPT  # tokens that a truncated distribution keeps at most, without those that are as likely as the last
+    most_kept: int = MOST_KEPT  # most tokens that a truncated distribution keeps, not counting ties with the last
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
-    holds_weights: bool = True  # whether the folder does; if not, the engine starts with dummy weights, and serves after an update
-    frozen: bool = False  # whether the weights stay as they are: nobody can write to them
-    family: str = ""  # of megarl.models; empty: not known
+    holds_weights: bool = True  # whether the folder has weights; if not, the engine starts with dummy weights and serves after an update
+    frozen: bool = False  # whether the weights never change: nobody can write to them
+    family: str = ""  # family in megarl.models; empty: unknown
     text_only: bool = False  # whether the checkpoint has a vision tower, which the engine leaves out
-    classifies: bool = False  # whether the model gives a score of its input, rather than text
+    classifies: bool = False  # whether the model scores its input instead of generating text
     adapter: ServedAdapter | None = None
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # SGLang's arguments of generator.speculative
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # SGLang's arguments for generator.speculative
     log_level: str = "warning"
 
 
 def seed_of(*parts: int | str) -> int:
-    """The random seed of what `parts` name. Sums of them would be equal for neighbours: engine 1 of seed 0, and engine 0 of seed 1."""
+    """A random seed from `parts`. It is a hash, since sums would be equal for engine 1 of seed 0 and engine 0 of seed 1."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()) >> 1  # NumPy and SGLang take 31 bits
 
 
 def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
-    """SGLang's arguments for an engine after this many restarts. With its first seed it would draw the same tokens again."""
+    """SGLang's arguments for an engine after this many restarts, with a new seed. With its first seed it would sample the same tokens
+    again."""
     return {**arguments, **({"random_seed": seed_of(arguments["random_seed"], restarts)} if restarts else {})}
 
 
 def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
-    """Returns the argument vector of one engine's process, and the variables to add to its environment.
+    """Returns the argument vector of one engine's process, and the environment variables to add.
 
     `extra` (`generator.server_args`) is passed to SGLang as it is, and overrides the arguments chosen here. The engine ends with the
-    process that calls this, so that one must start it. Raises ConfigError for a dtype that SGLang cannot compute in on GPUs.
+    process that calls this function, so that process must start it. Raises ConfigError for a dtype in which SGLang cannot compute on GPUs.
     """
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
-    if not settings.device:  # the device is this host's own, not one that a dry run supposes
+    if not settings.device:  # the device is that of this host, not one that a dry run assumes
         _check_dtype(settings, device, extra)
     of_device = _cpu_arguments(settings) if device == "cpu" else _GPU_ARGUMENTS
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment[hooks.SOCKET_KEY] = hooks.socket_key(keys.admin)
-    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used here, and publishes on a port without a key
+    environment["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # it is not used, and would publish on a port without a key
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megarl.generator.architectures"
     if settings.family not in ("", SLOW_FAMILY):
         environment["SGLANG_DISABLED_MODEL_ARCHS"] = SLOW_FAMILY
-    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # s: the client drops idle connections first, never the engine
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # seconds, so that the client closes idle connections first, never the engine
     environment |= _cpu_environment(settings) if device == "cpu" else _gpu_environment()
     return [sys.executable, "-P", "-m", __spec__.name, json.dumps(arguments)], environment
 
@@ -145,25 +147,25 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         "base_gpu_id": settings.base_gpu,
         "context_length": settings.context_length,
         "max_running_requests": settings.max_running_requests,
-        "max_mamba_cache_size": STATES_PER_REQUEST * settings.max_running_requests,  # for models with gated delta nets alone
+        "max_mamba_cache_size": STATES_PER_REQUEST * settings.max_running_requests,  # only for models with gated delta nets
         "max_total_tokens": settings.kv_cache_tokens and settings.kv_cache_tokens // settings.dp_attention,
         "mem_fraction_static": settings.mem_fraction,
         "random_seed": settings.seed,
         "load_format": None if settings.holds_weights else "dummy",
         **_replicated(settings),
         "enable_return_routed_experts": settings.return_routing or None,
-        "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # room for equal logits; beyond it SGLang fails the request
+        "sampling_mask_max_tokens": 2 * max(settings.most_kept, 128),  # with room for equal logits; a request with more fails
         **_spanning(settings),
         **_adapter_arguments(settings, device),
         **settings.speculative,
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
-        "weight_version": "-1",  # not a version of the run, so that a restarted engine is recognised
-        "disable_shared_experts_fusion": True,  # shared experts are written apart from routed ones
+        "weight_version": "-1",  # not a version of a run, so that a restarted engine is recognised
+        "disable_shared_experts_fusion": True,  # shared experts are written separately from routed ones
         "skip_tokenizer_init": settings.tokenizer is None,  # token ids in, token ids out
         "tokenizer_path": settings.tokenizer,
-        "sampling_defaults": "openai",  # instead of generation_config.json: the request alone defines the policy's distribution
+        "sampling_defaults": "openai",  # not generation_config.json: only the request defines the policy's distribution
         **hooks.server_arguments(settings.quantization, settings.text_only),
     }
     return {name: value for name, value in arguments.items() if value is not None}
@@ -174,7 +176,7 @@ def _replicated(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
-    """One slot of the pool is the adapter's, the other that of requests without one, such as SGLang's own."""
+    """The pool has one slot for the adapter, and one for requests without it, such as SGLang's own."""
     if (adapter := settings.adapter) is None:
         return {}
     arguments = {
@@ -200,16 +202,16 @@ def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]
 
 
 def growing_segments() -> str:
-    """The setting, NAME=VALUE, by which torch's expandable segments are on here; empty if they are off, as by default.
+    """The setting, NAME=VALUE, that switches on torch's expandable segments here; empty if they are off, as by default.
 
-    Their memory is mapped in pieces of 20 MiB. Other processes cannot always open it (pytorch/pytorch issues 179220, 198305), and network
-    cards cannot be given more than one piece at a time (kvcache-ai/Mooncake issue 2511).
+    Memory in such segments is mapped in pieces of 20 MiB. Other processes cannot always open it (pytorch/pytorch issues 179220, 198305),
+    and network cards cannot be given more than one piece at a time (kvcache-ai/Mooncake issue 2511).
     """
     return next((f"{name}={os.environ[name]}" for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))), "")
 
 
 def _gpu_environment() -> dict[str, str]:
-    """Switches off expandable segments, which many set for the trainer: an engine's parameters are always opened by others."""
+    """Switches off expandable segments, which many users set for the trainer. Other processes must open an engine's parameters."""
     return {name: _GROWING.sub(r"\1False", os.environ[name]) for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))}
 
 
@@ -218,10 +220,10 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
-        "disable_hybrid_swa_memory": True,  # torch_native reads no second pool for layers with windows (torch_native_backend.py:392)
+        "disable_hybrid_swa_memory": True,  # torch_native has no second pool for layers with windows (torch_native_backend.py:392)
         "max_total_tokens": tokens // settings.dp_attention,
-        "sleep_on_idle": True,  # without it every idle worker spins on a core
-        "skip_server_warmup": True,  # there is nothing to compile, and SGLang checks for readiness only once a second
+        "sleep_on_idle": True,  # otherwise every idle worker spins on a core
+        "skip_server_warmup": True,  # nothing must be compiled, and SGLang checks for readiness only once a second
     }
 
 
@@ -235,8 +237,8 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # of what gated delta nets keep of their inputs; by default bfloat16
-        "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",  # a torch for CUDA brings NCCL, which SGLang (0.5.23) would use here too
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # dtype of the convolution states of gated delta nets; by default bfloat16
+        "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so.2",  # a torch for CUDA includes NCCL, which SGLang (0.5.23) would use here too
     }
 
 
@@ -251,11 +253,11 @@ def main() -> None:
 
     children = Children()
     children.watch()
-    os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA they are forked (cpu_support)
+    os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA, workers are forked (cpu_support)
     load_plugins()
     hooks.check_hooks()
     arguments = drawing_anew(json.loads(sys.argv[1]), int(os.environ.pop(RESTARTS, "0")))
-    if "nnodes" not in arguments:  # its ranks meet through a file, because the port of a store would be open to everybody
+    if "nnodes" not in arguments:  # ranks meet through a file, since the port of a store would be open to everybody
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")
     keys = {"api_key": os.environ.pop(_API_KEY), "admin_api_key": os.environ.pop(_ADMIN_KEY)}
     with _ending_at_the_end(children):
@@ -264,7 +266,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ending_at_the_end(children: Children) -> Iterator[None]:
-    """Ends this process, and with it its children, however the body ends. Python would wait for the children."""
+    """Ends this process and its children, however the body ends. Python itself would wait for the children."""
     status = 1
     try:
         yield
@@ -287,9 +289,9 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__mp_main__":
     end_with_parent(int(os.environ[_LAUNCHER]))
     Children().watch()
-    os.environ[_LAUNCHER] = str(os.getpid())  # a worker may spawn others: with data-parallel attention, all those that use GPUs
+    os.environ[_LAUNCHER] = str(os.getpid())  # a worker may spawn others: with data-parallel attention, all workers that use GPUs
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # SGLang does so only in its schedulers
+    load_plugins()  # SGLang itself does this only in its schedulers
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""The sender's side of SGLang's own update paths, with which direct writes are compared."""
+"""The sending side of SGLang's own update paths, for comparison with direct writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.generator import cpu_support
 
 GROUP = "weight_update_group"
-FLATTENED = "flattened_bucket"  # a load_format of SGLang
+FLATTENED = "flattened_bucket"  # a value of SGLang's load_format
 
 
 def join_update_group(port: int, size: int) -> dist.ProcessGroup:
@@ -28,13 +28,13 @@ def join_update_group(port: int, size: int) -> dist.ProcessGroup:
 def bucket_payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Encodes `tensors` as an entry of `/update_weights_from_tensor` with load_format FLATTENED: a handle to shared memory, as text.
 
-    The memory lives as long as the handle, so exactly one worker must take each bucket.
+    The memory exists as long as the handle, so exactly one worker must take each bucket.
     """
     cpu_support.install()
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # the default shares a descriptor that only related processes can open
+    torch.multiprocessing.set_sharing_strategy("file_system")  # by default only related processes can open it
     bucket = FlattenedTensorBucket(named_tensors=list(tensors))
     content: dict[str, Any] = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     payload = MultiprocessingSerializer.serialize(content, output_str=True)

@@ -1,6 +1,6 @@
-"""Finds the tool calls in what a policy wrote: those of SGLang, by name, and a small one of our own.
+"""Finds the tool calls in the policy's text, with SGLang's parsers, by name, or with a small one of MegaRL.
 
-A policy may write anything, so our parser takes linear time. Some of SGLang's parsers do not; they run in processes of their own.
+A policy may write anything, so MegaRL's parser takes linear time. Some of SGLang's parsers do not; they run in separate processes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megarl.sandbox.pool import CallFailed, WorkerPool
 OWN = "json"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _WORKERS = 2
-_MEMORY_MIB = 1 << 15  # of addresses: what SGLang imports reserves them by the gigabyte
-_CPU_S = 1.0  # for a text
-_ANSWER_S = 60.0  # after which a worker that exceeds that limit is replaced
-_MOST_CHARS = 1 << 19  # of a text that is read for calls
+_MEMORY_MIB = 1 << 15  # of addresses, since SGLang's imports reserve gigabytes of them
+_CPU_S = 1.0  # CPU time limit of a text
+_ANSWER_S = 60.0  # after this time, a worker that exceeds that limit is replaced
+_MOST_CHARS = 1 << 19  # longest text that is searched for calls
 
 
 class ToolCall(NamedTuple):
@@ -31,11 +31,11 @@ class ToolCall(NamedTuple):
 
 Tools = Sequence[dict[str, Any]]  # in OpenAI's form
 Parsed = tuple[str, list[ToolCall]]
-"""The text without its calls, and the calls. Parts that cannot be read as a call stay text."""
+"""The text without its calls, and the calls. Parts that cannot be parsed as a call stay text."""
 
 
 class Parser(Protocol):
-    """Use it in one event loop, which it does not hold up; close it."""
+    """A parser of tool calls. Use it in one event loop, which it does not block; close it at the end."""
 
     async def __call__(self, text: str, tools: Tools) -> Parsed:
         """Raises ValueError for tools that it cannot read."""
@@ -45,7 +45,7 @@ class Parser(Protocol):
 
 
 def find_parser(name: str, key: str) -> Parser:
-    """Raises ConfigError that names `key`. For one of SGLang's, their names are imported, which takes seconds."""
+    """The parser `name`. Raises ConfigError that names `key`. Importing SGLang's parsers takes seconds."""
     if name == OWN:
         return OwnParser()
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
@@ -67,7 +67,7 @@ class OwnParser:
 
 
 def json_calls(text: str, tools: Tools) -> Parsed:
-    """Calls as <tool_call>{"name": …, "arguments": {…}}</tool_call>, of tools that there are."""
+    """Finds calls of existing tools in the form <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
     names = {_function(tool)["name"] for tool in tools}
     calls, rest, end = list[ToolCall](), list[str](), 0
     for start, stop in _marked(text):
@@ -81,7 +81,7 @@ def json_calls(text: str, tools: Tools) -> Parsed:
 
 
 def _marked(text: str) -> Iterator[tuple[int, int]]:
-    """Where texts between the marks begin and end. Each place is looked at once: many marks that are never closed cost no more."""
+    """The beginnings and ends of the texts between the marks. Takes linear time, even for many marks that are never closed."""
     end = 0
     while (start := text.find(_OPEN, end)) >= 0 and (stop := text.find(_CLOSE, start + len(_OPEN))) >= 0:
         yield start + len(_OPEN), stop
@@ -89,7 +89,7 @@ def _marked(text: str) -> Iterator[tuple[int, int]]:
 
 
 class SglangParser:
-    """Its processes are started with the first text. A text that takes more than a second of CPU stays text."""
+    """One of SGLang's parsers. Its processes start with the first text. A text that takes more than a second of CPU time stays text."""
 
     def __init__(self, name: str):
         self._name = name
@@ -134,7 +134,7 @@ def main(name: str, memory_mib: str, timeout_s: str, parent: str) -> None:
 
 
 class _TooLong(BaseException):
-    """No Exception, which parsers catch."""
+    """Not an Exception, which parsers would catch."""
 
 
 def _end_parsing(number: int, frame: Any) -> None:
@@ -142,9 +142,9 @@ def _end_parsing(number: int, frame: Any) -> None:
 
 
 def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
-    """The result of the call; None if it takes too long. A regular expression looks for signals as it runs, so nothing need be killed."""
+    """The result of the call; None if it takes too long. Regular expressions check for signals, so no process must be killed."""
     try:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # again and again, in case one is caught
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S, _CPU_S / 4)  # repeatedly, in case one is caught
         try:
             return parse()
         finally:
@@ -155,7 +155,7 @@ def _in_time(parse: Callable[[], Parsed]) -> Parsed | None:
 
 
 def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
-    """The calls that one of SGLang's parsers finds, without a time limit. Raises ValueError for tools that it cannot read."""
+    """One of SGLang's parsers as a function, without a time limit. It raises ValueError for tools that it cannot read."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -163,7 +163,7 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
         parser = FunctionCallParser([Tool(type="function", function=_function(tool)) for tool in tools], name)
         try:
             rest, calls = parser.parse_non_stream(text)
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # of a text that is nearly a call
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # raised for a text that is nearly a call
             return text, []
         found = [ToolCall(call.name, call.parameters) for call in calls if call.name]
         return (rest, found) if found and all(_object(call.arguments) is not None for call in found) else (text, [])
@@ -172,7 +172,7 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object; None if it is none that other programs can read: without NaN, infinity and lone surrogates."""
+    """The JSON object in `text`. None if there is none, or if it has NaN, infinity or lone surrogates, which other programs cannot read."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()

@@ -1,8 +1,8 @@
-"""The policy's adapter in SGLang's pool: one slot of memory, which stays the adapter's as long as the engine lives.
+"""The policy's adapter in SGLang's pool: one slot of memory, which belongs to the adapter as long as the engine lives.
 
 SGLang copies an adapter from host memory into a slot when the first request needs it, and again if it has lost its slot. Either copy would
-undo an update. So the adapter gets its slot as soon as the pool exists, and its name is pinned: the pool then gives the slot to no other
-adapter. Other runs could have adapters of other names in the same pool.
+undo an update. So the adapter gets its slot as soon as the pool exists, and its name is pinned, so that the pool gives the slot to no other
+adapter. Other runs may have adapters with other names in the same pool.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Pool:
         manager.fetch_new_loras({self._uid})
         self._pool = manager.memory_pool
         self.slot: int = self._pool.get_buffer_id(self._uid)
-        self.buffers: Mapping[str, torch.Tensor] = dict(_buffers(manager))  # by tensors' names; of all slots
+        self.buffers: Mapping[str, torch.Tensor] = dict(_buffers(manager))  # tensor name -> memory of all slots
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The adapter's memory, by name. Raises RuntimeError if it has lost its slot."""

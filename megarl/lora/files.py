@@ -1,4 +1,4 @@
-"""Folders of adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors. Needs no torch."""
+"""Adapter folders in PEFT's format: adapter_config.json and adapter_model.safetensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megarl.trainer.hf_files import READ_DTYPES, header
 
 SETTINGS_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_SHOWN = 10  # tensors that do not fit
-# Settings of PEFT under which an adapter would mean something else; all of these are off where the value is false in Python.
+_SHOWN = 10  # most misfitting tensors that a message shows
+# Settings of PEFT that would change the meaning of an adapter. Each is off if its value is false in Python.
 _REFUSED = (
     "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias",
     "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
     "monteclora_config", "use_bdlora", "use_qalora",
 )  # fmt: skip
-# Initialisations that subtract something from the weights. PEFT does so again when it loads.
+# Initialisations that subtract something from the weights. PEFT does this again when it loads.
 _CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def shown(logical_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """A tensor's name and shape in the file. The factor that all experts of a layer share has a dim of 1 for them, as SGLang wants it."""
+    """A tensor's name and shape in the file. A factor that all experts of a layer share has a dim of 1 for experts, as SGLang requires."""
     parts = logical_name.split(".")
     of_all = "experts" in parts and not parts[parts.index("experts") + 1].isdigit()
     return _PREFIX + logical_name, ((1, *shape) if of_all else shape)
@@ -51,7 +51,7 @@ def adapter_settings(lora: Lora, targets: Sequence[str], base: str | None, dropo
 
 
 def empty_adapter(folder: Path, lora: Lora, targets: Sequence[str]) -> Path:
-    """Writes the settings of an adapter whose weights engines get later. Several processes may do so at once."""
+    """Writes the settings of an adapter whose weights engines get later. Several processes may do this at once."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / SETTINGS_FILE, json.dumps(adapter_settings(lora, targets, None, 0.0)))
     return folder
@@ -65,9 +65,9 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
     try:
         settings = json.loads((folder / SETTINGS_FILE).read_text())
         found = header(folder / TENSORS_FILE)
-    except (OSError, ValueError) as error:  # a ConfigError too
+    except (OSError, ValueError) as error:  # includes ConfigError
         raise ConfigError(f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}") from error
-    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # otherwise misfitting tensors would only be a consequence
+    if not (problems := [*_settings_problems(settings, spec, config, lora)]):  # otherwise misfitting tensors are only a consequence
         problems = [*_tensor_problems(found, spec, lora)]
         problems[_SHOWN:] = [f"{len(problems) - _SHOWN} more tensors"] if len(problems) > _SHOWN else []
     if problems:
@@ -82,7 +82,7 @@ def _settings_problems(settings: dict[str, Any], spec: ModelSpec, config: LoraCo
             yield f"its {theirs} is {settings.get(theirs)}; {key}={ours:g}"
     names = {target(tensor.name.rpartition(".lora_")[0]) for tensor in lora.hf_layout(spec, "float32").tensors(0)}
     there = settings.get("target_modules")
-    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text is a pattern
+    if not isinstance(there, str) and {name.rpartition(".")[2] for name in there or ()} != names:  # a text would be a pattern
         theirs, ours = (", ".join(sorted(some)) for some in (there or (), names))
         yield f"its target_modules are {theirs}; lora.targets={yaml_text(config.targets)} are {ours}"
     begun = str(settings.get("init_lora_weights", True))

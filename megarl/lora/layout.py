@@ -13,21 +13,21 @@ from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import Kind, Layout, elements, generator_layout_of, hf_layout_of, trainer_layout_of, trainer_parameters
 
-# Low-rank adapters as logical tensors, and where the trainer keeps them. Both follow from what the family states of its linear layers.
+# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's statement of its linear layers.
 #
-# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT:
-# one pair for every target, also where Megatron fuses several targets into one layer. Such a layer keeps the As one below the other, and
-# the Bs fused and cut as its own rows are:
+# Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT.
+# There is one pair for every target, even if Megatron fuses several targets into one layer. Such a layer has the As one below the other,
+# and the Bs fused and cut like its own rows:
 #
 #     rows are cut (qkv, gate and up)     A whole on every tensor rank        B cut by rows, in the layer's order of groups
 #     columns are cut (o, down)           A cut by columns                    B whole
 #     nothing is cut                      A whole                             B whole
 #
-# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name and is whole on every rank of a stage.
+# With shared experts, the outer factor (A of gate and up, B of down) has no `{expert}` in its name, and is whole on every rank of a stage.
 
 
 ALL = "all"
-A, B = ".lora_A.weight", ".lora_B.weight"  # in the place of ".weight"
+A, B = ".lora_A.weight", ".lora_B.weight"  # replace ".weight"
 _LINEAR = re.compile(r"(decoder\.layers\.\{layer\}\..*\.linear_\w+)\.weight(|\{expert\})")
 
 
@@ -40,7 +40,7 @@ class Lora:
 
     @classmethod
     def of(cls, config: LoraConfig) -> Lora | None:
-        """None if all weights are trained."""
+        """The adapters that `config` describes; None if all weights are trained."""
         if not config.rank:
             return None
         return cls(config.rank, config.alpha, tuple(config.targets), config.experts == "shared")
@@ -50,7 +50,7 @@ class Lora:
         return self.alpha / self.rank
 
     def names(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The targets that the model has."""
+        """The names of targets that the model has."""
         return tuple(name for name in targets(spec) if ALL in self.targets or name in self.targets)
 
     def wants(self, logical_name: str) -> bool:
@@ -83,7 +83,7 @@ class Adapter:
     of: Parameter  # the layer's weight
     a: Parameter
     b: Parameter
-    rows: tuple[int, ...]  # of each part of the weight, in each of its groups
+    rows: tuple[int, ...]  # rows of each part of the weight in a group
     wanted: tuple[bool, ...]  # which parts have an adapter
     rank: int
 
@@ -93,7 +93,7 @@ class Adapter:
 
 
 def target(logical_name: str) -> str:
-    """The name by which a linear layer is a target: `q_proj` of `model.layers.{layer}.self_attn.q_proj.weight`."""
+    """The target name of a linear layer: `q_proj` for `model.layers.{layer}.self_attn.q_proj.weight`."""
     return logical_name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -127,7 +127,7 @@ def trainer_adapters(spec: ModelSpec, topology: TrainerTopology, layer_spec: str
 
 
 def adapter_parameters(adapters: Sequence[Adapter]) -> list[Parameter]:
-    """As parameters of the trainer."""
+    """The adapters as parameters of the trainer."""
     return [parameter for adapter in adapters for parameter in (adapter.a, adapter.b)]
 
 
@@ -152,13 +152,13 @@ def _adapter(parameter: Parameter, logical: Mapping[str, LogicalTensor], lora: L
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> list[Parameter]:
-    """The trainer's linear layers of which any part has an adapter."""
+    """The trainer's linear layers in which any part has an adapter."""
     linear = _linear(spec, TrainerTopology(), "local")
     return [parameter for parameter in linear if any(lora.wants(part.logical_name) for part in parameter.parts)]
 
 
 def factor_name(parameter: Parameter, logical_name: str, suffix: str, lora: Lora) -> str:
-    """The logical name of a factor. The outer factor is the one that the layer does not cut: A if rows are cut, B if columns are."""
+    """The logical name of a factor. The outer factor is the one that is not cut: A if the layer's rows are cut, B if its columns are."""
     name = logical_name.removesuffix(".weight") + suffix
     outer = A if parameter.dim == 0 else B
     return name.replace(f"{EXPERT_FIELD}.", "") if lora.shared and suffix == outer else name
@@ -174,11 +174,11 @@ def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
     return {tensor.name: tensor for tensor in family(spec).logical_tensors(spec)}
 
 
-# Where SGLang keeps the adapters that it serves: a pool of memory, in which every adapter has a slot.
+# SGLang serves adapters from a pool of memory, in which every adapter has a slot.
 #
-# Each linear layer of SGLang's has an A [parts * rank, in] and a B [out, rank] in a slot. Dense layers multiply what they add by alpha /
-# rank when requests run; for experts B has to hold it (`LoraTrainer.served_parameters`). Both are cut as the layer is, in the way that
-# lora/layout.py shows for the trainer:
+# In a slot, each of SGLang's linear layers has an A [parts * rank, in] and a B [out, rank]. At run time, dense layers multiply what they
+# add by alpha / rank. For experts, B must include this factor (`LoraTrainer.served_parameters`). Both are cut like the layer, as shown
+# above for the trainer:
 #
 #     rows are cut (qkv, gate and up)     A whole, one below the other        B cut by rows, in the layer's order of groups
 #     columns are cut (o, down)           A cut by columns                    B whole
@@ -187,8 +187,8 @@ def _logical(spec: ModelSpec) -> dict[str, LogicalTensor]:
 
 
 POOL_A, POOL_B = "lora_A", "lora_B"
-SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}  # layers by SGLang's names, and how many parts they have
-EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # stacked experts, and the projections that SGLang knows
+SERVED = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}  # SGLang's layer -> number of parts
+EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}  # stacked experts -> projections that SGLang knows
 
 
 def is_adapter(name: str) -> bool:
@@ -197,7 +197,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_of_stack(name: str) -> bool:
-    """Whether the engine has this tensor of the pool once for several experts."""
+    """Whether this tensor of the pool covers several experts."""
     return name.rpartition(".")[0].endswith(tuple(f".experts.{stack}" for stack in EXPERTS))
 
 
@@ -209,7 +209,7 @@ def _as_shown(kind: Kind) -> Kind:
 
 
 def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
-    """The adapters of one slot, as SGLang's parameters."""
+    """The adapters of one slot as parameters of SGLang."""
     found = []
     for parameter in _adapted(spec, topology, device, lora):
         for letter, suffix, cut in ((POOL_A, A, 1), (POOL_B, B, 0)):
@@ -220,7 +220,7 @@ def pool_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, l
 
 
 def unserved(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[str]:
-    """Why engines on `device` cannot serve the adapters; empty if they can."""
+    """The reasons why engines on `device` cannot serve the adapters; empty if they can."""
     if topology.dp_attention > 1:
         return [f"with generator.dp_attention={topology.dp_attention} writing to SGLang's pool has not been tried"]
     if spec.norms_after:
@@ -255,7 +255,7 @@ def _problems(parameter: Parameter, device: str, lora: Lora) -> Iterator[str]:
 
 
 def _adapted(spec: ModelSpec, topology: GeneratorTopology, device: str, lora: Lora) -> list[Parameter]:
-    """SGLang's linear layers of which any part has an adapter."""
+    """SGLang's linear layers in which any part has an adapter."""
     wanted = {part.logical_name for parameter in adapted(spec, lora) for part in parameter.parts if lora.wants(part.logical_name)}
     parameters = family(spec).sglang_parameters(spec, topology, device)
     return [parameter for parameter in parameters if parameter.place == LAYER and wanted.intersection(_targets(parameter))]

@@ -18,7 +18,7 @@ from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import Weights, find_weights
 
-# Settings of Megatron under which its layers get other inputs than adapters expect.
+# Settings of Megatron with which its layers get other inputs than adapters expect.
 _REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
 
 
@@ -110,13 +110,13 @@ def check_lora(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def sends_adapters(config: RunConfig, spec: ModelSpec, device: str | None = None) -> bool:
-    """Whether an update carries the adapters alone; otherwise the weights, with adapters merged if there are any. `device` as of
+    """Whether an update carries only the adapters. Otherwise it carries the weights, with any adapters merged. `device`: see
     `why_merged`."""
     return bool(config.lora.rank) and config.lora.sync != "merge" and not why_merged(config, spec, device)
 
 
 def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) -> list[str]:
-    """Why the run's engines cannot be sent adapters alone. `device`: that of the engines, cuda or cpu; None: as on this machine."""
+    """The reasons why updates cannot carry only adapters. `device`: of the engines, cuda or cpu; None: that of this machine."""
     lora = Lora.of(config.lora)
     assert lora is not None
     if config.weights.delta != "off":
@@ -127,7 +127,8 @@ def why_merged(config: RunConfig, spec: ModelSpec, device: str | None = None) ->
 
 
 def check_first_adapters(config: RunConfig, command: str | None) -> Iterable[str]:
-    """An adapter belongs to the weights that it was trained on, and random weights are no model to adapt."""
+    """Problems with `lora.init` and random weights: an adapter belongs to the weights it was trained on, and random ones cannot be
+    adapted."""
     if command == "sft" and config.lora.rank and config.model.random_init and not find_weights(config, command).are_there:
         yield "model.random_init=true: adapters cannot make a model of random weights; set sft.adapters=false to train all of them"
     if not config.lora.rank or config.lora.init is None:

@@ -1,4 +1,4 @@
-"""A trainer whose model is frozen, and whose adapters are trained (LoRA): y = W x + alpha / rank * B A x."""
+"""A trainer that trains adapters of a frozen model (LoRA): y = W x + alpha / rank * B A x."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from megarl.trainer.step import MegatronTrainer, StepResult
 
 # Low-rank adapters beside Megatron's linear layers: y = W x + alpha / rank * B A x, with W frozen.
 #
-# An adapter is a submodule of the layer. A hook on the layer's forward pass adds what the adapter makes of the layer's input, so it works
-# under any schedule and recomputation. All of Megatron's linear layers take the input as first argument, and return (output, bias); the
-# hook relies on that. Transformer Engine's layers that norm their input first are asked for the normed input too.
+# An adapter is a submodule of the layer. A hook on the layer's forward pass adds the adapter's output for the layer's input, so it works
+# with any schedule and recomputation. It relies on Megatron's linear layers taking the input as first argument and returning (output,
+# bias). Layers of Transformer Engine that norm their input first are also asked for the normed input.
 #
-# How the factors are cut is said in lora/layout.py. With x [s, b, in], on tensor ranks that share a layer:
+# lora/layout.py says how the factors are cut. With x [s, b, in], on tensor ranks that share a layer:
 #
-#     rows cut        h = A x is the same on all ranks, its gradient the sum of theirs. With sequence parallelism each rank has its part
-#                     of x: A's small output is gathered in the place of x, and the gradient of A is summed by finalize_model_grads.
-#     columns cut     h = A x is the sum over the ranks, or each rank's part of the sum with sequence parallelism: then the gradient of B
-#                     is summed by finalize_model_grads.
-#     experts         Megatron sums over the ranks outside the layers, of outputs and of inputs' gradients: so each rank uses its own h,
-#                     and the gradient of the whole factor is summed here.
+#     rows cut        h = A x is the same on all ranks, and its gradient is the sum of theirs. With sequence parallelism each rank has its
+#                     part of x: A's small output is gathered instead of x, and finalize_model_grads sums the gradient of A.
+#     columns cut     h = A x is the sum over the ranks. With sequence parallelism each rank gets its part of the sum, and
+#                     finalize_model_grads sums the gradient of B.
+#     experts         Megatron sums outputs and gradients of inputs over the ranks outside the layers. So each rank uses its own h, and the
+#                     gradient of the whole factor is summed here.
 #
-# The factor that all experts of a layer share counts as a part of the dense model: each rank has its own tokens' or rows' part of its
-# gradient, and all ranks of the stage sum it, as they do for a norm under sequence parallelism.
+# A factor that all experts of a layer share counts as a part of the dense model. Each rank has the part of its gradient from its own tokens
+# or rows, and all ranks of the stage sum it, as for a norm with sequence parallelism.
 
 
 class Switch:
-    """What all adapters of a trainer do at the moment."""
+    """The current mode of all adapters of a trainer."""
 
     def __init__(self, dropout: float):
         self.dropout = dropout
@@ -71,16 +71,16 @@ class Switch:
 
 
 class LayerAdapter(torch.nn.Module):
-    """The adapters of one linear layer, or of the several experts that a grouped one consists of."""
+    """The adapters of one linear layer, or of all experts in a grouped linear layer."""
 
     def __init__(self, adapter: Adapter, weights: dict[str, torch.nn.Parameter], scale: float, switch: Switch, shared: dict[str, Any]):
-        """`weights`: the layer's, by the ending of their names ("" or the expert's number on this rank); `shared`: the factors that the
-        layer's experts share, by the letters a and b."""
+        """`weights`: ending of the name ("" or the expert's number on this rank) -> weight of the layer. `shared`: letter, a or b -> the
+        factor that the layer's experts share."""
         super().__init__()
         self.adapter, self.scale, self.switch = adapter, scale, switch
         self.experts, self.dim = adapter.of.of_expert, adapter.of.dim
         self.group = expert_tensor_group() if self.experts else tensor_group()
-        self.sequence_parallel = False  # whether the layer's input or output is split over the tensor ranks
+        self.sequence_parallel = False  # whether the layer's input or output is split over tensor ranks
         self._factors: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         for ending, weight in weights.items():
             own = {letter: new_factor(self, letter + ending, adapter, letter, weight) for letter in "ab" if letter not in shared}
@@ -88,21 +88,21 @@ class LayerAdapter(torch.nn.Module):
             self._factors.append((factors["a"], factors["b"]))
 
     def mark(self, sequence_parallel: bool) -> None:
-        """Sets the marks by which Megatron reduces gradients and computes their norm."""
+        """Sets the attributes with which Megatron reduces gradients and computes their norm."""
         self.sequence_parallel = sequence_parallel and not self.experts and self.group.size() > 1
         for name, parameter in self.named_parameters():
             cut = (self.adapter.a if name[0] == "a" else self.adapter.b).dim is not None
             parameter.allreduce = not self.experts  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = cut or self.experts  # type: ignore[attr-defined]
             parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
-            # Each tensor rank of an expert has its whole factor, which counts once in the norm.
+            # Each tensor rank of an expert has the whole factor, which must count once in the norm.
             parameter.shared = self.experts and not cut and self.group.rank() > 0  # type: ignore[attr-defined]
 
     def add(self, layer: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        """The hook: `output` of `layer` with what the adapters add."""
+        """The hook: returns `output` of `layer` plus the adapters' output."""
         out, bias = output
         x = arguments[0]
-        if isinstance(out, tuple):  # of a layer that was asked for its normed input
+        if isinstance(out, tuple):  # from a layer that also returns its normed input
             out, x = out
         if self.switch.on:
             tokens = [int(n) for n in arguments[1]] if len(arguments) > 1 else [len(x)]
@@ -130,7 +130,7 @@ class LayerAdapter(torch.nn.Module):
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.switch.dropout and self.switch.training):
             return x
-        # If all tensor ranks have the same x, all must drop the same elements.
+        # If all tensor ranks have the same x, they must all drop the same elements.
         alike = not self.experts and not self.sequence_parallel and self.dim != 1
         name = get_expert_parallel_rng_tracker_name() if self.experts else "model-parallel-rng"
         tracker = get_cuda_rng_tracker()
@@ -143,13 +143,13 @@ class LayerAdapter(torch.nn.Module):
         return self._factors[number]
 
     def delta(self, number: int) -> torch.Tensor:
-        """[rows, columns] float32: what the adapter of the layer's weight number `number` adds to this rank's part of it."""
+        """[rows, columns] float32: what the adapter adds to this rank's part of the layer's weight number `number`."""
         a, b = (factor.detach().float() for factor in self._factors[number])
         return product(self.adapter, a.t() * self.scale, b).t()
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks of `group`."""
+    """The identity in the forward pass; sums the gradient over the ranks of `group`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -166,7 +166,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[…, rows]: each part's B times its own part of h [… , parts * rank], in the layer's order of rows; 0 for parts without adapter."""
+    """[…, rows]: the B of each part times its part of h [… , parts * rank], in the layer's order of rows. 0 for parts without adapter."""
     if adapter.wanted == (True,):
         return F.linear(h, b)
     wanted = [rows for rows, there in zip(adapter.rows, adapter.wanted) if there]
@@ -186,16 +186,16 @@ def product(adapter: Adapter, h: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def attach(
     chunks: Sequence[GPTModel], adapters: Sequence[Adapter], scale: float, switch: Switch, sequence_parallel: bool
 ) -> dict[torch.nn.Parameter, tuple[LayerAdapter, int]]:
-    """Freezes the model, and gives its layers adapters with unset values. Returns for each weight that has an adapter (the layer's
-    adapters, the number of this one)."""
+    """Freezes the model, and adds adapters with unset values to its layers. Returns a mapping from each weight with an adapter to (adapters
+    of its layer, number of the weight in the layer)."""
     found: dict[torch.nn.Parameter, tuple[LayerAdapter, int]] = {}
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if hasattr(chunk, "embedding"):  # full recomputation makes gradients only for a layer whose input needs one
+        if hasattr(chunk, "embedding"):  # full recomputation computes gradients only for a layer whose input needs one
             chunk.embedding.register_forward_hook(_with_gradient)
         for layer in chunk.decoder.layers:
             number = _number(layer)
-            shared: dict[str, torch.nn.Parameter] = {}  # by letter
+            shared: dict[str, torch.nn.Parameter] = {}  # letter -> factor
             for adapter in adapters:
                 first, end = adapter.of.layers or (0, number + 1)
                 for module, weights in _layers(layer, adapter.of) if first <= number < end else ():
@@ -213,7 +213,7 @@ def attach(
 
 
 def _number(layer: Any) -> int:
-    """Of the whole model's layers, from 0."""
+    """The number of the layer in the whole model, from 0."""
     return layer.layer_number - 1
 
 
@@ -222,7 +222,7 @@ def _with_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor
 
 
 def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
-    """The modules of the decoder layer `layer` that keep `weight`, and what each keeps, by the ending of the name."""
+    """The modules of the decoder layer `layer` with `weight`, and for each: ending of the name -> its parameter."""
     path, _, ending = weight.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").rpartition(".weight")
     outer, expert, inner = path.partition(f"{EXPERT_FIELD}.")
     modules: Any = (
@@ -236,7 +236,7 @@ def _layers(layer: torch.nn.Module, weight: Parameter) -> Iterator[tuple[Any, di
 def _shared(
     layer: Any, factor: Parameter, adapter: Adapter, letter: str, weight: torch.nn.Parameter, sequence_parallel: bool
 ) -> torch.nn.Parameter:
-    """The adapter's factor that all experts of `layer` share."""
+    """The factor of the adapter that all experts of `layer` share."""
     path = factor.name.removeprefix(f"decoder.layers.{LAYER_FIELD}.").split(".")[:-1]
     owner = layer.get_submodule(".".join(path[:-1]))
     if not hasattr(owner, path[-1]):
@@ -247,7 +247,7 @@ def _shared(
 
 
 def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Adds to `owner` the factor `letter` of this rank's part `weight` of a layer: zeros."""
+    """Adds to `owner` the factor `letter` for this rank's part `weight` of a layer, filled with zeros."""
     parts, rank = sum(adapter.wanted), adapter.rank
     wanted = sum(rows for rows, there in zip(adapter.rows, adapter.wanted) if there)
     rows, columns = weight.shape
@@ -257,14 +257,15 @@ def new_factor(owner: torch.nn.Module, name: str, adapter: Adapter, letter: str,
     return parameter
 
 
-# A trainer whose model is frozen, and whose adapters are trained (LoRA).
+# A trainer that trains adapters of a frozen model.
 #
-# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` says where they lie, `layout` where the model
-# lies. The reference model is the model without them, and so takes no memory. Engines and exports get the model with the adapters merged.
+# Only the adapters have gradients and an optimizer, and only they are saved. `saved_layout` is the layout of the adapters, `layout` that of
+# the model. The reference model is the model without adapters, so it takes no memory. Engines and exports get the model with merged
+# adapters.
 
 
 class LoraTrainer(MegatronTrainer):
-    """`base` is the checkpoint that the frozen weights come from, or None if they are random."""
+    """`base`: the checkpoint of the frozen weights; None if they are random."""
 
     def __init__(
         self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, sent_alone: bool = False, **settings: Any
@@ -290,7 +291,7 @@ class LoraTrainer(MegatronTrainer):
             return super().train_step(*arguments, **settings)
 
     def hold_reference(self, model: MegatronModel | None = None) -> None:
-        """The model without adapters is held anyway."""
+        """Does nothing, since the model without adapters is always there."""
         self._reference = model
 
     @contextlib.contextmanager
@@ -308,8 +309,8 @@ class LoraTrainer(MegatronTrainer):
         self._begin(self.seed)
 
     def _begin(self, seed: int) -> None:
-        """Sets the adapters' first values: those of `lora.init`, or as PEFT does, by name and seed: A uniform (He et al. 2015 with a = √5),
-        B zero."""
+        """Sets the adapters' initial values: from `lora.init`, or as in PEFT, by name and seed: A uniform (He et al. 2015 with a = √5), B
+        zero."""
         parameters = self.local_parameters()
         there = None
         if self._settings.init:
@@ -338,11 +339,11 @@ class LoraTrainer(MegatronTrainer):
         return self.served_parameters() if self._sent_alone else self.merged_parameters()
 
     def merged_parameters(self) -> dict[str, torch.Tensor]:
-        """W + alpha / rank * B A in float32, rounded once, of this rank's part of each weight. The tensors are the same at every call, with
-        the values of the last."""
+        """This rank's part of each weight W + alpha / rank * B A, computed in float32 and rounded once. Every call returns the same
+        tensors, with new values."""
         found = {}
         for name, parameter in parameters_by_name(self.chunks).items():
-            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:  # an adapter
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:  # a factor of an adapter
                 continue
             found[name] = weight = parameter.data
             if parameter in self._adapters:
@@ -352,8 +353,8 @@ class LoraTrainer(MegatronTrainer):
         return found
 
     def served_parameters(self) -> dict[str, torch.Tensor]:
-        """The weights and the adapters, as engines get them that serve adapters. SGLang multiplies what an adapter adds by alpha / rank,
-        except for experts: there B has to hold it. The tensors are the same at every call, as of `merged_parameters`."""
+        """The weights and the adapters for engines that serve adapters. SGLang multiplies an adapter's output by alpha / rank, except for
+        experts, where B must include this factor. Every call returns the same tensors, as in `merged_parameters`."""
         of_experts = {adapter.factors(number)[1] for adapter, number in self._adapters.values() if adapter.experts}
         found = self.local_parameters()
         for name, parameter in parameters_by_name(self.chunks).items():
@@ -363,7 +364,7 @@ class LoraTrainer(MegatronTrainer):
         return found
 
     def export_adapter(self, path: str) -> None:
-        """Writes the adapters as a PEFT folder, which SGLang serves too."""
+        """Writes the adapters as a PEFT folder, which SGLang can also serve."""
         dtype = self.saved_layout.kinds[0].shards[0].dtype
         tensors = self._lora.hf_layout(self.spec, dtype).tensors(0)
         plan = hf_io.file_plan(tensors, math.inf, Path(TENSORS_FILE).stem, lambda tensor: shown(tensor.name, tensor.shape))

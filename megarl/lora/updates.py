@@ -1,4 +1,4 @@
-"""Updates of adapters alone, at both ends: the frozen weights are written once to each set of engines, in full."""
+"""Updates of adapters alone, at both ends. The frozen weights are written in full once to each set of engines."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Share
 
 
 class AdapterUpdates(FullUpdates):
-    """Once connected, the rank offers every version as a change to the last one, like a delta.
+    """The trainer's end. Once connected, the rank offers every version as a change to the last one, like a delta.
 
-    The generator grants that if its engines hold the version before, in memory that need not be opened anew. The audit covers the
-    frozen weights too: their hashes must equal those of the values that were sent.
+    The generator grants that if its engines have the version before, in memory that need not be opened anew. The audit also covers the
+    frozen weights: their hashes must equal those of the values that were sent.
     """
 
     def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
         super().__init__(transport, map, rank, config)
-        self._adapters: Sequence[Copy] | None = None  # in sending order; None until it is connected
-        self._frozen: Shares = {}  # of the frozen weights, as written last
+        self._adapters: Sequence[Copy] | None = None  # copies of adapters in sending order; None until connected
+        self._frozen: Shares = {}  # shares of the frozen weights, as last written
 
     def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
         if self._adapters is None:
             return super().offer(version, base, model, trace)
-        # The maxima of tiles stay as they are, since the weights are frozen.
+        # The amax of tiles does not change, since the weights are frozen.
         adapter_bytes, all_bytes = (sum(copy.bytes for copy in copies) for copies in (self._adapters, self.copies))
         return WeightsOffer(version, version - 1, adapter_bytes, adapter_bytes, all_bytes)
 
@@ -44,7 +44,7 @@ class AdapterUpdates(FullUpdates):
 
     def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
         if grant.delta:
-            assert self._adapters is not None  # it has offered them alone
+            assert self._adapters is not None  # not None, since it has offered adapters alone
             sent = self._send(self._adapters, model)
             yield sent, with_frozen(self._frozen, sent)
             return
@@ -55,12 +55,12 @@ class AdapterUpdates(FullUpdates):
 
 
 def with_frozen(frozen: Shares, sent: Sent) -> Shares:
-    """The shares of what engines should hold after adapters were `sent`."""
+    """The shares of the engines' expected memory after adapters were `sent`."""
     return {rank: frozen.get(rank, {}) | sent.shares.get(rank, {}) for rank in frozen.keys() | sent.shares.keys()}
 
 
 class AdapterUpdate(DeltaUpdate):
-    """At the generator: only the policy's adapter is written."""
+    """The generator's end: only the policy's adapter is written."""
 
     passing_on: ClassVar = PassOn(adapters=True)
 

@@ -1,4 +1,4 @@
-"""Where a process runs: what others must know to reach its memory."""
+"""Identifies the host of a process, so that others know how to reach its memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ANY_PORT = 9
 class Host(msgspec.Struct, frozen=True):
     """A host has two identities, because two network namespaces of one machine share memory but are two hosts on the network.
 
-    Processes with equal `memory` can map each other's memory; those with equal `network` share a loopback interface. Ranks are on one host
-    if both are equal; transports that map memory only require equal `memory` when the config asks for them.
+    Processes with equal `memory` can map each other's memory. Processes with equal `network` share a loopback interface. Ranks are on one
+    host if both are equal. Transports that map memory require only equal `memory`, if the configuration asks for them.
     """
 
     memory: str = ""  # kernel (boot id), PID namespace (for memory through /proc), /dev/shm (for CUDA IPC's counters)
     network: str = ""  # kernel (boot id) and network namespace
     name: str = ""  # for messages
-    cuda: bool = False  # parameters lie on a GPU
-    has: tuple[str, ...] = ()  # what transports found here that both of their ends must have (Transport.found_here)
+    cuda: bool = False  # parameters are on a GPU
+    has: tuple[str, ...] = ()  # requirements of transports that this host meets; both ends must (Transport.found_here)
 
 
 def address_towards(peer: str) -> str:
@@ -36,7 +36,7 @@ def address_towards(peer: str) -> str:
 
 
 def in_url(address: str) -> str:
-    """The address as it stands in a URL: IPv6 in brackets."""
+    """The address in the form for URLs: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
@@ -45,7 +45,7 @@ def with_port(address: str, port: int) -> str:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of sockets that listen at this IP address."""
+    """The family of sockets that listen at this IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -54,7 +54,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback() -> str:
-    """This host's, by IPv6 only where IPv4 has none."""
+    """This host's loopback address: IPv4's, or IPv6's if there is no IPv4."""
     return next(filter(_is_here, _LOOPBACKS), _LOOPBACKS[0])
 
 

@@ -31,12 +31,12 @@ from megarl.messaging.waiting import Pulse
 
 M = TypeVar("M", bound=Message)
 
-UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # a handshake that ended early; a member's handshake may have been too late
+UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # event: a handshake ended early, for example because it was too late
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | UNFINISHED
-HANDSHAKE_S = 120  # of a connection: a hub shakes hands with one member after the other, and there may be thousands
+HANDSHAKE_S = 120  # time for a connection's handshake: a hub does one at a time, for up to thousands of members
 BACKLOG = 4096  # connections that the kernel holds until ZeroMQ accepts them: thousands of members connect at once
-AT_ONCE = 64  # messages that an event loop reads, or sends, before its other tasks have their turn
-LOOK_UP_S = 0.2  # interval at which a wait asks whether it is given up
+AT_ONCE = 64  # messages that an event loop reads or sends before other tasks get their turn
+LOOK_UP_S = 0.2  # interval at which a wait checks whether it is given up
 READ_AHEAD_S = 0.02  # interval at which a peer that reads ahead looks for messages
 
 
@@ -76,7 +76,7 @@ class _OnlyThisRun:
 
 
 class _Inbox:
-    """Messages that have arrived but were not awaited yet, in order of arrival per type."""
+    """Messages that have arrived and were not yet received, in order of arrival per type."""
 
     def __init__(self) -> None:
         self._queues: dict[type, deque[tuple[str, Any]]] = defaultdict(deque)  # by type: (sender, message of that type)
@@ -93,18 +93,18 @@ class _Inbox:
 
 
 class UnknownMessage(RunError):
-    """A holder of the run's key has sent something that is no message of the run. It runs another version, or the data is damaged."""
+    """A holder of the run's key has sent something that is not a message of the run. It runs another version, or the data is damaged."""
 
 
 class _Endpoint:
-    """What hub and peer have in common: one socket, one inbox, waits with a deadline."""
+    """Base class of hub and peer: one socket, one inbox, waits with a deadline."""
 
     def __init__(self, name: str, socket: zmq.Socket):
         self.name = name
         self._socket = socket
         self._inbox = _Inbox()
-        self._lock = threading.RLock()  # around the socket and the inbox, where a thread reads ahead
-        self._read_ahead = False  # something has come into the inbox since the last look
+        self._lock = threading.RLock()  # guards the socket and the inbox if a thread reads ahead
+        self._read_ahead = False  # whether messages have come into the inbox since the last look
         self._broken: Exception | None = None  # once set, nothing more is read
 
     def _read(self) -> tuple[str, Message]:
@@ -112,8 +112,8 @@ class _Endpoint:
         raise NotImplementedError
 
     def _take_in(self, most: float = math.inf) -> bool:
-        """Moves everything that has arrived into the inbox, or the first `most` messages; returns whether that was all. Raises the error
-        of reading, then and at every later call."""
+        """Moves everything that has arrived into the inbox, or only the first `most` messages. Returns whether that was all. If reading
+        fails, this and every later call raises that error."""
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -190,7 +190,7 @@ class Hub(_Endpoint):
     """The binding side. `port` 0 takes a free one; `address` is what peers connect to."""
 
     def __init__(self, name: str, key: RunKey, host: str = "127.0.0.1", port: int = 0):
-        context = zmq.Context()  # a context of its own: ZeroMQ allows one authenticator per context
+        context = zmq.Context()  # its own context, since ZeroMQ allows one authenticator per context
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThisRun(key))
@@ -205,9 +205,9 @@ class Hub(_Endpoint):
         socket.bind(f"tcp://{with_port(host, port)}")
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = socket.get_monitor_socket(REFUSALS)
-        self._refused: Counter[str] = Counter()  # by what is said of them
-        self._loop: asyncio.AbstractEventLoop | None = None  # where tasks wait for messages
-        self._looking = False  # it is about to look for more
+        self._refused: Counter[str] = Counter()  # message -> how often
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which tasks wait for messages
+        self._looking = False  # whether the loop is about to look for more messages
         super().__init__(name, socket)
 
     def _read(self) -> tuple[str, Message]:
@@ -220,8 +220,8 @@ class Hub(_Endpoint):
         return super()._take_in(most)
 
     def _note_refusals(self) -> None:
-        """Logs connections refused for lack of the run's key, and handshakes that ended early: the first, second, fourth, …, so that they
-        cannot fill the log."""
+        """Logs connections refused because they lack the run's key, and handshakes that ended early. It logs only the first, second,
+        fourth, eighth … so that they cannot fill the log."""
         while int(self._refusals.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._refusals)["event"]
             late = event == UNFINISHED
@@ -231,7 +231,7 @@ class Hub(_Endpoint):
                 print(f"{self.name} {said} at {self.address}, {self._refused[said]} by now", flush=True)
 
     def send(self, peer: str, message: Message) -> None:
-        """Raises RuntimeError when `peer` is not connected."""
+        """Sends `message` to `peer`. Raises RuntimeError if it is not connected."""
         self._send(peer, encode(message))
 
     async def send_each(self, messages: Iterable[tuple[str, Message]]) -> None:
@@ -242,7 +242,7 @@ class Hub(_Endpoint):
             self._send(peer, encode(message))
 
     async def send_all(self, peers: Iterable[str], message: Message) -> None:
-        """The same message to all `peers`; as `send_each`."""
+        """Sends the same message to all `peers`, like `send_each`."""
         body = encode(message)
         for number, peer in enumerate(peers):
             if number % AT_ONCE == 0:
@@ -255,20 +255,20 @@ class Hub(_Endpoint):
             self._socket.send(body)
         except zmq.ZMQError as error:
             raise RuntimeError(f"{self.name} cannot reach {peer}: {error}") from error
-        finally:  # also after a failure, because sending has looked at the socket's state
+        finally:  # also after a failure, since sending may swallow a change of the socket's state (`_listen`)
             if self._loop is not None:
                 self._look_again()
 
     async def arrival(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> tuple[str, M]:
-        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline. `awaited` may be a function, to
-        be called when the deadline is past.
+        """Like `receive`, while other tasks of the event loop go on. A timeout of None means no deadline. `awaited` may be a function,
+        which is called only past the deadline.
 
         Several tasks may wait at once, each for a different type.
         """
         return (await self._arrived_of(kind, timeout_s, awaited, lambda: [found] if (found := self._inbox.take(kind)) else []))[0]
 
     async def arrivals(self, kind: type[M], timeout_s: float | None, awaited: str | Callable[[], str]) -> list[tuple[str, M]]:
-        """Like `arrival`, but returns all messages of that type which have arrived, in order, and at least one."""
+        """Like `arrival`, but returns all messages of that type that have arrived, in order; at least one."""
         return await self._arrived_of(kind, timeout_s, awaited, lambda: self._inbox.take_all(kind))
 
     async def _arrived_of(
@@ -292,9 +292,10 @@ class Hub(_Endpoint):
         return found
 
     def _listen(self) -> None:
-        """ZeroMQ's descriptor becomes readable when the socket's state may have changed, not while there is something to read.
+        """Takes in messages whenever ZeroMQ's descriptor becomes readable. It does so when the socket's state may have changed, not while
+        there is something to read.
 
-        So everything must be taken in whenever it does, and after every send, which can swallow the change.
+        So everything must be taken in each time, and also after every send, which can swallow the change.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -303,15 +304,15 @@ class Hub(_Endpoint):
             self._look_again()
 
     def _look_again(self) -> None:
-        """Makes the event loop take in the arrived messages soon; once for any number of calls."""
+        """Makes the event loop take in arrived messages soon. Several calls have the effect of one."""
         assert self._loop is not None
         if not self._looking and not self._loop.is_closed():
             self._looking = True
             self._loop.call_soon(self._take_in_some)
 
     def _take_in_some(self) -> None:
-        """Called by the event loop, which would only log an error; so the waiting tasks find and raise it. Many messages are taken in piece
-        by piece, so that other tasks have their turn."""
+        """Takes in some messages, then lets other tasks have their turn. Errors are kept for the waiting tasks to raise, since the event
+        loop, which calls this, would only log them."""
         self._looking = False
         if self._socket.closed:
             return
@@ -368,7 +369,7 @@ class Peer(_Endpoint):
                 try:
                     self._take_in()
                 except Exception:
-                    return  # `_broken` holds the error, and the next look raises it
+                    return  # the next look raises the error in `_broken`
                 self._read_ahead = arrived
 
     def _read(self) -> tuple[str, Message]:

@@ -40,7 +40,7 @@ def members_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_listeners() -> Iterator[Listeners]:
-    """The listeners that the block has opened. Only one such block may run at a time."""
+    """Yields a mapping to which the end of the block adds the listeners that it has opened. Only one such block may run at a time."""
     found: Listeners = {}
     with _one_at_a_time:
         before = _listening()
@@ -61,7 +61,7 @@ def _listening() -> Listeners:
     """All listeners of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed by now
+        with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _listens(int(name)):
                 found[os.fstat(int(name)).st_ino] = int(name)
     return found
@@ -73,7 +73,7 @@ def _listens(descriptor: int) -> bool:
 
 
 def _admit_nobody(descriptor: int) -> None:
-    """The filter does not affect existing connections."""
+    """Attaches a filter that drops everything new. It does not affect existing connections."""
     with socket.socket(fileno=os.dup(descriptor)) as each:
         each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(_NOBODY)))
 
@@ -89,7 +89,7 @@ class _Row(NamedTuple):
 
 
 def _strangers(listeners: set[int]) -> set[int]:
-    """Other users who hold the far end of a connection to one of these sockets. Ends on other hosts cannot be checked."""
+    """Other users of this host who are connected to one of these sockets. Connections from other hosts cannot be checked."""
     lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
     rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
     ours = {row.local for row in rows if row.inode in listeners}

@@ -15,7 +15,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True):
-    """A trainer rank's first message: it is up; where it runs; which reshard map it has computed."""
+    """A trainer rank's first message: it is up, where it runs, and the hash of the reshard map that it has computed."""
 
     plan_hash: str
     host: Host = Host()
@@ -24,29 +24,29 @@ class Hello(_Message, frozen=True):
 class WeightsOffer(_Message, frozen=True):
     """Trainer rank: my shard of this version stays unchanged until the update is over.
 
-    With `base`, it can send the changes since that version (weights.delta). If it has compared, the numbers say how large these are.
+    With `base`, it can send only the changes since that version (weights.delta). If it has compared the two, the numbers give their size.
     """
 
     version: int
     base: int = -1
     delta_bytes: int = 0
-    changed_bytes: int = 0  # of the elements that have changed
+    changed_bytes: int = 0  # bytes of the changed elements
     full_bytes: int = 0  # 0: it has not compared
 
 
 class WeightsGrant(_Message, frozen=True):
     """Generator: the engines are paused, write `version` now.
 
-    With a `plan_hash`, the engines' memory is opened anew: `endpoints` are those of the generator ranks that this trainer rank writes to.
-    Without, they stay the same. `engines`: how many engines of each group take part; none: there is nothing to write, or with `later`: the
-    version is to be offered again. `delta`: write only the changes since the base that was offered.
+    With a `plan_hash`, the memory of the engines must be opened anew: `endpoints` are the generator ranks that this trainer rank writes to.
+    Without, they stay the same. `engines`: how many engines of each group take part. If none do, there is nothing to write; with `later`,
+    the version must be offered again. `delta`: write only the changes since the base that was offered.
     """
 
     version: int
-    endpoints: bytes = b""  # as transports.base.decode_endpoints reads them
+    endpoints: bytes = b""  # decoded by transports.base.decode_endpoints
     engines: tuple[int, ...] = (-1,)
     relay: tuple[str, int] | None = None  # a RelayRule (reshard.relays), if engines pass on a part
-    plan_hash: str = ""  # of the map without what engines pass on
+    plan_hash: str = ""  # hash of the map, without copies that engines pass on
     delta: bool = False
     later: bool = False
 
@@ -56,11 +56,11 @@ class WeightsGrant(_Message, frozen=True):
 
 
 class WeightsWritten(_Message, frozen=True):
-    """Trainer rank: my copies are written, or `error` says why not. `shares`: those of the audit hashes (weight_sync.audit.packed_shares),
-    once all is written.
+    """Trainer rank: my copies are written, or `error` says why not. `shares`: this rank's shares of the audit hashes
+    (weight_sync.audit.packed_shares), once everything is written.
 
-    `unwritten`: generator ranks that could not be reached. `more`: only the copies that land (Mooncake) are written yet, so the workers
-    can scatter them while the others follow.
+    `unwritten`: generator ranks that could not be reached. `more`: only the copies to landing buffers (Mooncake) are written yet, so that
+    the workers can scatter them while the other copies follow.
     """
 
     version: int
@@ -79,11 +79,11 @@ class WeightsApplied(_Message, frozen=True):
     audited: bool  # whether there was an audit; a failed one ends the run
     pause_s: float  # how long the engines were paused
     bytes_written: int  # by all trainer ranks together
-    engines: int = 0  # that serve now
-    changed_fraction: float | None = None  # of the bytes, since the version before; None if not compared
+    engines: int = 0  # engines that serve now
+    changed_fraction: float | None = None  # changed share of the bytes since the last version; None if not compared
     serving: dict[str, int] = {}  # engines that serve now, by group; empty without generator.groups
-    sampled: dict[str, int] = {}  # tokens since the generator has started, likewise
-    drafts: tuple[int, int, int] = (0, 0, 0)  # tokens drafted, those of them kept, and passes that verified them, since the version before
+    sampled: dict[str, int] = {}  # tokens sampled since the generator started, by group
+    drafts: tuple[int, int, int] = (0, 0, 0)  # since the last version: drafted tokens, accepted ones, and verifying passes
 
 
 class WeightsWanted(_Message, frozen=True):
@@ -93,11 +93,11 @@ class WeightsWanted(_Message, frozen=True):
 
 
 class LookAgain(_Message, frozen=True):
-    """Trainer rank 0, when the run stops: compare the engines' memory again with the result of the last audit."""
+    """Trainer rank 0, when the run stops: compare the engines' memory with the result of the last audit."""
 
 
 class LookedAgain(_Message, frozen=True):
-    """Generator, in answer: `problem` says what memory has changed; `obstacle` why it could not be compared."""
+    """Generator, in answer to LookAgain: `problem` says which memory has changed, `obstacle` why it could not be compared."""
 
     problem: str = ""
     obstacle: str = ""
@@ -107,7 +107,7 @@ class GenerateFrom(_Message, frozen=True):
     """Trainer rank 0's first order: generate all prompts from `first` on except `skip`.
 
     Prompts in `skip` were trained on or dropped, have rested, or are held here. `dropped`: the prompts that were dropped or have rested so
-    far; another prompt replaces each. `outside` and `scored`: what the curriculum has learned so far (data/order.py)."""
+    far; another prompt replaces each. `outside` and `scored`: the state of the curriculum so far (data/order.py)."""
 
     first: Ordinal
     skip: list[Ordinal]
@@ -117,7 +117,7 @@ class GenerateFrom(_Message, frozen=True):
 
 
 class GroupsStarted(_Message, frozen=True):
-    """Generator: rollouts of these prompts have begun, under weights `version`."""
+    """Generator: rollouts of these prompts have begun under weights of `version`."""
 
     ordinals: list[Ordinal]
     version: Version
@@ -130,26 +130,26 @@ class PromptsRested(_Message, frozen=True):
 
 
 class GroupReady(_Message, frozen=True, gc=False):
-    """Generator: a finished group. Times are seconds on the generator's monotonic clock; 0 in a group that an earlier process made.
+    """Generator: a finished group. Times are seconds on the generator's monotonic clock; 0 in a group from an earlier process.
 
     gc=False keeps full buffers cheap for the garbage collector; nothing in a message can refer back to it.
     """
 
     ordinal: Ordinal
-    oldest: Version  # of its tokens
+    oldest: Version  # oldest version among its tokens
     started_s: float
     ended_s: float
-    idle_s: float  # how long the generator's places in flight have waited for weights since its start, averaged over them
+    idle_s: float  # mean time that the generator's places in flight have waited for weights since its start
     summary: msgspec.Raw  # an encoded GroupSummary, for every trainer rank
     texts: msgspec.Raw  # an encoded GroupTexts, for trainer rank 0
-    pieces: list[memoryview]  # the numbers (rollouts/channel.py): of the prompt, then of each sample, for the ranks that train on it
-    dropped: bool = False  # by dynamic sampling, or because it is unanswered; it is not trained on, so it has no pieces
-    outside: bool = False  # the pass rate is outside the band that the curriculum trains on, so the row rests
-    scoring_s: tuple[float, float] = (0.0, 0.0)  # how long rollouts had waited for scores by then, when it began and when it ended
+    pieces: list[memoryview]  # the numbers of the prompt, then of each sample (rollouts/channel.py)
+    dropped: bool = False  # by dynamic sampling, or because it is unanswered; not trained on, so without pieces
+    outside: bool = False  # whether the pass rate is outside the curriculum's band, so that the row rests
+    scoring_s: tuple[float, float] = (0.0, 0.0)  # how long rollouts had waited for scores when it began, and when it ended
 
 
 class Regenerate(_Message, frozen=True):
-    """Trainer rank 0: these groups are too old to be trained on; generate them again."""
+    """Trainer rank 0: these groups are too old; generate them again."""
 
     ordinals: list[Ordinal]
 
@@ -167,8 +167,9 @@ class ProbeReady(_Message, frozen=True):
 
 
 class FleetCall(_Message, frozen=True):
-    """`megarl engines`, to the generator. What `do` takes: list; join: `urls` of engines of `group` that are starting; here: `engines`,
-    whose launcher is alive; leave: `engines`, or the `count` newest, after which the launcher `ends` them in any case."""
+    """A call of `megarl engines` to the generator. `do` is one of: list; join: engines of `group` are starting at `urls`; here: the
+    launcher of `engines` is alive; leave: `engines`, or the `count` newest, shall leave (their launcher ends them in any case if it `ends`
+    them)."""
 
     do: Literal["list", "join", "here", "leave"]
     urls: list[str] = []
@@ -181,14 +182,14 @@ class FleetCall(_Message, frozen=True):
 class EngineState(msgspec.Struct, frozen=True):
     number: int
     url: str
-    text: str  # what it is doing
+    text: str  # what the engine is doing
     serving: bool = False
-    gone: bool = False  # it has left for good
-    group: str = ""  # of generator.groups
+    gone: bool = False  # whether it has left for good
+    group: str = ""  # its group in generator.groups
 
 
 class FleetAnswer(_Message, frozen=True):
-    """The answer to a FleetCall. `error`: why it is refused; `engines`: the engines concerned, or all."""
+    """The answer to a FleetCall. `error`: why the call is refused. `engines`: the engines concerned, or all engines."""
 
     do: str
     engines: list[EngineState] = []

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from megarl.messaging.host import family_of, in_url, is_loopback, with_port
 
-# Torch's stores, where the members of a process group meet. Whoever can reach a store can read and change it.
+# Torch's stores, where the members of a process group meet. Everyone who can reach a store can read and change it.
 #
-# So on one host the store is a file that only this user can open. Between hosts it is a port, but only on the network that they share:
-# torch has no keys for it, and would listen on every network.
+# So on one host, the store is a file that only this user can open. Between hosts it is a port, which listens only on the network that the
+# hosts share: torch has no keys for it, and would by default listen on every network.
 
 
 def open_store(host: str) -> tuple[dist.Store, str]:
-    """A store that others reach at `host`, an IP address; and the store's address."""
+    """A store that other processes reach at the IP address `host`, and the address of the store."""
     if is_loopback(host):
         folder = tempfile.mkdtemp(prefix="store-")
         path = os.path.join(folder, "store")
@@ -61,9 +61,9 @@ def listening_store(host: str, port: int, timeout_s: float = 300) -> dist.TCPSto
 
 # How trainer ranks stop on SIGTERM, which the launcher or Slurm sends to all processes of a job.
 #
-# Ranks receive the signal at different moments, possibly inside collectives, so it only sets a mark. Rank 0 announces the stop in place of
-# the next batch (`rollouts`). If every rank waits on its own, all agree whether to give up the wait. The running step is finished in either
-# case.
+# Ranks receive the signal at different moments, possibly inside collectives, so the signal only sets a flag. Rank 0 announces the stop
+# instead of the next batch (`rollouts`). If every rank waits on its own, all ranks agree whether to give up the wait. In either case the
+# running step is finished.
 
 
 class StopRequest:
@@ -71,10 +71,10 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        self.since = 0.0  # by time.monotonic
+        self.since = 0.0  # time.monotonic() of the request
 
     def listen(self) -> None:
-        """Makes SIGTERM a request instead of the end of the process. Main thread only."""
+        """From now on, SIGTERM makes a request instead of ending the process. Main thread only."""
         signal.signal(signal.SIGTERM, lambda *_: self.ask())
 
     def ask(self) -> None:

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: addresses, keys, where to resume."""
+"""How the processes of a run find each other: addresses, keys, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megarl.messaging.host import family_of, with_port
 from megarl.messaging.link import RunKey
 
 LOWEST_PORT, END_OF_PORTS = 10_000, 65_536  # well-known services have lower ports
-POLICY = "engine"  # names of the processes of the policy's engines begin with it
-EVALUATION = "eval_engine"  # those of the engines that only evaluate (eval.engines)
-GENERATOR, EVALUATOR = "generator.0", "evaluator.0"  # the drivers of both
+POLICY = "engine"  # prefix of the process names of the policy's engines
+EVALUATION = "eval_engine"  # prefix of the process names of engines that only evaluate (eval.engines)
+GENERATOR, EVALUATOR = "generator.0", "evaluator.0"  # the drivers of these two kinds of engines
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
-    group_port: int  # where its parts on several nodes meet
+    group_port: int  # where the parts of the engine on several nodes meet
 
     @property
     def url(self) -> str:
@@ -33,20 +33,20 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """The launcher writes it before it starts anything, readable by this user alone, since it holds the engines' keys."""
+    """The launcher writes this file before it starts processes. Only this user can read it, since it holds the engines' keys."""
 
     hub_host: str
     hub_port: int
-    key_file: str  # the RunKey of every message between processes
-    trainer_host: str  # trainer rank 0's, where torch.distributed meets
+    key_file: str  # file with the RunKey for all messages between processes
+    trainer_host: str  # host of trainer rank 0, where torch.distributed meets
     trainer_port: int
-    engines: dict[str, list[EngineAddress]]  # by the names of their processes: those of the policy, then those of each role on engines
-    engine_key: str  # generation
-    engine_admin_key: str  # weight updates
+    engines: dict[str, list[EngineAddress]]  # by process name: the policy's engines, then those of each role
+    engine_key: str  # key for generation
+    engine_admin_key: str  # key for weight updates
     start_step: int
     checkpoint: str  # folder to resume from, empty for a fresh run
-    first_engine: int = 0  # the number of the first of `engines`, where they have joined a run
-    evaluator_port: int = 0  # of the hub of the driver of the engines that only evaluate, on the same host
+    first_engine: int = 0  # number of the first of `engines`, if they have joined a run
+    evaluator_port: int = 0  # hub port of the driver of engines that only evaluate, on the generator's host
 
     @property
     def key(self) -> RunKey:
@@ -64,7 +64,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return [engine.url for engine in self.engines[name]]
 
     def save(self, launch_dir: Path) -> None:
-        """The file appears whole, by a rename, because launchers of other nodes wait for it."""
+        """Writes the file atomically, since launchers on other nodes wait for it."""
         path = rendezvous_path(launch_dir)
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def load(cls, launch_dir: Path) -> Rendezvous:
-        """Raises RuntimeError if the file is damaged."""
+        """Reads the file in `launch_dir`. Raises RuntimeError if it is damaged."""
         path = rendezvous_path(launch_dir)
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -108,7 +108,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return found
 
 
-# Engines that have left a run for good, as their launchers learn of it: by files in the run's launch folder, which all of them see.
+# How launchers learn that engines have left a run for good: by files in the run's launch folder, which all launchers see.
 
 
 _PREFIX = "left."
@@ -116,21 +116,21 @@ LOOK_S = 0.5
 
 
 def note_departure(folder: Path, engine: str) -> None:
-    """Notes that nothing needs the processes of `engine` (engine.3) any more."""
+    """Notes that the processes of `engine` (such as engine.3) are no longer needed."""
     (folder / f"{_PREFIX}{engine}").touch()
 
 
 class Departures:
-    """The engines noted in `folder`."""
+    """The engines that `note_departure` has noted in `folder`."""
 
     def __init__(self, folder: Path):
         self._folder, self._found = folder, frozenset[str]()
         self._looked_at = -math.inf
 
     def __contains__(self, process: str) -> bool:
-        """Whether the engine that `process` (engine.3, or its part engine.3.1) belongs to has left, at most LOOK_S ago."""
+        """Whether the engine of `process` (engine.3, or its part engine.3.1) has left. The answer is at most LOOK_S old."""
         if (now := time.monotonic()) - self._looked_at >= LOOK_S:
             self._looked_at = now
-            with contextlib.suppress(OSError):  # the folder goes with the run; a file server may be away for a while
+            with contextlib.suppress(OSError):  # the folder is removed with the run, or its file server is unreachable for a while
                 self._found = frozenset(name.removeprefix(_PREFIX) for name in os.listdir(self._folder) if name.startswith(_PREFIX))
         return ".".join(process.split(".")[:2]) in self._found

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-# Waiting within one event loop for a condition.
+# Waiting for a condition, within one event loop.
 
 
 class Pulse:
-    """A task that changes what others may wait for calls `beat`; waiting tasks then check their condition again."""
+    """Lets tasks wait for a condition. A task that changes it calls `beat`, and all waiting tasks check their condition again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Tasks of one event loop; the error of the first task that fails also ends what runs `beside` them."""
+    """Tasks of one event loop. The error of the first task that fails also ends the coroutine that runs `beside` them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
@@ -43,8 +43,8 @@ class Background:
         task.add_done_callback(self._ended)
 
     async def beside(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` to its end. Raises its error or a task's, also an earlier one; all tasks are then cancelled, so that only that
-        error is reported."""
+        """Runs `coroutine` to its end. Raises its error or the error of a background task, even an earlier one. Then all tasks are
+        cancelled, so that only that error is reported."""
         self._failure = self._failure or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(coroutine)
         try:

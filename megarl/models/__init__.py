@@ -1,20 +1,20 @@
-"""Model families: one file each, which states the family's logical tensors and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
+"""Model families, one file each. A family declares its logical tensors, and where Megatron-core 0.19 and SGLang 0.5.23 keep them.
 
 A new family is one file, `megarl/models/<name>.py`, or one outside the package that `model.family` names. It declares
 
     ARCHITECTURES = ("<Name>ForCausalLM",)                                        names as in config.json
-    read_spec(reader) -> ModelSpec                                                keys of config.json; refuses variants it does not state
+    read_spec(reader) -> ModelSpec                                                reads config.json; refuses unsupported variants
     logical_tensors(spec) -> tuple[LogicalTensor, ...]                            tensors of the HF checkpoint, in forward order
     megatron_parameters(spec, topology, layer_spec) -> tuple[Parameter, ...]      parameters of the trainer
     sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
-    quantised_parameters(spec) -> tuple[str, ...]                                 the engine's parameters that are kept in fp8
-    fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: tensors of the HF checkpoint that hold several
+    quantised_parameters(spec) -> tuple[str, ...]                                 parameters that a quantised engine keeps in fp8
+    fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: checkpoint tensors that contain several
 
-and needs no registration. Most families consist of blocks that state one part of a layer on all three sides: `vocabulary`, `attention`,
-`latent_attention`, `gated_delta_net`, `norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` takes one of two kinds of
-attention in each layer; `dense` and `sparse` join the blocks into whole layers. A new block is written with the classes of `parameters`:
-read that module first, then `qwen2` (shortest) and `gpt_oss` (longest). To test a family, add its name
-to FAMILIES in tests/unit/reshard_cases.py, and its tensors by plain slicing to tests/unit/reshard_reference.py.
+and needs no registration. Most families are made of blocks, each of which declares one part of a layer on all three sides: `vocabulary`,
+`attention`, `latent_attention`, `gated_delta_net`, `norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` uses one of two
+kinds of attention in each layer. `dense` and `sparse` join blocks into whole layers. A new block is written with the classes of
+`parameters`: read that module first, then `qwen2` (shortest) and `gpt_oss` (longest). To test a family, add its name to FAMILIES in
+tests/unit/reshard_cases.py, and its tensors by plain slicing to tests/unit/reshard_reference.py.
 """
 
 from __future__ import annotations

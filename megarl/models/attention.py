@@ -1,8 +1,8 @@
-"""Grouped-query attention (Llama, Qwen, Mixtral) with the norm before it, if there is one; optional biases, query/key norms and sinks.
+"""Grouped-query attention (Llama, Qwen, Mixtral), with the norm before it if there is one. Optional biases, query/key norms and sinks.
 
-Where attention is gated, `q_proj` has for each head the rows of its queries, then those of its gate.
+In gated attention, `q_proj` has for each head the rows of its queries, then the rows of its gate.
 
-Each block file of this package has the functions `logical`, `megatron`, `sglang` and the tuple `QUANTISED`: the SGLang
+Each block file of this package has the functions `logical`, `megatron`, `sglang`, and the tuple `QUANTISED`: the SGLang
 parameters that are in fp8 when the engine is quantised.
 """
 
@@ -22,7 +22,7 @@ QK_NORMS = (_L + "self_attn.q_norm.weight", _L + "self_attn.k_norm.weight")
 SGLANG_QKV = _L + "self_attn.qkv_proj."
 QUANTISED = (SGLANG_QKV + "weight", O)
 
-# Where Megatron keeps the norm: as a module of its own in the local layer spec; Transformer Engine fuses it into the linear layer.
+# Where Megatron keeps the norm: in a separate module in the local layer spec; Transformer Engine fuses it into the linear layer.
 INPUT_NORM_NAMES = {"local": "input_layernorm.weight", "te": "self_attention.linear_qkv.layer_norm_weight"}
 
 
@@ -43,7 +43,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def fused() -> Parameter:
-    """The weights of q, k and v as one tensor, as some checkpoints keep them; SGLang's parameter has the same name."""
+    """The weights of q, k and v as one tensor, for checkpoints that have them so. SGLang's parameter has the same name."""
     return whole(SGLANG_QKV + "weight", LAYER, *(name + "weight" for name in _QKV))
 
 
@@ -68,7 +68,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """SGLang's attention parameters. If tp does not divide the heads, CPU engines pad with zeros; GPU engines only replicate kv heads."""
+    """SGLang's attention parameters. If tp does not divide the heads, CPU engines pad with zeros. GPU engines only replicate kv heads."""
     tp, heads, kv, replicas = topology.attention_tp, spec.num_attention_heads, spec.num_kv_heads, 1
     if device == "cpu":
         if heads % tp or kv % tp:
@@ -97,7 +97,7 @@ def sglang_norm() -> Parameter:
 
 
 def _per_query(spec: ModelSpec) -> int:
-    """How many rows `q_proj` has for each dim of a query."""
+    """The number of rows in `q_proj` for each dim of a query: 2 if attention is gated."""
     return 2 if spec.gated_attention else 1
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention; a few dense layers, then mixtures with shared experts and a bias on the router's choice.
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixtures with shared experts and a bias on the router's choice.
 
 The layer for multi-token prediction has the index num_hidden_layers in the checkpoint. SGLang must be started with
 disable_shared_experts_fusion, since it may otherwise keep the shared expert as one more routed expert.
@@ -22,7 +22,7 @@ _ALLOWED = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
     "rope_interleave": True,
-    "rms_norm_eps": 1e-6,  # Hugging Face always uses this for the two norms inside attention, SGLang uses config.json's value
+    "rms_norm_eps": 1e-6,  # for the two norms inside attention, Hugging Face always uses this value, SGLang that of config.json
 }
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 

@@ -1,4 +1,4 @@
-"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3 and the smaller of Qwen3.5.
+"""Families whose layers all have a dense MLP: Llama, Mistral, OLMo 2, Phi-4, Qwen2.5, Qwen3, and smaller models of Qwen3.5.
 
 `attention` is a family's block of attention: the module `megarl.models.attention` or `hybrid_attention`.
 """
@@ -18,9 +18,9 @@ from megarl.models.spec import ModelSpec
 
 
 def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
-    """Reads the keys that all families have in common; `own` fields of the spec are added, and take precedence.
+    """Reads the keys that all families share. The fields `own` are added and take precedence.
 
-    Raises ConfigError for missing keys and sizes that do not fit.
+    Raises ConfigError for missing keys and inconsistent sizes.
     """
     if "activation" not in own:
         reader.expect("hidden_act", "silu", "silu")
@@ -33,7 +33,7 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     if reader.values.get("head_dim") is None and "head_dim" not in own and hidden % heads:
         problems.append(f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if "partial_rotary_factor" not in own and (factor := reader.partial_rotary_factor()) != 1.0:
-        # Of the families without it, SGLang rotates a part of each head, Hugging Face all of it.
+        # For families without this key, SGLang would rotate a part of each head, Hugging Face all of it.
         problems.append(f"{reader.source}: partial_rotary_factor = {factor} is not supported, only 1.0 is")
     if problems:
         raise ConfigError(problems)

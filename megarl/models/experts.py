@@ -1,4 +1,4 @@
-"""The router and routed experts of a mixture of experts. The norm before it and shared experts are in `mlp`.
+"""The router and the routed experts of a mixture of experts. `mlp` has the norm before it and the shared experts.
 
 Checkpoints differ only in names: `module` is "mlp" (gate_proj, up_proj, down_proj) or "block_sparse_moe" (Mixtral: w1, w3, w2).
 """
@@ -15,7 +15,7 @@ from megarl.models.spec import ModelSpec
 
 _L = "model.layers.{layer}."
 _PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-# Megatron's names of expert K: a module per expert (SequentialMLP), or Transformer Engine's grouped linear layers.
+# Megatron's names of expert K: in a module per expert (SequentialMLP), or in Transformer Engine's grouped linear layers.
 MEGATRON_NAMES = {"local": "local_experts.{expert}.linear_fc%d.weight", "te": "linear_fc%d.weight{expert}"}
 
 
@@ -24,7 +24,7 @@ def quantised(module: str) -> tuple[str, ...]:
 
 
 def read_sigmoid_router(reader: ConfigReader) -> dict[str, Any]:
-    """The mixtures of DeepSeek-V3 and GLM-4.5, as fields of the spec: sigmoid scores, a bias on the choice, groups, shared experts."""
+    """Fields of the spec for mixtures like DeepSeek-V3's and GLM-4.5's: sigmoid scores, a bias on the choice, groups, shared experts."""
     rows = reader.integer("moe_intermediate_size")
     return {
         "num_experts": reader.integer("n_routed_experts"),
@@ -53,7 +53,7 @@ def logical(spec: ModelSpec, module: str = "mlp", layers: Layers | None = None) 
 
 
 def stacked() -> tuple[Parameter, ...]:
-    """The tensors of files that have the experts of a layer in one: gate and up, one below the other, and down."""
+    """The tensors of checkpoints that stack all experts of a layer: gate and up, one below the other, and down."""
     gate, up, down = _names("mlp")
     joined = (("gate_up_proj", (gate, up)), ("down_proj", (down,)))
     return tuple(Parameter(f"{_L}mlp.experts.{name}", LAYER, tuple(map(Part, parts))) for name, parts in joined)
@@ -66,7 +66,7 @@ def megatron(
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
     own, names = "decoder.layers.{layer}.mlp.", "decoder.layers.{layer}.mlp.experts." + MEGATRON_NAMES[layer_spec]
     parameters = [whole(own + "router.weight", LAYER, _router(module), layers=layers)]
-    if spec.router_bias:  # a buffer that is always float32 (moe/router.py)
+    if spec.router_bias:  # this buffer is always float32 (moe/router.py)
         parameters.append(whole(own + "router.expert_bias", LAYER, _router_bias(module), layers=layers, dtype="float32"))
     fc1, fc2 = (names.replace("%d", n) for n in "12")
     return parameters + [
@@ -83,7 +83,7 @@ def sglang(
     layers: Layers | None = None,
     router_dtype: str | None = None,
 ) -> list[Parameter]:
-    """Each of `ep` shards has a contiguous run of experts, which is cut over its tp / ep ranks (moe tp)."""
+    """Each of `ep` shards has a contiguous run of experts, sharded over its tp / ep ranks (moe tp)."""
     moe_tp, rows = topology.tp // topology.ep, spec.expert_intermediate_size
     if device == "cpu":
         rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)

@@ -1,9 +1,9 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in place of attention, with the norm before them (Qwen3-Next, Qwen3.5).
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) instead of attention, with the norm before them (Qwen3-Next, Qwen3.5).
 
-Checkpoints of Qwen3-Next keep the projections of each key head together: its query, its key, and the values and output gates of its value
-heads. A second tensor has these heads' writing strengths (beta) and decays (alpha). Those of Qwen3.5 (`linear_by_kind`) have the queries,
-keys and values of all heads in one tensor, and each other kind in its own. Engines have two tensors in either case, in the checkpoint's
-order. Megatron keeps all kinds in one tensor, each by itself.
+Checkpoints of Qwen3-Next group projections by key head: a head's query, its key, and the values and output gates of its value heads. A
+second tensor has the writing strengths (beta) and decays (alpha) of these heads. Checkpoints of Qwen3.5 (`linear_by_kind`) have the
+queries, keys and values of all heads in one tensor, and each other kind in its own. In both cases engines have two tensors, in the
+checkpoint's order. Megatron has all kinds in one tensor, one kind after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def _projected(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The shapes of the tensors that hidden states are multiplied by."""
+    """Name -> shape of the tensors that hidden states are multiplied by."""
     (keys, values), heads = _widths(spec), spec.linear_value_heads
     rows = {QKVZ: 2 * keys + 2 * values, BA: 2 * heads}
     if spec.linear_by_kind:
@@ -59,7 +59,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """SGLang keeps the decays in float32."""
+    """SGLang's parameters. It keeps the decays in float32."""
     cut = {"groups": topology.attention_tp, "of_attention": True}
     qkvz, ba = (Part(QKVZ),), (Part(BA),)
     if spec.linear_by_kind:
@@ -93,13 +93,13 @@ def _convolved(spec: ModelSpec) -> tuple[Part, ...]:
 
 
 def _of_qkv(spec: ModelSpec, name: str) -> tuple[Part, ...]:
-    """Queries, keys and values of a tensor that has these of all heads, one kind below the other."""
+    """The parts of a tensor with the queries, keys and values of all heads, one kind below the other."""
     keys, values = _widths(spec)
     return tuple(Part(name, run=Run(start, count, 2 * keys + values)) for start, count in ((0, keys), (keys, keys), (2 * keys, values)))
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int]:
-    """The rows of all keys, and of all values."""
+    """The number of rows of all keys, and of all values."""
     return spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 without images (270M, 1B): zero-centred norms before and after attention and MLP, windows in most layers; always tied."""
+"""Gemma 3 without images (270M, 1B): zero-centred norms before and after attention and MLP, windows in most layers, tied embeddings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
 
 
 def _rope(reader: ConfigReader) -> dict[str, float]:
-    """The theta of each kind of layer, by the keys of transformers 5 or by those before. Raises ConfigError for scaled embeddings."""
+    """The theta of each kind of layer, from the keys of transformers 5 or older ones. Raises ConfigError for scaled rotary embeddings."""
     stated: Mapping[str, Any] = reader.values.get("rope_parameters") or {}
     if FULL not in stated:
         full = {"rope_theta": reader.number("rope_theta", 1e6), **(reader.values.get("rope_scaling") or {})}
@@ -66,6 +66,6 @@ def _windowed(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str) -> tuple[Parameter, ...]:
-    """SGLang gives every rank the whole embedding."""
+    """SGLang's parameters. Every rank has the whole embedding."""
     layers = attention.sglang(spec, topology, device) + mlp.sglang(topology, device, spec.intermediate_size)
     return vocabulary.sglang_of_whole([*layers, attention.sglang_norm(), *norms_after.sglang(spec)])

@@ -1,4 +1,4 @@
-"""GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated; a few dense layers, then mixtures as DeepSeek-V3's.
+"""GLM-4.5, GLM-4.6 and GLM-4.7: biases on q, k and v, half of each head rotated, a few dense layers, then mixtures like DeepSeek-V3's.
 
 The layer for multi-token prediction has the index num_hidden_layers in the checkpoint.
 """

@@ -15,7 +15,7 @@ ALPHA, YARN_KEYS = 1.702, ("factor", "original_max_position_embeddings", "beta_f
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for rotary embeddings that are not scaled as gpt-oss's are (YaRN whose range is not rounded)."""
+    """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN without rounding of its range)."""
     reader.expect("attention_bias", True, True)
     reader.expect("tie_word_embeddings", False, False)
     reader.expect("hidden_act", "silu", "silu")
@@ -79,5 +79,5 @@ def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    """Raises ConfigError: SGLang's experts with biases are in bf16 or in MXFP4."""
+    """Raises ConfigError, since SGLang keeps experts with biases in bf16 or MXFP4."""
     raise ConfigError("generator.quantization: must be null for a gpt_oss model: SGLang keeps its experts in bf16, or in MXFP4")

@@ -1,4 +1,4 @@
-"""Attention in some layers, gated delta nets in the others: the blocks `attention` and `gated_delta_net`, each in runs of layers."""
+"""Attention in some layers and gated delta nets in the others: the blocks `attention` and `gated_delta_net`, each in runs of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.models.spec import ModelSpec
 
 
 def _served(name: str) -> str:
-    """SGLang's name of a parameter: its layers of attention have no module for attention itself."""
+    """SGLang's name of a parameter. SGLang's attention layers have no separate module for attention."""
     return name.replace(".self_attn.", ".")
 
 
@@ -35,14 +35,14 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Pa
 
 
 def sglang_norms(spec: ModelSpec) -> list[Parameter]:
-    """The norm before either, also of a model whose layers all have attention."""
+    """The norm before attention or gated delta nets, even if all layers have attention."""
     if not spec.linear_layers:
         return [attention.sglang_norm()]
     return [replace(attention.sglang_norm(), layers=layers) for layers, _ in _runs(spec)]
 
 
 def absent(spec: ModelSpec) -> tuple[str, ...]:
-    """The parameters in QUANTISED that a model of few layers lacks."""
+    """The parameters in QUANTISED that a model lacks if it has too few layers for both kinds."""
     blocks = (spec.attention_layers, attention.QUANTISED), (len(spec.linear_layers), gated_delta_net.QUANTISED)
     return tuple(_served(name) for count, names in blocks if not count for name in names)
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) with the norm before it.
 
-SGLang derives w_kc and w_vc from kv_b_proj after loading; they are not parameters, so they are not stated here.
+SGLang derives w_kc and w_vc from kv_b_proj after loading. They are not parameters, so they are not listed here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def logical(spec: ModelSpec) -> list[LogicalTensor]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """The local layer spec cuts the down projections by rows; Transformer Engine keeps them whole on every tp rank, and fuses the two
+    """The local layer spec shards the down projections by rows. Transformer Engine keeps them whole on every tp rank, and fuses the two
     inner norms into the up projections."""
     tp, te, heads = topology.tp, layer_spec == "te", (("attention heads", spec.num_attention_heads),)
     down_rows = {"q": spec.q_lora_rank, "kv": spec.kv_lora_rank + spec.qk_rope_head_dim}
@@ -52,7 +52,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """Every rank holds both down projections, whole and fused."""
+    """SGLang's parameters. Every rank has both down projections, whole and fused."""
     tp, heads = topology.attention_tp, (("attention heads", spec.num_attention_heads),)
     return [
         whole(SGLANG_DOWN, LAYER, Q_DOWN, KV_DOWN),

@@ -12,7 +12,7 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError for a missing key, and for variants whose tensors are not stated here (biases)."""
+    """Raises ConfigError for a missing key, and for variants whose tensors are not listed here (biases)."""
     reader.expect("attention_bias", False, False)
     reader.expect("mlp_bias", False, False)
     return read_common(reader, "llama")

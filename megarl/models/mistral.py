@@ -12,6 +12,6 @@ ARCHITECTURES = ("MistralForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a sliding window, which SGLang's engines would ignore; Hugging Face has one where the key is missing."""
+    """Raises ConfigError also for a sliding window, which SGLang would ignore. If the key is missing, Hugging Face has a window."""
     reader.expect("sliding_window", 4096, None)
     return read_common(reader, "mistral")

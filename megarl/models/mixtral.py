@@ -15,7 +15,7 @@ MODULE = "block_sparse_moe"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently serve otherwise."""
+    """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently compute differently."""
     reader.expect("sliding_window", None, None)
     spec = read_common(
         reader,

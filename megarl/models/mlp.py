@@ -1,4 +1,4 @@
-"""The dense gated MLP with the norm before it; a mixture's shared experts are one too."""
+"""The dense gated MLP with the norm before it. The shared experts of a mixture are also such an MLP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sglang_shared_gate(spec: ModelSpec, layers: Layers | None) -> list[Parameter
 
 
 def fused() -> Parameter:
-    """Gate and up as one tensor, in checkpoints that keep them so; SGLang's parameter has the same name."""
+    """Gate and up as one tensor, for checkpoints that have them so. SGLang's parameter has the same name."""
     return whole(QUANTISED[0], LAYER, *_names(MLP)[:2])
 
 
@@ -53,7 +53,7 @@ def norm(spec: ModelSpec, layers: Layers | None = None) -> LogicalTensor:
 
 
 def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """Megatron uses the same module names, except for a shared expert that is gated."""
+    """Megatron's parameters. It uses the same module names, except for a gated shared expert."""
     tp, units = topology.tp, _units(rows, module)
     gate, up, down = _names(module)
     own = f"decoder.layers.{{layer}}.{SHARED if module == GATED_SHARED else module}."
@@ -64,12 +64,12 @@ def megatron(topology: TrainerTopology, rows: int, module: str = MLP, layers: La
 
 
 def megatron_norm(layer_spec: str, layers: Layers | None = None) -> Parameter:
-    """The norm before a dense MLP. Before experts both layer specs have it as a module of its own: pass layer_spec "local"."""
+    """The norm before a dense MLP. Before experts, both layer specs have it as a separate module: pass layer_spec "local"."""
     return whole("decoder.layers.{layer}." + MLP_NORM_NAMES[layer_spec], LAYER, POST_NORM, layers=layers)
 
 
 def sglang(topology: GeneratorTopology, device: str, rows: int, module: str = MLP, layers: Layers | None = None) -> list[Parameter]:
-    """CPU engines pad the rows."""
+    """SGLang's parameters. CPU engines pad the rows."""
     tp = topology.tp
     if device == "cpu":
         rows = round_up(rows, tp * SGLANG_CPU_PADDING)

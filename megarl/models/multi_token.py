@@ -1,11 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a layer beside the model that predicts the token after the next.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): an extra layer that predicts the token after the next.
 
-It sees the hidden states h of the model, after its last norm, and the embedding e of the next token:
+Its input is the hidden states h of the model, after the last norm, and the embedding e of the next token:
 
     logits = output layer(norm(decoder layer(projection([norm_e(e); norm_h(h)]))))
 
-The embedding and the output layer are the model's own. The decoder layer is one of the family's, with its attention and its experts; what
-is beside it, and what checkpoints and SGLang's draft model call it, is stated here. In layouts it is layer number `num_layers`.
+The embedding and the output layer are the model's own. The decoder layer is one of the family's, with its attention and its experts. This
+file declares the other parts, and their names in checkpoints and in SGLang's draft model. In layouts it is layer number `num_layers`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megarl.models.parameters import LAYER, Layers, LogicalTensor, Parameter, Pa
 from megarl.models.spec import LM, ModelSpec
 from megarl.models.vocabulary import EMBED, HEAD
 
-PREDICTION = "PREDICTION"  # what a family with such a layer declares
-COUNT = "num_nextn_predict_layers"  # in config.json
-DRAFT = "draft."  # what names of SGLang's draft model begin with in layouts
+PREDICTION = "PREDICTION"  # attribute of a family with such a layer
+COUNT = "num_nextn_predict_layers"  # key in config.json
+DRAFT = "draft."  # prefix of the names of SGLang's draft model in layouts
 MEGATRON = "mtp_layer."  # Megatron's MultiTokenPredictionLayer, in the chunk that ends the model
 _LAYER, _MEGATRON_LAYER, _OWN_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", MEGATRON + "mtp_model_layer."
 _MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
@@ -32,11 +32,11 @@ _MEGATRON_NAMES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Names of a family's layer. `names` and `draft_names`: of the norms of embedding and hidden states, the projection, the last norm."""
+    """Names in a family's layer. `names` and `draft_names`: the norms of embedding and hidden states, the projection, the last norm."""
 
-    layer: str  # what the decoder layer's names begin with in checkpoints
+    layer: str  # prefix of the decoder layer's names in checkpoints
     names: tuple[str, str, str, str]
-    draft_layer: str  # the same in SGLang's draft model
+    draft_layer: str  # prefix of its names in SGLang's draft model
     draft_names: tuple[str, str, str, str]
     counted: bool = True  # whether config.json has COUNT; otherwise there is one
     copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these; a loader compares them
@@ -59,7 +59,7 @@ QWEN = Prediction(
 
 
 def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family: ModuleType) -> int:
-    """How many such layers the checkpoint has. Raises ConfigError if it has none, or more than one."""
+    """The number of such layers in the checkpoint. Raises ConfigError if it is not 1."""
     names: Prediction | None = getattr(family, PREDICTION, None)
     if names is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def read_layers(source: str, values: Mapping[str, Any], spec: ModelSpec, family:
 
 
 def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
-    """The layer's tensors in a checkpoint, in forward order, without copies."""
+    """The layer's tensors in a checkpoint, in forward order, without `copies`."""
     if not spec.mtp_layers:
         return
     names, layers, hidden = family.PREDICTION, _layers(spec), spec.hidden_size
@@ -90,7 +90,7 @@ def logical(spec: ModelSpec, family: ModuleType) -> Iterator[LogicalTensor]:
 
 
 def copies(spec: ModelSpec, family: ModuleType) -> dict[str, str]:
-    """The tensors that a checkpoint repeats for the layer: name → logical tensor."""
+    """The tensors that a checkpoint repeats for the layer: name -> logical tensor."""
     if not spec.mtp_layers:
         return {}
     return {name.replace("{layer}", str(spec.num_layers)): of for name, of in family.PREDICTION.copies}
@@ -125,7 +125,7 @@ def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str, family: Mo
 
 
 def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
-    """Those of the draft model's parameters that a quantised engine keeps in fp8: as in the engine's model."""
+    """The draft model's parameters that a quantised engine keeps in fp8, as in the engine's model."""
     if not spec.mtp_drafts:
         return ()
     own = DRAFT + family.PREDICTION.draft_layer
@@ -133,7 +133,7 @@ def quantised(spec: ModelSpec, family: ModuleType) -> tuple[str, ...]:
 
 
 def _around(spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1) -> Iterator[Parameter]:
-    """What is beside the decoder layer; the projection is cut by rows into `tp`, if that is more than 1."""
+    """The parameters outside the decoder layer. If `tp` is above 1, the projection is sharded by rows."""
     layers = _layers(spec)
     for name, of in zip(names, family.PREDICTION.names):
         parameter = whole(name, LAYER, of, layers=layers)
@@ -143,7 +143,7 @@ def _around(spec: ModelSpec, family: ModuleType, names: list[str], tp: int = 1) 
 
 
 def _moved(parameter: Parameter, begin: str, own: str, layers: Layers, family: ModuleType) -> Parameter:
-    """`parameter` of the layer: its name begins with `own` instead of `begin`, and its parts are the layer's."""
+    """`parameter`, moved to the layer: its name begins with `own` instead of `begin`, and its parts are the layer's."""
     parts = tuple(_of_layer(part, family) for part in parameter.parts)
     return replace(parameter, name=parameter.name.replace(begin, own), parts=parts, layers=layers)
 

@@ -1,6 +1,6 @@
-"""The norms after attention and MLP (OLMo 2, Gemma 3). The trainer has them where outputs are added to the residual stream.
+"""The norms after attention and MLP (OLMo 2, Gemma 3). The trainer applies them where outputs are added to the residual stream.
 
-Where there are norms before too, that of the MLP has a name of its own in checkpoints.
+If there are also norms before, the norm after the MLP has a different name in checkpoints.
 """
 
 from __future__ import annotations

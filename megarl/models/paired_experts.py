@@ -1,6 +1,6 @@
-"""The router and experts of gpt-oss, with biases: gate and up are one tensor, whose rows alternate, on all three sides.
+"""The router and experts of gpt-oss, with biases. On all three sides, gate and up are one tensor with alternating rows.
 
-Files of a checkpoint have the experts of a layer in one tensor, with rows and columns exchanged.
+Files of a checkpoint stack the experts of a layer in one tensor, with rows and columns exchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def stacked() -> tuple[Parameter, ...]:
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> list[Parameter]:
-    """Gate and up alternate here too, so that what goes to an engine is one run of rows (`trainer.layers.PairedRows`)."""
+    """Megatron's parameters. Gate and up alternate here too, so that an engine gets one run of rows (`trainer.layers.PairedRows`)."""
     own, etp = "decoder.layers.{layer}.mlp.", topology.etp
     fc1, fc2 = (own + "experts." + MEGATRON_NAMES[layer_spec] % n for n in (1, 2))
     units = (("ffn rows of an expert", spec.expert_intermediate_size),)
@@ -49,7 +49,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layer_spec: str) -> lis
 
 
 def sglang(spec: ModelSpec, topology: GeneratorTopology, device: str) -> list[Parameter]:
-    """The first of the ranks that share an expert has the bias of `down`, the others have zeros. SGLang keeps both biases in float32."""
+    """SGLang's parameters. Among ranks that share an expert, the first has the bias of `down`, the others zeros. Biases are float32."""
     moe_tp, rows, hidden = topology.tp // topology.ep, spec.expert_intermediate_size, spec.hidden_size
     if device == "cpu":
         rows = round_up(rows, topology.tp * SGLANG_CPU_PADDING)

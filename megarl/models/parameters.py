@@ -1,16 +1,16 @@
-"""The vocabulary in which a family states where an engine keeps the model's tensors.
+"""The classes with which a family declares where an engine keeps the model's tensors. ("Engine" here means trainer or SGLang.)
 
-A *logical tensor* is a full, unsharded tensor of the HF checkpoint, or a run of rows of one (a family's `fused_tensors`). An engine's
-*parameter* is one or several logical tensors, fused along one dim and cut over the tensor-parallel shards. All fused layouts follow one
-pattern: `groups` times a slice of each part in turn; shard s holds the s-th contiguous chunk of that sequence.
+A *logical tensor* is a full, unsharded tensor of the HF checkpoint, or a run of its rows (a family's `fused_tensors`). A *parameter* of an
+engine is one or several logical tensors, fused along one dim and cut over the tensor-parallel shards. All fused layouts follow one pattern:
+`groups` times, a slice of each part in turn. Shard s has the s-th contiguous chunk of that sequence.
 
     Megatron linear_qkv    groups = kv heads   [q..q, k, v] per query group
     SGLang qkv_proj        groups = tp         [Q_r; K_r; V_r] per rank
     gate_up, linear_fc1    groups = tp         [gate_r; up_r] per rank
     plain row/column cut   groups = tp         one part
 
-A logical name with `{expert}` stands for one tensor per expert. Its parameter is stated as for a single expert; each expert-parallel
-shard has a contiguous run of experts. If the parameter's own name has `{expert}`, the engine keeps one tensor per expert too; otherwise it
+A logical name with `{expert}` stands for one tensor per expert. Its parameter is declared as for a single expert. Each expert-parallel
+shard has a contiguous run of experts. If the parameter's own name has `{expert}`, the engine also has one tensor per expert; otherwise it
 stacks its experts along a leading dim.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 FIRST, LAYER, LAST = "first", "layer", "last"
 DENSE, EXPERT, ATTENTION = "dense", "expert", "attention"  # the meshes that parameters are cut over
-LAYER_FIELD = "{layer}"  # stands for the global layer number, in names whose place is LAYER
+LAYER_FIELD = "{layer}"  # stands for the global layer number, in names with place LAYER
 EXPERT_FIELD = "{expert}"  # stands for the global expert number
 
 Layers = tuple[int, int]  # first, end
@@ -29,30 +29,30 @@ Layers = tuple[int, int]  # first, end
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of the HF checkpoint, or rows of one. A name with `{layer}` stands for one per layer, with `{expert}` for one per expert."""
+    """A tensor of the HF checkpoint, or rows of one. `{layer}` in the name stands for one per layer, `{expert}` for one per expert."""
 
     name: str
-    shape: tuple[int, ...]  # of the tensor of one layer and one expert
+    shape: tuple[int, ...]  # shape of the tensor for one layer and one expert
     place: str  # FIRST | LAYER | LAST: the pipeline stages that need it
     layers: Layers | None = None  # which layers have it; None: all
-    experts: int = 0  # how many experts have one each; 0: it does not belong to experts
-    dtype: str | None = None  # None: the checkpoint's
+    experts: int = 0  # number of experts with such a tensor; 0: not an expert's tensor
+    dtype: str | None = None  # None: the checkpoint's dtype
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of each `period` rows or columns of a tensor: `count` from `start` on. Checkpoints interleave projections head by head so."""
+    """`count` rows or columns from `start` on, in every `period` of a tensor. Checkpoints interleave the projections of heads like this."""
 
     start: int
     count: int
     period: int
 
     def extent(self, whole: int) -> int:
-        """How many of the `whole` tensor's rows or columns these are."""
+        """The number of these rows or columns in a tensor that has `whole`."""
         return whole // self.period * self.count
 
     def places(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """(first, count) in the tensor of each contiguous piece of elements first .. first + count of the runs."""
+        """For `count` elements of the runs from `first` on: (first, count) in the tensor of each contiguous piece."""
         while count > 0:
             period, within = divmod(first, self.count)
             size = min(count, self.count - within)
@@ -62,11 +62,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One logical tensor's part of a parameter: per group a slice of `padded * replicas / groups` along the cut dim.
+    """One logical tensor's part of a parameter: per group, a slice of `padded * replicas / groups` along the cut dim.
 
-    Group g takes slice g // replicas, so `replicas` consecutive groups hold the same elements (kv heads under a larger TP).
+    Group g takes slice g // replicas, so `replicas` consecutive groups have the same elements (kv heads under a larger TP).
     `padded`: the tensor's extent along the cut dim, including zeros that the engine appends; None: no padding.
-    `run`: the part is what these runs of the tensor make up, one after the other along the cut dim; None: all of it.
+    `run`: the part consists of these runs of the tensor, one after the other along the cut dim; None: the whole tensor.
     """
 
     logical_name: str
@@ -77,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of an engine, on all shards. `dim` None: every shard holds the whole parts, one below the other."""
+    """A parameter of an engine, on all shards. `dim` None: every shard has the whole parts, one below the other."""
 
     name: str
     place: str  # FIRST | LAYER | LAST
@@ -85,10 +85,10 @@ class Parameter:
     dim: int | None = None
     groups: int = 1
     layers: Layers | None = None  # which layers have it; None: all
-    dtype: str | None = None  # None: the layout's
-    transposed: bool = False  # in files of a checkpoint: with rows and columns exchanged
-    of_attention: bool = False  # with data-parallel attention, cut only over the ranks of one replica
-    units: tuple[tuple[str, int], ...] = ()  # the number that the shards must divide, with its name for messages
+    dtype: str | None = None  # None: the layout's dtype
+    transposed: bool = False  # in files of a checkpoint: rows and columns are exchanged
+    of_attention: bool = False  # with data-parallel attention, sharded only over the ranks of one replica
+    units: tuple[tuple[str, int], ...] = ()  # (name for messages, number that the number of shards must divide)
 
     @property
     def of_expert(self) -> bool:
@@ -100,7 +100,7 @@ class Parameter:
 
 
 def whole(name: str, place: str, *logical_names: str, layers: Layers | None = None, dtype: str | None = None) -> Parameter:
-    """A parameter that every shard holds in full."""
+    """A parameter that every shard has in full."""
     return Parameter(name, place, tuple(Part(logical_name) for logical_name in logical_names), layers=layers, dtype=dtype)
 
 

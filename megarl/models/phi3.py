@@ -1,4 +1,4 @@
-"""Phi-4: Llama's tensors, but checkpoints keep q, k and v in one tensor, and gate and up in another. Also Phi-3 without a window."""
+"""Phi-4, and Phi-3 without a window: Llama's tensors, but checkpoints have q, k and v in one tensor, and gate and up in another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a sliding window (Phi-3), which SGLang's engines would ignore."""
+    """Raises ConfigError also for a sliding window (Phi-3), which SGLang would ignore."""
     reader.expect("sliding_window", None, None)
     return read_common(reader, "phi3")
 

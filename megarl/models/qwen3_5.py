@@ -1,7 +1,7 @@
-"""Qwen3.5: as Qwen3-Next, but the projections of gated delta nets lie kind by kind, and smaller models are dense.
+"""Qwen3.5: like Qwen3-Next, but the projections of gated delta nets are stored kind by kind, and smaller models are dense.
 
-Checkpoints are published with a vision tower, beside which the language model has names of its own. It alone is trained and served; exports
-carry the tower through. Those without one (`…ForCausalLM`) are another architecture of Hugging Face's and SGLang's. Their layer for
+Published checkpoints have a vision tower, and then other names for the language model. Only the language model is trained and served;
+exports copy the tower. Checkpoints without a tower (`…ForCausalLM`) are another architecture in Hugging Face and SGLang. The layer for
 multi-token prediction (`mtp.*`) is left out.
 """
 
@@ -22,11 +22,11 @@ from megarl.models.vocabulary import HEAD
 TEXT = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = TEXT + SEEING
-GATES = ("silu", "swish")  # names of one function
+GATES = ("silu", "swish")  # two names of the same function
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for chosen experts whose weights do not sum to 1: Hugging Face's always do."""
+    """Raises ConfigError also if the weights of chosen experts do not sum to 1, since Hugging Face's always do."""
     reader.expect("norm_topk_prob", True, True)
     if reader.values.get("output_gate_type") not in (None, *GATES):
         reader.expect("output_gate_type", None, GATES[-1])
@@ -41,7 +41,7 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """The tensors that files name otherwise: all but the output layer beside a vision tower, and experts that lie in one tensor."""
+    """The tensors with other names in files: with a vision tower, all but the output layer; also experts that are stacked in one tensor."""
     stacked = experts.stacked() if spec.stacked_experts else ()
     parts = {part.logical_name for parameter in stacked for part in parameter.parts}
     others = [tensor for tensor in logical_tensors(spec) if spec.vision_tower and tensor.name not in parts]

@@ -24,7 +24,7 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         qk_norm=True,
         head_dim=reader.integer("head_dim", 128),
         intermediate_size=0,
-        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
+        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name in transformers 5
         experts_per_token=reader.integer("num_experts_per_tok"),
         expert_intermediate_size=reader.integer("moe_intermediate_size"),
         norm_topk_prob=reader.flag("norm_topk_prob", False),

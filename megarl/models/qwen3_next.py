@@ -22,13 +22,13 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also if some layers are dense, or of another kind than SGLang takes from full_attention_interval."""
+    """Raises ConfigError also if layers are dense, or of another kind than SGLang infers from full_attention_interval."""
     reader.expect("output_gate_type", None, None)
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
 def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
-    """Reads what all families have in common whose layers have gated delta nets, or gated attention; `own` fields are added."""
+    """Reads the keys that all families with gated delta nets and gated attention share. The fields `own` are added."""
     reader.expect("attention_bias", False, False)
     reader.expect("attn_output_gate", True, True)
     key_heads, value_heads = reader.integer("linear_num_key_heads"), reader.integer("linear_num_value_heads")
@@ -54,13 +54,13 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
 
 
 def read_mixture(reader: ConfigReader) -> dict[str, Any]:
-    """A mixture of experts in every layer, as fields of the spec."""
+    """Fields of the spec for a mixture of experts in every layer."""
     reader.expect("decoder_sparse_step", 1, 1)
     if reader.values.get("mlp_only_layers"):
         reader.expect("mlp_only_layers", [], [])
     return {
         "intermediate_size": 0,
-        "num_experts": reader.integer("num_experts", reader.values.get("num_local_experts")),  # transformers 5's name
+        "num_experts": reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name in transformers 5
         "experts_per_token": reader.integer("num_experts_per_tok"),
         "expert_intermediate_size": reader.integer("moe_intermediate_size"),
         "shared_intermediate_size": reader.integer("shared_expert_intermediate_size"),

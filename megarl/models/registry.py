@@ -1,4 +1,4 @@
-"""Reads an HF config.json into a `ModelSpec`, and finds the family module that knows the spec's tensors.
+"""Reads an HF config.json as a `ModelSpec`, and finds the family module with the spec's tensors.
 
 The package's docstring says what a family module declares. Every module of the package that has `ARCHITECTURES` is a family.
 """
@@ -27,11 +27,11 @@ from megarl.models import multi_token
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import LM, ModelSpec
 
-SLIDING = "sliding_attention"  # of a layer with a window, in `layer_types`
-CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # how names of architectures end: head LM, head SCALAR
+SLIDING = "sliding_attention"  # value of a windowed layer in `layer_types`
+CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
 
 # What a family's module declares: see the docstring of the package.
-FUSED = "fused_tensors"  # which a family may declare
+FUSED = "fused_tensors"  # optional in a family
 FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
 
@@ -41,7 +41,7 @@ class ConfigReader:
     def __init__(self, source: str, values: Mapping[str, Any]):
         self.source = source
         self.values = values
-        self.unsupported: dict[str, str] = {}  # key → problem, of what the family does not state
+        self.unsupported: dict[str, str] = {}  # key -> problem, for variants that the family does not support
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
@@ -80,7 +80,7 @@ class ConfigReader:
         return float(theta), scaling
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
-        """From `rope_parameters` (transformers 5) or from the key of its own."""
+        """The factor from `rope_parameters` (transformers 5) or from its own key."""
         of_rope = ConfigReader(self.source, self._mapping("rope_parameters"))
         factor = of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
         if not 0 < factor <= 1:
@@ -94,13 +94,13 @@ class ConfigReader:
         return value
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
-        """Notes a problem if the value is not `allowed`. All are reported together, when the family has read what it needs."""
+        """Notes a problem if the value is not `allowed`. All problems are reported together, after the family has read all keys."""
         value = self.values.get(key, default)
         if value != allowed:
             self.unsupported[key] = f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
 
     def spec(self, family: ModuleType) -> ModelSpec:
-        """What `family` reads. Raises ConfigError."""
+        """The spec that `family` reads. Raises ConfigError."""
         try:
             spec = family.read_spec(self)
         except ConfigError as error:
@@ -113,10 +113,10 @@ class ConfigReader:
 def load_spec(
     model: str | Path | Mapping[str, Any], setting: str = "model.path", own_family: str | None = None, mtp: bool = False
 ) -> ModelSpec:
-    """The shape of a model from a checkpoint folder, a config.json, a hub name, or the config's contents.
+    """The shape of a model, from a checkpoint folder, a config.json, a hub name, or the contents of a config.
 
-    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`); mtp: with
-    its layer for multi-token prediction, which must be there.
+    Args: setting: the key that names the model, for messages; own_family: a family module outside this package (`model.family`); mtp: read
+    its layer for multi-token prediction, which must exist.
     Raises ConfigError that names file and key if something is missing or the architecture is unknown.
     """
     if isinstance(model, Mapping):
@@ -132,12 +132,12 @@ def load_spec(
 
 
 def family(spec: ModelSpec) -> ModuleType:
-    """The module that knows the tensors of `spec`."""
+    """The module with the tensors of `spec`."""
     return import_module(spec.family) if is_own(spec) else importlib.import_module(f"megarl.models.{spec.family}")
 
 
 def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
-    """The tensors of an HF checkpoint that are loaded, those for multi-token prediction included."""
+    """The tensors of an HF checkpoint that are loaded, including those for multi-token prediction."""
     module = family(spec)
     return (*module.logical_tensors(spec), *multi_token.logical(spec, module))
 
@@ -155,18 +155,18 @@ def sglang_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str)
 
 
 def quantised_parameters(spec: ModelSpec) -> tuple[str, ...]:
-    """Those that a quantised engine keeps in fp8."""
+    """The parameters that a quantised engine keeps in fp8."""
     module = family(spec)
     return (*module.quantised_parameters(spec), *multi_token.quantised(spec, module))
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """The tensors of an HF checkpoint that hold several logical tensors, one below the other."""
+    """The tensors of an HF checkpoint that contain several logical tensors, one below the other."""
     return getattr(family(spec), FUSED, lambda spec: ())(spec)
 
 
 def is_own(spec: ModelSpec) -> bool:
-    """Whether its family is outside this package; `spec.family` is then the module's full name, or its file."""
+    """Whether the family is outside this package. `spec.family` is then the module's full name or its file."""
     return spec.family not in _modules()
 
 
@@ -177,7 +177,7 @@ def _modules() -> tuple[str, ...]:
 
 @functools.cache
 def architectures() -> dict[str, ModuleType]:
-    """Architecture name as in config.json → family module."""
+    """Architecture name in config.json -> family module."""
     modules = [importlib.import_module(f"megarl.models.{name}") for name in _modules()]
     return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
 
@@ -216,14 +216,14 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
 
 
 def of_language(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the language model, which a config.json has apart from those of a vision tower."""
+    """The keys of the language model. If there is a vision tower, config.json has them in a section of their own."""
     if not isinstance(text := values.get("text_config"), Mapping):
         return values
     return {**text, "architectures": values["architectures"], "tie_word_embeddings": values.get("tie_word_embeddings", False)}
 
 
 class _Noting(dict[str, Any]):
-    """Notes the keys that are read."""
+    """A mapping that notes which keys are read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(values)
@@ -242,7 +242,7 @@ _INCIDENTAL = re.compile(  # keys without effect on the model that is trained
 
 
 def _nearest(source: str, values: Mapping[str, Any]) -> str:
-    """Names the supported architecture whose config.json differs in the fewest keys, and these, if they are few; else empty."""
+    """If the config.json of a supported architecture differs in only a few keys, names the nearest one and these keys; otherwise empty."""
     found: list[tuple[int, str, list[str]]] = []
     for name, module in architectures().items():
         reader = ConfigReader(source, noting := _Noting(values))
@@ -261,8 +261,8 @@ def _nearest(source: str, values: Mapping[str, Any]) -> str:
 
 
 def _padding_token(stated: Any, vocab_size: int) -> int | None:
-    """The padding token, as Hugging Face's models use `pad_token_id`. All families here pass it to nn.Embedding, which counts a negative
-    number from the end of the vocabulary."""
+    """The padding token, as Hugging Face's models use `pad_token_id`. All families pass it to nn.Embedding, which counts a negative number
+    from the end of the vocabulary."""
     return stated % vocab_size if isinstance(stated, int) and -vocab_size <= stated < vocab_size else None
 
 
@@ -283,7 +283,7 @@ def _config_file(model: str, setting: str) -> Path:
             raise ConfigError(f"{setting}={model}: the folder holds no config.json")
     if path.exists():
         return path
-    # A hub name is owner/name; anything else, or what looks like a path, is a missing folder.
+    # A hub name is owner/name. Anything else, or anything that looks like a path, is a missing folder.
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ConfigError(f"{setting}={model}: does not exist")
     try:
@@ -292,7 +292,7 @@ def _config_file(model: str, setting: str) -> Path:
         raise ConfigError(f"{setting}={model}: no local folder; {error}") from error
 
 
-# The floating-point operations of one token, from the model's shape alone.
+# Floating-point operations per token, from the model's shape alone.
 
 
 def flops_per_token(spec: ModelSpec, length: float) -> float:
@@ -303,8 +303,8 @@ def flops_per_token(spec: ModelSpec, length: float) -> float:
 
 
 def attention_flops(spec: ModelSpec, length: float) -> float:
-    """Forward FLOPs per token and layer, a mean over layers, of scores and weighted values. Where some layers have gated delta nets, also
-    of reading their states, writing to them, and reading what comes out."""
+    """Forward FLOPs per token and layer for scores and weighted values, a mean over layers. For gated delta nets: for reading their states
+    twice and writing to them."""
     values = spec.v_head_dim or spec.head_dim
     attention = 2 * spec.num_attention_heads * (spec.head_dim + values) * attended(spec, length)
     linear = 2 * 3 * spec.linear_value_heads * spec.linear_key_dim * spec.linear_value_dim
@@ -312,8 +312,8 @@ def attention_flops(spec: ModelSpec, length: float) -> float:
 
 
 def attended(spec: ModelSpec, length: float) -> float:
-    """How many tokens a token of a sequence attends to, a mean over layers that attend: half of them by the causal mask, or those in its
-    window."""
+    """The number of tokens that a token of a sequence attends to, a mean over layers with attention: half of the tokens, because of the
+    causal mask, or the tokens in its window."""
     window = min(spec.window, length)
     inside = window - window**2 / (2 * length) if length else 0.0
     share = len(spec.windowed_layers) / spec.attention_layers
@@ -321,8 +321,8 @@ def attended(spec: ModelSpec, length: float) -> float:
 
 
 def active_elements(spec: ModelSpec) -> tuple[float, float]:
-    """(dense, experts) elements of the matrices that one token is multiplied by in all layers."""
-    return _active_elements(replace(spec, rope_scaling=None))  # a dict cannot be hashed, and the result does not depend on it
+    """(dense, experts): numbers of elements in all matrices that one token is multiplied by."""
+    return _active_elements(replace(spec, rope_scaling=None))  # a dict is not hashable, and the result does not depend on it
 
 
 @functools.lru_cache(maxsize=64)
@@ -346,7 +346,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def missing_folder(key: str, path: str) -> Iterable[str]:
-    """A problem if there is no such folder. A path whose first folder exists here is taken for a local one."""
+    """A problem if the folder does not exist. A path whose first folder exists counts as local."""
     is_hub_name = HUB_NAME.fullmatch(path) and not Path(path.split("/")[0]).is_dir()
     if Path(path).is_file():
         yield f"{key}={path}: must be a folder, not a file"

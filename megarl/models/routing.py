@@ -1,4 +1,4 @@
-"""The experts that a router chose, packed into bytes that travel with a rollout, for rollout routing replay.
+"""The experts that a router chose, packed into bytes that travel with a rollout (for rollout routing replay).
 
 See Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, arXiv 2510.11370.
 """
@@ -19,8 +19,8 @@ class RoutingFormat:
     Position i of a sequence is the input of its token i. The last token of a response is never an input, so it has no ids.
     """
 
-    layers: int  # of the decoder
-    dense_layers: int  # how many first layers have no experts
+    layers: int  # layers of the decoder
+    dense_layers: int  # number of first layers without experts
     top_k: int
     num_experts: int
 
@@ -52,9 +52,9 @@ class RoutingFormat:
         return np.frombuffer(packed, self.dtype).reshape(-1, *self.shape)
 
     def from_engine(self, answered: bytes) -> bytes:
-        """Packs SGLang's answer: int32 [positions, layers, experts per token], including dense layers, whose ids mean nothing.
+        """Packs SGLang's answer: int32 [positions, layers, experts per token]. It includes dense layers, whose ids are meaningless.
 
-        Raises ValueError if these are not ids of `top_k` experts in each layer.
+        Raises ValueError if they are not ids of `top_k` experts in each layer.
         """
         ids = np.frombuffer(answered, "<i4").reshape(-1, self.layers, self.top_k)[:, self.dense_layers :]
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_experts):

@@ -1,4 +1,4 @@
-"""Families with experts: the first layers may be dense, and shared experts may stand beside the routed ones.
+"""Families with experts. The first layers may be dense, and there may be shared experts beside the routed ones.
 
 `attention` is a family's block of attention: the module `megarl.models.attention`, `latent_attention` or `hybrid_attention`.
 """
@@ -47,7 +47,7 @@ def sglang_parameters(
     attention: ModuleType = grouped_attention,
     router_dtype: str | None = None,
 ) -> tuple[Parameter, ...]:
-    """`router_dtype`: the dtype of the router's weight if it is not the model's."""
+    """`router_dtype`: the dtype of the router's weight, if it differs from the model's."""
     dense, sparse, shared = _layers(spec)
     layers = [*attention.sglang(spec, topology, device), *hybrid_attention.sglang_norms(spec), mlp.sglang_norm(sparse)]
     layers += experts.sglang(spec, topology, device, module, sparse, router_dtype)
@@ -67,6 +67,6 @@ def quantised_parameters(spec: ModelSpec, module: str = mlp.MLP, attention: Modu
 
 
 def _layers(spec: ModelSpec) -> tuple[Layers | None, Layers, Layers | None]:
-    """Dense layers, layers with experts, and with shared experts; None if there are none."""
+    """The dense layers, the layers with experts, and the layers with shared experts; None if there are none."""
     dense, sparse = (0, spec.first_dense_layers), (spec.first_dense_layers, spec.num_layers)
     return dense if dense[1] else None, sparse, sparse if spec.shared_intermediate_size and sparse[0] < sparse[1] else None

@@ -1,4 +1,4 @@
-"""The shape of a model, as stated by its HF config.json."""
+"""The shape of a model, from its HF config.json."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CLAMPED_SWIGLU = "clamped_swiglu"  # gate * sigmoid(1.702 gate) * (up + 1), gate
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Fields from `qkv_bias` on have the value that says that a family does not have the feature."""
+    """The shape of a model. From `qkv_bias` on, the default of a field means that the family does not have the feature."""
 
-    family: str  # the module that knows its tensors: "llama" for one of megarl.models, the full name for a user's own
+    family: str  # the module with its tensors: "llama" in megarl.models, the full name for a user's own module
     num_layers: int
     hidden_size: int
-    intermediate_size: int  # of dense layers; 0 if every layer is a mixture of experts
+    intermediate_size: int  # of dense layers; 0 if every layer has experts
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -32,21 +32,21 @@ class ModelSpec:
 
     qkv_bias: bool = False
     linear_bias: bool = False  # of the output projection, the router and the experts
-    sinks: bool = False  # a logit per head in the softmax of its attention, which no value belongs to
+    sinks: bool = False  # a logit per head in the softmax of attention, without a value
     qk_norm: bool = False  # RMSNorm of queries and keys
-    qk_norm_of_all_heads: bool = False  # over all heads together, not over each
-    norms_before: bool = True  # of what goes into attention and MLP
-    norms_after: bool = False  # of what comes out of them
+    qk_norm_of_all_heads: bool = False  # one norm over all heads together, not one per head
+    norms_before: bool = True  # norms of the inputs of attention and MLP
+    norms_after: bool = False  # norms of their outputs
     zero_centred_norms: bool = False  # all norms multiply by 1 + their weight
     activation: str = SILU  # of the gate: SILU | GELU_TANH | CLAMPED_SWIGLU
     activation_limit: float = 0.0
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # factor of queries times keys; None: 1 / sqrt(head_dim)
     window: int = 0  # tokens that a token attends to in windowed layers, itself included
     windowed_layers: tuple[int, ...] = ()
-    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are then never scaled; 0.0: that of all layers
-    partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first dims
-    gated_attention: bool = False  # what attention makes is multiplied by a sigmoid; q_proj has its rows behind each head's
+    windowed_rope_theta: float = 0.0  # of windowed layers, whose rotary embeddings are then never scaled; 0.0: as in other layers
+    partial_rotary_factor: float = 1.0  # share of each head's dims that are rotated, from the first on
+    gated_attention: bool = False  # outputs are multiplied by a sigmoid; q_proj has its rows after those of each head
 
     num_experts: int = 0
     experts_per_token: int = 0
@@ -56,21 +56,21 @@ class ModelSpec:
     score_function: str = "softmax"  # of the router: "softmax" | "sigmoid"
     norm_topk_prob: bool = True  # scale the weights of the chosen experts to sum 1
     router_bias: bool = False  # a bias added to the scores only to choose experts
-    num_expert_groups: int = 0  # number of groups; experts are chosen within `topk_groups` of them
+    num_expert_groups: int = 0  # experts are chosen within `topk_groups` of these groups
     topk_groups: int = 0
     routed_scaling_factor: float = 1.0
-    shared_expert_gate: bool = False  # what the shared expert makes is multiplied by a sigmoid
+    shared_expert_gate: bool = False  # the shared expert's output is multiplied by a sigmoid
 
-    # gated delta nets (Yang et al. 2024, arXiv 2412.06464) in the place of attention
-    linear_layers: tuple[int, ...] = ()  # the layers that have one
+    # gated delta nets (Yang et al. 2024, arXiv 2412.06464) instead of attention
+    linear_layers: tuple[int, ...] = ()  # the layers with a gated delta net
     linear_key_heads: int = 0
-    linear_value_heads: int = 0  # a multiple of these
-    linear_key_dim: int = 0  # of a head
+    linear_value_heads: int = 0  # a multiple of linear_key_heads
+    linear_key_dim: int = 0  # dim of a key of one head
     linear_value_dim: int = 0
-    linear_conv_width: int = 0  # tokens that the convolution before it sees, the newest included
-    linear_by_kind: bool = False  # checkpoints have the projections kind by kind; otherwise key head by key head
+    linear_conv_width: int = 0  # tokens that the convolution before it covers, including the newest
+    linear_by_kind: bool = False  # checkpoints have projections kind by kind; otherwise by key head
 
-    vision_tower: bool = False  # checkpoints have one beside the language model, which alone is trained and served
+    vision_tower: bool = False  # checkpoints have a vision tower; only the language model is trained and served
 
     # multi-head latent attention (DeepSeek-V2, section 2.1); head_dim is then qk_nope_head_dim + qk_rope_head_dim
     q_lora_rank: int = 0
@@ -79,31 +79,31 @@ class ModelSpec:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
-    mtp_layers: int = 0  # layers for multi-token prediction that are loaded beside the others (models/multi_token.py)
-    mtp_drafts: bool = False  # engines have them too, and draft with them
+    mtp_layers: int = 0  # loaded layers for multi-token prediction (models/multi_token.py)
+    mtp_drafts: bool = False  # whether engines also have these layers, and draft with them
 
-    # Whether files have the experts of a layer in one tensor; no shape depends on it.
+    # Whether files stack the experts of a layer in one tensor. No shape depends on it.
     stacked_experts: bool = field(default=False, compare=False)
-    # The token whose embedding is not trained where it is looked up (nn.Embedding's padding_idx); no shape depends on it.
+    # The token whose embedding gets no gradient from lookups (nn.Embedding's padding_idx). No shape depends on it.
     padding_token: int | None = field(default=None, compare=False)
 
     def with_scalar_head(self) -> ModelSpec:
-        """The same decoder with the other head, which shares no weights with the embedding."""
+        """The same decoder with a scalar head, which shares no weights with the embedding."""
         return replace(self, head=SCALAR, tie_word_embeddings=False, mtp_layers=0, mtp_drafts=False)
 
     def cut(self, layers: int) -> ModelSpec:
-        """The same decoder with its first layers alone."""
+        """The same decoder with only its first `layers` layers."""
         linear, windowed = (tuple(layer for layer in each if layer < layers) for each in (self.linear_layers, self.windowed_layers))
         return replace(self, num_layers=layers, linear_layers=linear, windowed_layers=windowed)
 
     @property
     def period(self) -> int:
-        """After how many layers their kinds repeat, apart from leading dense ones."""
+        """The number of layers after which the kinds of layers repeat, apart from leading dense layers."""
         return next((layer + 1 for layer in range(self.num_layers) if layer not in self.linear_layers), 1)
 
     @property
     def attention_layers(self) -> int:
-        """How many layers keep keys and values."""
+        """The number of layers that keep keys and values."""
         return self.num_layers - len(self.linear_layers)
 
     @property

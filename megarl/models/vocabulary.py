@@ -1,4 +1,4 @@
-"""Embedding, final norm and output layer, which are the same in all families. Both engines cut the vocabulary by rows and pad it."""
+"""Embedding, final norm and output layer, the same in all families. Megatron and SGLang shard the vocabulary by rows and pad it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def logical(spec: ModelSpec, layers: list[LogicalTensor]) -> tuple[LogicalTensor
 
 
 def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """All of Megatron's parameters. With tied embeddings and pp > 1 the last stage copies the embedding to `output_layer.weight`."""
+    """All of Megatron's parameters. With tied embeddings and pp > 1, the last stage has a copy of the embedding, `output_layer.weight`."""
     tp, padded = topology.tp, padded_vocab_size(spec.vocab_size, topology.tp)
     parameters = [Parameter("embedding.word_embeddings.weight", FIRST, (Part(EMBED, padded),), dim=0, groups=tp)]
     parameters += [*layers, whole("decoder.final_layernorm.weight", LAST, NORM)]
@@ -35,7 +35,7 @@ def megatron(spec: ModelSpec, topology: TrainerTopology, layers: list[Parameter]
 
 
 def sglang_of_whole(layers: list[Parameter]) -> tuple[Parameter, ...]:
-    """All of SGLang's parameters of a tied model whose embedding every rank has whole, without padding (Gemma 3)."""
+    """All of SGLang's parameters of a tied model in which every rank has the whole embedding without padding (Gemma 3)."""
     return (whole(EMBED, FIRST, EMBED), *layers, whole(NORM, LAST, NORM))
 
 

@@ -1,12 +1,12 @@
-"""The meters of agreement: how far the trainer's policy pi is from mu, the policy that sampled the tokens, and whether that drifts.
+"""Agreement meters: how far the trainer's policy pi is from the sampling policy mu, and whether that drifts.
 
-Of a token's log-ratio d = log pi - log mu: the mean, 99th percentile and maximum of |d|; the estimates k1 and k3 of KL(mu || pi); the
-effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. Each is given for all tokens, and by the
-tokens' age: the number of weight versions between sampling a token and training on it. At age 0 both are the same weights, so that all
-difference is one of computation.
+With d = log pi - log mu of a token, the meters are: the mean, 99th percentile and maximum of |d|; the estimates k1 and k3 of KL(mu || pi);
+the effective sample size (sum w)^2 / (N sum w^2) of the ratios w = pi/mu; and a histogram of d. Each covers all tokens, or the tokens of
+one age. The age is the number of weight versions between sampling a token and training on it. At age 0 the weights are the same, so the
+difference comes from the computation alone.
 
-Everything follows from sums over tokens (`Totals`), and is therefore the same however tokens are spread over ranks and microbatches. The
-percentile is read from narrow bins, within 1.5 %.
+All meters are computed from sums over tokens (`Totals`), so they do not depend on how tokens are spread over ranks and microbatches. The
+percentile is read from narrow bins, with an error within 1.5 %.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 # How much a probe's log-probs may differ between trainer and generator under the same weights.
 #
-# Rounding keeps the mean over a probe's tokens far below the limits (docs/benchmarks.md); a stale or corrupt tensor, or engines that
-# compute something else, brings it far above. The mean counts, since even in a healthy run a token whose router is nearly tied may go to
-# another expert and differ by 0.1 to 0.3. The largest difference is reported too.
+# The limit is on the mean over a probe's tokens. Rounding keeps it far below the limit (docs/benchmarks.md). A stale or corrupt tensor, or
+# engines that compute something else, raise it far above. Single tokens are not limited: even in a healthy run, a token whose router is
+# nearly tied may go to another expert and differ by 0.1 to 0.3. The largest difference is reported too.
 
 
 DIFFERENCE, LARGEST, LIMIT = "logprob/abs_diff_mean", "logprob/abs_diff_max", "logprob/limit"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.15}
-OWN_ROUTING = 2  # factor on the limit where trainer and generator each choose experts themselves
+OWN_ROUTING = 2  # factor on the limit if trainer and generator choose experts independently
 FAR = 10  # the run ends at this multiple of the limit
 
 
 def probe_limit(plan: RunPlan, group: str | None = None) -> float:
-    """observe.probe_limit, or the usual limit for the precision of trainer and engines: those of one group, or the least precise."""
+    """observe.probe_limit, or the default for the precision of the trainer and of the engines (of `group`, or else the least precise)."""
     config = plan.config
     if config.observe.probe_limit is not None:
         return config.observe.probe_limit
@@ -49,7 +49,7 @@ def probe_limit(plan: RunPlan, group: str | None = None) -> float:
 
 
 def too_far(difference: float, limit: float) -> str | None:
-    """Why the run must stop, or None if this mean difference lets it go on."""
+    """If this mean difference is too large, the reason why the run must stop; otherwise None."""
     if math.isfinite(difference) and difference <= FAR * limit:
         return None
     found = f"differ by {difference:.3g} on average" if math.isfinite(difference) else "are not all finite"
@@ -71,21 +71,21 @@ def describe_differences(rows: Sequence[Mapping[str, float]]) -> str:
     return f"log-probs of trainer and generator differ by {most:.2g} in {probes}, over observe.probe_limit={limit:g}"
 
 
-YOUNGEST = (0, 1, 2, 3, 5, 9, 17)  # age of the youngest tokens of each class
+YOUNGEST = (0, 1, 2, 3, 5, 9, 17)  # least age of each class of tokens
 AGES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_16", "age_17_up")
 TOKENS, ABSOLUTE, LOG_RATIO, RATIO, SQUARE, K3 = range(6)  # columns of Totals.sums
 PER_DECADE = 80
 EDGES = 10.0 ** (np.arange(9 * PER_DECADE + 1) / PER_DECADE - 7)  # of |d|: from 1e-7 to 100
 BINS = len(EDGES) + 1  # a bin below the first edge and one above the last
-COARSE = PER_DECADE // 2  # bins that a written histogram joins into one
-HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # of d, between the 40 counts of a written histogram
+COARSE = PER_DECADE // 2  # a written histogram merges this many bins into one
+HISTOGRAM_EDGES = np.concatenate([-EDGES[::-COARSE], [0.0], EDGES[::COARSE]])  # edges in d between the 40 counts of a written histogram
 
 EQUAL_TOKENS, EQUAL_WEIGHTS = f"agreement/{AGES[0]}/tokens", f"agreement/{AGES[0]}/abs_diff_mean"
-RECENT = 10  # steps in the median that a warning is about
-WARM_UP = 10  # steps left out of what later ones are compared with
-FEWEST_TOKENS = 32  # a step with fewer says little
-DRIFT = 5  # times the earlier median, and
-DRIFT_FLOOR = 0.1  # of the limit: below it is rounding
+RECENT = 10  # a warning uses the median of this many last steps
+WARM_UP = 10  # steps left out of the earlier median
+FEWEST_TOKENS = 32  # steps with fewer tokens are ignored
+DRIFT = 5  # a warning needs this many times the earlier median,
+DRIFT_FLOOR = 0.1  # and this share of the limit: less is rounding
 LEAST_ESS = 0.5
 
 
@@ -94,12 +94,12 @@ class Totals:
     """Sums over the tokens of one optimizer step."""
 
     sums: np.ndarray  # [ages, 6] float64
-    bins: np.ndarray  # [ages, 2, BINS] how many tokens have which |d|; first of d >= 0, then of d < 0
-    largest: np.ndarray  # [ages] of |d|
-    sequences: np.ndarray  # [3] number of sequences with such tokens, sum and sum of squares of their ratios
+    bins: np.ndarray  # [ages, 2, BINS] histogram of |d|, for d >= 0 and for d < 0
+    largest: np.ndarray  # [ages] largest |d|
+    sequences: np.ndarray  # [3] number of sequences, sum and sum of squares of their ratios
 
     def metrics(self) -> dict[str, float]:
-        """Of all tokens and of each class of ages that has any; empty without tokens."""
+        """The meters of all tokens, and of each class of ages that has tokens; empty without tokens."""
         found = _of("agreement", self.sums.sum(axis=0), self.bins.sum(axis=(0, 1)), float(self.largest.max()))
         if found:
             found["agreement/ess_sequences"] = _effective(*self.sequences.tolist())
@@ -108,7 +108,7 @@ class Totals:
         return found
 
     def histograms(self) -> dict[str, Histogram]:
-        """Of the log-ratios, under the same names."""
+        """The histograms of log-ratios, under the same names."""
         rows = {"agreement": self.bins.sum(axis=0), **{f"agreement/{name}": bins for name, bins in zip(AGES, self.bins, strict=True)}}
         return {f"{name}/histogram": Histogram(HISTOGRAM_EDGES.tolist(), _histogram(bins)) for name, bins in rows.items() if bins.any()}
 
@@ -134,7 +134,7 @@ def _effective(count: float, total: float, squares: float) -> float:
 
 
 def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed: the middle, in logarithms, of its bin."""
+    """The least value that at least `share` of the values do not exceed, rounded to the logarithmic middle of its bin."""
     place = int((np.cumsum(bins) >= share * bins.sum() - 1e-6).argmax())
     if place == BINS - 1:
         return largest
@@ -143,18 +143,19 @@ def _percentile(bins: np.ndarray, share: float, largest: float) -> float:
 
 
 def _histogram(bins: np.ndarray) -> list[int]:
-    """[40] from the lowest log-ratio to the highest, from bins [2, BINS]."""
+    """[40] counts from the lowest log-ratio to the highest, from bins [2, BINS]."""
     coarse = [[row[0], *row[1:-1].reshape(-1, COARSE).sum(axis=1), row[-1]] for row in bins]
     return [int(count) for count in (*reversed(coarse[1]), *coarse[0])]
 
 
 def describe_agreement(rows: Sequence[Row]) -> str:
-    """What the meters warn of, in words; mostly nothing.
+    """The warnings of the meters, in words; empty if there are none. Each has one of these reasons:
 
-    - At equal weights the median difference of the last steps is over the probe's limit. Steps count whose tokens are all of age 0: without
-      asynchrony all do, with it at least the first. In others a token of age 0 may have keys and values of older weights in its context.
-    - There, or in the probes, it is several times what it was after the first steps, and no longer negligible beside the limit.
-    - The effective sample size is small: the samples are too old for the steps that the weights make.
+    - Under equal weights, the median difference of the last steps is over the probe's limit. Only steps count whose tokens all have age 0:
+      all steps without asynchrony, and at least the first with it. In other steps, the context of a token of age 0 may have keys and values
+      of older weights.
+    - That median, or the difference in the probes, is several times its value after the first steps, and not negligible beside the limit.
+    - The effective sample size is small: the samples are too old for the size of the updates.
     """
     equal = [row for row in rows if LIMIT in row and FEWEST_TOKENS <= row.get("agreement/tokens", 0) == row.get(EQUAL_TOKENS)]
     for key, series, what in (
@@ -165,7 +166,7 @@ def describe_agreement(rows: Sequence[Row]) -> str:
             continue
         now, limit = _median(series[-RECENT:], key), series[-1][LIMIT]
         told = f"log-probs of trainer and generator differ by {now:.2g} on {what} (median of the last {len(series[-RECENT:])})"
-        if key == EQUAL_WEIGHTS and not now <= limit:  # of single probes over it describe_differences speaks
+        if key == EQUAL_WEIGHTS and not now <= limit:  # describe_differences reports single probes over the limit
             return f"{told}, over observe.probe_limit={limit:g}: they do not compute the same"
         warm = [row for row in series if row["step"] >= WARM_UP]
         if len(warm) >= 2 * RECENT and not now <= max(DRIFT * (was := _median(warm[:RECENT], key)), DRIFT_FLOOR * limit):
@@ -180,16 +181,16 @@ def describe_agreement(rows: Sequence[Row]) -> str:
 
 
 def _median(rows: Sequence[Row], key: str) -> float:
-    """Infinite where most values are not finite."""
+    """The median; infinite if most values are not finite."""
     return median(value if math.isfinite(value := row[key]) else math.inf for row in rows)
 
 
-# Advice about a run, in words: little, and only what is certain.
+# Advice about a run, in words. It is given only where it is certain.
 
 
-FAILED_SHARE = 0.1  # of episodes or scores: more failures than that are no accident
-BINDS = 0.2  # of a step
-EQUAL_STEPS = 5  # steps in a row without two different rewards in any group that are no accident
+FAILED_SHARE = 0.1  # share of failed episodes or scores above which failures are no accident
+BINDS = 0.2  # share of a step
+EQUAL_STEPS = 5  # after this many steps in a row, equal rewards in every group are no accident
 
 
 def advisories(rows: Sequence[Row]) -> list[str]:
@@ -198,7 +199,7 @@ def advisories(rows: Sequence[Row]) -> list[str]:
 
 
 def equal_rewards(rows: Sequence[Row]) -> str:
-    """Without different rewards there is no gradient: mostly the reward is wrong, or the task too hard or too easy."""
+    """Advice if rewards are equal, so that there is no gradient. Mostly the reward is wrong, or the task too hard or too easy."""
     steps = 0
     for row in reversed(rows):
         if row.get("zero_advantage_fraction") != 1:
@@ -217,14 +218,14 @@ def equal_rewards(rows: Sequence[Row]) -> str:
 
 
 def failures(rows: Sequence[Row]) -> str:
-    """If many episodes or scores fail, the program or the reward is wrong, not the policy."""
+    """Advice if many episodes or scores fail: then the program or the reward is wrong, not the policy."""
     recent = rows[-EQUAL_STEPS:]
     failed = "" if equal_rewards(rows) else describe_failed(recent, FAILED_SHARE)
     return f"{failed} in the last {len(recent)} steps: rollouts/ marks them and says why" if failed else ""
 
 
 def scoring_binds(rows: Sequence[Row]) -> str:
-    """If rollouts wait longer for scores than for engines, and the trainer waits for rollouts, more engines would not help."""
+    """Advice if rollouts wait longer for scores than for engines, and the trainer waits for rollouts. More engines would not help then."""
     recent = rows[-EQUAL_STEPS:]
     if len(recent) < EQUAL_STEPS or not all("time/reward_s" in row for row in recent):
         return ""
@@ -240,7 +241,7 @@ def scoring_binds(rows: Sequence[Row]) -> str:
 
 
 def describe_failed(rows: Sequence[Row], least: float) -> str:
-    """Says that a share of at least `least` of the episodes failed, or else of the scores; empty if neither did."""
+    """Says so if a share of at least `least` of the episodes failed, or else of the scores; otherwise empty."""
     shares = {key: fmean(row.get(key, 0.0) for row in rows) for key in (FAILED_EPISODES, FAILED_FRACTION)} if rows else {}
     if shares.get(FAILED_EPISODES, 0.0) >= least:
         return describe_failed_episodes(rows)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, in whole lines. Trackers follow it (megarl.observe.tracking)."""
+"""metrics.jsonl has one line per step, a JSON object. Trackers follow the file (megarl.observe.tracking)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megarl.base.files import write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
-SIMULATED_FILE = "simulated.json"  # in the folder of a run that was only simulated
+SIMULATED_FILE = "simulated.json"  # marks the folder of a simulated run
 QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class Histogram(NamedTuple):
     edges: Sequence[float]  # [n]
-    counts: Sequence[int]  # [n + 1] of values below, between and above the edges
+    counts: Sequence[int]  # [n + 1] numbers of values below, between and above the edges
 
 
 class MetricsWriter:
-    """Appends rows to `run_dir`/metrics.jsonl. Only one process of a run may have one.
+    """Appends rows to `run_dir`/metrics.jsonl. Only one process of a run may have a writer.
 
-    A resumed run passes the first step it will write as `resume_step`: the lines of that step and later ones, and a line left incomplete,
-    are cut off.
+    A resumed run passes the first step it will write as `resume_step`. Lines of that step and later ones are cut off, and so is an
+    incomplete line.
     """
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
@@ -45,9 +45,9 @@ class MetricsWriter:
         distributions: Mapping[str, Sequence[float]] = {},
         histograms: Mapping[str, Histogram] = {},
     ) -> None:
-        """Appends one line. None means that the key has no value on this step, and is left out; NaN and infinities become null.
+        """Appends one line. Keys whose value is None are left out. NaN and infinities become null.
 
-        The line has the quantiles of `distributions`, and the counts of `histograms`.
+        The line also has the quantiles of `distributions` and the counts of `histograms`.
         """
         known = {key: value for key, value in values.items() if value is not None}
         for key, sample in distributions.items():
@@ -70,7 +70,7 @@ def quantiles(key: str, sample: Sequence[float]) -> dict[str, float]:
 
 
 def change_rows(run_dir: Path | str, rows: Mapping[int, Row]) -> None:
-    """Replaces the rows of the same steps by `rows`. No process may write to the file any more."""
+    """Replaces rows by `rows` (step -> row). No other process may write to the file."""
     path = Path(run_dir) / METRICS_FILE
     data, begin, changed = path.read_bytes(), 0, []
     for end, row in parse_lines(data):
@@ -90,8 +90,8 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def cut_from(path: Path, step: int) -> None:
-    """Truncates a metrics file before the first line of `step` or later, and before a torn last line. A last line that lacks only its
-    newline is kept."""
+    """Truncates a metrics file before the first line of `step` or later, and before an incomplete last line. Keeps a last line that lacks
+    only its newline."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -104,7 +104,7 @@ def cut_from(path: Path, step: int) -> None:
 
 
 def kept_bytes(data: bytes, step: int) -> int:
-    """How many bytes `cut_from` keeps; one more than the file has if the last line lacks only its newline."""
+    """The number of bytes that `cut_from` keeps. It is one more than the file has if the last line lacks only its newline."""
     keep = 0
     for end, row in parse_lines(data if data.endswith(b"\n") else data + b"\n"):
         if row is None:
@@ -116,14 +116,14 @@ def kept_bytes(data: bytes, step: int) -> int:
 
 
 def parse_lines(data: bytes, offset: int = 0) -> Iterator[tuple[int, Row | None]]:
-    """(offset of its end, row) of each whole line; a damaged line's row is None. What follows the last newline is still being written."""
-    for line in data.split(b"\n")[:-1]:  # at newlines alone: what has damaged a line may hold a carriage return
+    """(offset of its end, row) of each whole line. The row of a damaged line is None. Text after the last newline is incomplete."""
+    for line in data.split(b"\n")[:-1]:  # splits only at newlines: a damaged line may contain a carriage return
         offset += len(line) + 1
         yield offset, parse_row(line)
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The row; None if the line is not a JSON object with a step number."""
+    """The row of a line; None if it is not a JSON object with a step number."""
     try:
         row = json.loads(line)
         row["step"] += 0
@@ -133,25 +133,25 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The rows of a metrics.jsonl's whole lines; empty if there is no file. Values that were not finite become NaN. Damaged lines are left
-    out: see `damaged_lines`."""
+    """The rows of the whole lines of a metrics.jsonl; empty if there is no file. Values that were not finite become NaN. Damaged lines are
+    left out: see `damaged_lines`."""
     return [row for _, row in _lines(Path(path)) if row is not None]
 
 
 def damaged_lines(path: Path | str) -> list[int]:
-    """Numbers, from 1, of the whole lines that are damaged."""
+    """The numbers of damaged whole lines, from 1."""
     return [number for number, (_, row) in enumerate(_lines(Path(path)), start=1) if row is None]
 
 
 def check_lines(path: Path | str, step: int) -> str:
-    """A sentence about steps before `step` that a metrics.jsonl lacks; empty if it has all of them."""
+    """A sentence about the steps before `step` that a metrics.jsonl lacks; empty if it lacks none."""
     there = {row["step"] for row in read_metrics(path)}
     missing = [number for number in range(step) if number not in there]
     return lost_lines(path, missing) if missing else ""
 
 
 def lost_lines(path: Path | str, steps: Sequence[int]) -> str:
-    """A sentence about missing `steps`: at least one, ascending."""
+    """A sentence about the missing `steps`, at least one, in ascending order."""
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return f"{path}: the record of {which} was torn or lost"
 
@@ -166,7 +166,7 @@ class MetricsTail:
     def __init__(self, path: Path):
         self.path = path
         self._lines: list[tuple[int, bool]] = []  # offset of the line's end, and whether the line is in `rows`
-        self.rows: list[Row] = []  # without damaged lines
+        self.rows: list[Row] = []  # the rows of all undamaged lines
 
     def poll(self) -> int:
         """Brings `rows` up to date; returns how many of its last rows are new."""

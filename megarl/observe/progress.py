@@ -26,15 +26,15 @@ from megarl.observe.status import Status, duration, read_statuses
 from megarl.rewards.score import describe_failed_episodes, describe_failures, of_episode, told
 
 STEPS_SHOWN = 10
-HELD_OUT_SHOWN = 2  # evaluations
-PROCESSES_SHOWN = 8  # of each role
+HELD_OUT_SHOWN = 2  # most evaluations shown
+PROCESSES_SHOWN = 8  # most processes shown of each role
 REFRESH_S = 0.25
 ETA_STEPS = 20  # recent steps from which the remaining time is estimated
-HEADER_EVERY = 20  # plain lines
+HEADER_EVERY = 20  # plain output repeats its header after this many lines
 WARM_START_EVERY = 20  # plain output prints one in this many steps of a warm start
 LEGEND = "stale: mean/max versions behind; times in s; t.wait, g.wait: of trainer, engines"
-LINE = 80  # columns; what is printed fits them
-PRINTED_BYTES = 4096  # of the end of an engine's log, for what it says last
+LINE = 80  # columns that printed lines fit into
+PRINTED_BYTES = 4096  # bytes read from the end of an engine's log, for its last line
 SILENCE_S = 30.0  # without a new step for this long, plain output says what every process is doing
 
 
@@ -43,7 +43,7 @@ def _one(key: str, form: str) -> Callable[[Row], str]:
 
 
 def _number(key: str, digits: int) -> Callable[[Row], str]:
-    """At most six characters, up to 99,999: fewer digits for larger numbers."""
+    """A cell of at most six characters for numbers up to 99,999. Larger numbers have fewer digits."""
 
     def cell(row: Row) -> str:
         if key not in row:
@@ -66,7 +66,7 @@ def _loss(row: Row) -> str:
     return format(row["loss"], "+.4f" if size < 10 else "+.3f" if size < 100 else "+.3g") if "loss" in row else ""
 
 
-# Heading -> (key without which the column is not shown, cell). All together fit LINE.
+# Heading -> (key, cell). A column is shown only if the row has its key. All columns together fit LINE.
 COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": ("step", _one("step", "d")),
     "reward": ("reward/mean", _number("reward/mean", 3)),
@@ -89,9 +89,10 @@ def columns_of(row: Row) -> list[str]:
 
 
 class Progress:
-    """Follows `run_dir` in the process that starts the run's others. Create it before they start; call `poll` a few times a second.
+    """Shows the progress of `run_dir`. It is used in the process that starts the run's other processes. Create it before they start, and
+    call `poll` a few times a second.
 
-    On a terminal it keeps one table up to date; elsewhere it prints a line per step.
+    On a terminal it keeps one table up to date. Elsewhere it prints a line per step.
     """
 
     def __init__(self, run_dir: Path | str, total_steps: int, console: Console | None = None):
@@ -102,7 +103,7 @@ class Progress:
         self._started = self._refreshed = self._heard = time.monotonic()
         self._arrivals: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self._printed, self._headings = 0, list[str]()
-        self._engines: float | None = None  # that served at the row printed last
+        self._engines: float | None = None  # engines that served at the last printed row
         self._advised: set[Callable[[Sequence[Row]], str]] = set()
         self._failures, self._failed = FailuresTail(self.run_dir, from_end=True), set[tuple[str, str]]()
         self._live: Live | None = None
@@ -111,7 +112,7 @@ class Progress:
             self._live.start()
 
     def poll(self) -> None:
-        """Shows what has changed since the last call. Cheap when nothing has."""
+        """Shows what has changed since the last call. Cheap if nothing has."""
         new = self._tail.poll()
         now = time.monotonic()
         self._tell_failures()
@@ -133,7 +134,7 @@ class Progress:
                 self._line(f"! prompt {failure.ordinal}: {what} failed ({told(failure)}): {one_line(failure.reason)}")
 
     def warn(self, text: str) -> None:
-        """Prints what no metric says."""
+        """Prints a warning that no metric shows."""
         self._line(f"! {text}")
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class Progress:
         if "reward/mean" not in row and row["step"] % WARM_START_EVERY and not last:
             return
         headings = columns_of(row)
-        if self._printed % HEADER_EVERY == 0 or headings != self._headings:  # a critic's first steps have no loss, for example
+        if self._printed % HEADER_EVERY == 0 or headings != self._headings:  # headings may change: a critic's first steps have no loss
             self._headings, self._printed = headings, 0
             self._line(" ".join(f"{heading:>{_width(heading)}}" for heading in headings))
         self._printed += 1
@@ -218,7 +219,7 @@ class Progress:
             self._line(f"  {line}")
 
     def _print_advisories(self) -> None:
-        """Prints each kind of advice once when it begins to hold, not again when only its numbers change."""
+        """Prints each kind of advice when it begins to hold, but not again when only its numbers change."""
         found = {rule: text for rule in RULES if (text := rule(self._tail.rows))}
         for rule in found.keys() - self._advised:
             self._line(f"! {found[rule]}")
@@ -230,7 +231,7 @@ class Progress:
 
 
 class Doings:
-    """For commands without steps: every half minute, what each process is doing, on stderr. Call `poll` a few times a second."""
+    """Prints on stderr every half minute what each process is doing, for commands without steps. Call `poll` a few times a second."""
 
     def __init__(self, run_dir: Path):
         self._run_dir, self._told = run_dir, time.monotonic()
@@ -257,7 +258,7 @@ def _width(heading: str) -> int:
 
 
 def _starting(run_dir: Path) -> list[str]:
-    """The last lines of the engines' logs: what they load and compile, and how much is left."""
+    """The last line of each engine's log: what it loads or compiles, and how much is left."""
     found = []
     for log in sorted((run_dir / "logs").glob("*.log")):
         if not log.name.startswith(("trainer.", "generator.", "evaluator.", "reward.", "tracker.")) and log.stat().st_size:
@@ -270,13 +271,13 @@ def _starting(run_dir: Path) -> list[str]:
 
 
 def failure_lines(rows: Sequence[Row], failures: FailuresTail, when: str = "") -> list[str]:
-    """Which episodes and scores failed in `rows`, and of what the last one did; none if all went well."""
+    """Lines about the episodes and scores that failed in `rows`, with the reason of the last failure; none if nothing failed."""
     told = [(describe_failed_episodes(rows), True), (describe_failures(rows), False)]
     return [f"{text}{when}{failures.reason(episodes)}" for text, episodes in told if text]
 
 
 def source_line(row: Row) -> str:
-    """Prompts and mean reward of each source of a mixture, and how many prompts the curriculum left out; empty if there are neither."""
+    """A line with the prompts and mean reward of each source, and the prompts that the curriculum left out; empty without either."""
     names = [key.removeprefix("source/").removesuffix("/prompts") for key in row if key.startswith("source/") and key.endswith("/prompts")]
     rewards = {name: row[key] for name in names if (key := f"source/{name}/reward") in row}
     parts = [f"{escape(n)} {row[f'source/{n}/prompts']:.0f}" + (f" (reward {rewards[n]:.3f})" if n in rewards else "") for n in names]
@@ -286,12 +287,12 @@ def source_line(row: Row) -> str:
 
 
 def held_out_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per row with held-out scores: each set's pass@1 (with several samples also pass@k) and mean reward."""
+    """One line per row that has held-out scores: pass@1 (with several samples also pass@k) and mean reward of each set."""
     return [f"held-out, version {row[VERSION_KEY]:.0f}: {', '.join(_scores(row))}" for row in rows if VERSION_KEY in row]
 
 
 def missed_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per row in which the number of versions without an evaluation that was due has changed."""
+    """One line per row in which the number of missed evaluations has changed."""
     found = [(row, [f"{row[f'eval/{what}']:.0f} {what}" for what in MISSED if f"eval/{what}" in row]) for row in rows]
     return [f"evaluations by step {row['step']}: {', '.join(counts)}" for row, counts in found if counts]
 
@@ -306,13 +307,13 @@ def _scores(row: Row) -> Iterator[str]:
 
 
 def _serves(statuses: Sequence[Status]) -> bool:
-    """Whether the generator has met the engines and reports on them from now on; true too without engines."""
+    """Whether the generator has found the engines and now reports on them. Also true without engines."""
     names = {status.name.rpartition(".")[0] for status in statuses}
     return not names & {"generator", "evaluate"} or bool(names & {"engine", "evaluation"})
 
 
 def _status_lines(statuses: Sequence[Status]) -> list[RenderableType]:
-    """The lines of processes. A role with many processes shows those with the oldest status, since a stuck one is among them."""
+    """A line for each process. If a role has many, those with the oldest status are shown, since a stuck process is among them."""
     lines: list[RenderableType] = []
     for role, members in groupby(statuses, key=lambda status: status.name.rpartition(".")[0]):
         every = list(members)

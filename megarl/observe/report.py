@@ -17,7 +17,7 @@ from megarl.observe.samples import FailuresTail
 from megarl.observe.status import merge_traces
 from megarl.rewards.score import describe_failed_episodes, describe_failures
 
-# report.png: reward per step and on held-out prompts, response length and entropy, and where the time went.
+# report.png shows reward per step and on held-out prompts, response length and entropy, and how the time was spent.
 
 
 SMOOTH_STEPS = 10  # trailing window of the moving mean
@@ -91,7 +91,7 @@ def _plot_reward(axes, rows: list[Row]) -> None:
 
 
 def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
-    """pass@1 of every held-out set, or its mean reward, at the step of its weights: steps 0 to v - 1 have made version v."""
+    """Draws pass@1 or the mean reward of each held-out set. Version v is drawn at step v - 1, which has made it."""
     points: dict[str, list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         found = as_metrics(evaluation)
@@ -103,7 +103,7 @@ def _plot_held_out(axes, evaluations: list[Evaluation]) -> None:
 
 
 def _plot_responses(axes, rows: list[Row]) -> None:
-    """Response length with the band of the middle 80 %; entropy, and the divergence from teachers, on a second axis."""
+    """Draws response length with the middle 80 % as a band. Entropy, and the divergence from teachers, have a second axis."""
     steps, length = series(rows, "step"), series(rows, "response_tokens/mean")
     low, high = series(rows, "response_tokens/p10"), series(rows, "response_tokens/p90")
     axes.fill_between(steps, low, high, color="#4f9d69", alpha=0.18, linewidth=0, label="10 % to 90 %")
@@ -155,7 +155,7 @@ def _unique_legend(axes) -> tuple[list, list[str]]:
     return list(unique.values()), list(unique)
 
 
-# agreement.png: the meters of agreement over a run's steps, by the age of tokens, and the ratios of its first and last steps.
+# agreement.png shows the agreement meters over a run's steps, by the age of tokens, and the ratios of its first and last steps.
 
 
 RATIO_STEPS = 20  # first and last steps whose ratios are shown
@@ -209,7 +209,7 @@ def _plot_sizes(axes, rows: list[Row]) -> None:
 
 
 def _plot_ratios(axes, rows: list[Row]) -> None:
-    """On the axis of log-ratios all bins have the same width: half a power of ten."""
+    """Draws the ratios. On the axis of log-ratios all bins have the same width: half a power of ten."""
     edges = HISTOGRAM_EDGES
     for part, colour, name in ((rows[:RATIO_STEPS], "#9db8d2", "first"), (rows[-RATIO_STEPS:], "#2b5c8a", "last")):
         counts = np.sum([row["agreement/histogram"] for row in part], axis=0)
@@ -244,9 +244,9 @@ SPLIT = {
 
 
 def finish_report(run_dir: Path | str) -> str:
-    """Writes report.png, agreement.png and trace.json into `run_dir`; returns the summary and where to find what.
+    """Writes report.png, agreement.png and trace.json to `run_dir`. Returns the summary and the paths of these and other files.
 
-    The evaluation of version 0 counts as the one before the first step, and that of the last version as the one after the last step.
+    The evaluation of version 0 counts as made before the first step, and the evaluation of the last version as made after the last step.
     """
     run_dir = Path(run_dir)
     complete_metrics(run_dir)
@@ -267,7 +267,7 @@ def finish_report(run_dir: Path | str) -> str:
 
 
 def summarize(run_dir: Path | str, evaluations: Sequence[Evaluation]) -> str:
-    """The run in about a dozen lines. `evaluations`: in the order of their versions."""
+    """A summary of the run in about a dozen lines. `evaluations`: in the order of their versions."""
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
@@ -343,7 +343,7 @@ def _turns(rows: list[Row]) -> str:
 
 
 def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, str]]:
-    """Each held-out set's pass@1, pass@k with the largest k, and mean reward if it says more: before the first step, and the last one."""
+    """For each held-out set, before the first step and at the end: pass@1, pass@k for the largest k, and mean reward if it says more."""
     lines = []
     for name, last in sets(evaluations[-1]).items() if evaluations else ():
         first = sets(evaluations[0]).get(name, {}) if evaluations[0]["version"] == 0 else {}

@@ -1,4 +1,4 @@
-"""Sampled rollouts as readable text files that cannot play tricks on the terminal that shows them."""
+"""Writes sampled rollouts as readable text files, in which no text can control the terminal that shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.observe.metrics import Row, cut_from, lost_lines, read_metrics
 from megarl.rewards.score import of_episode, told
 
 ORDINALS_FILE, SAMPLES_FILE, FAILURES_FILE = "ordinals.jsonl", "samples.jsonl", "failures.jsonl"
-FAILURES_S = 5.0  # between two failures of one kind that are written
+FAILURES_S = 5.0  # least time between two written failures of one kind
 _STEP = re.compile(rb'\{"step": ?(\d+)')
 # Controls, format characters (bidirectional overrides among them), surrogates, private use, line and paragraph separators.
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -42,12 +42,12 @@ def _escape_character(character: str) -> str:
 
 
 def _quoted(text: str, bar: str = "|") -> str:
-    """Puts a bar before every line, so that model output cannot pass for the file's own lines."""
+    """Puts a bar before every line, so that model output cannot look like lines of the file itself."""
     return "\n".join(f"  {bar} {line}" for line in escape(text).split("\n"))
 
 
 def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> str:
-    """The policy's text behind |, the environment's behind >, on separate lines."""
+    """The text with | before the policy's lines and > before the environment's."""
     parts, end = [], 0
     for start, stop in environment_spans:
         parts += [_quoted(text[end:start]), _quoted(text[start:stop], ">")]
@@ -56,7 +56,7 @@ def _quoted_turns(text: str, environment_spans: Sequence[tuple[int, int]]) -> st
 
 
 def format_sample(number: int, sample: SampleSummary, text: str, environment_spans: Sequence[tuple[int, int]] = ()) -> str:
-    """Reward and why scoring failed, if it did; the oldest and newest weight version among the tokens; the text."""
+    """A sample as text: reward, why scoring failed if it did, the oldest and newest weight version of its tokens, and its text."""
     versions = f"versions {sample.min_version} to {sample.max_version}" if sample.policy_versions else "no version"
     failed = f" (failed: {', '.join(map(told, sample.failures))})" if sample.failures else ""
     head = f"response {number}: reward {sample.reward:g}{failed}, {versions}, {sample.tokens} tokens"
@@ -86,7 +86,7 @@ def write_rollouts(
 ) -> Path | None:
     """Writes groups of a step to `run_dir`/rollouts/step_<step>.txt and returns that path; None if there are none.
 
-    `dropped`: some of the groups that were dropped for it, of `dropped_prompts` in all.
+    `dropped`: some of the `dropped_prompts` groups that were dropped for the step.
     """
     formatted = [format_group(*group) for group in groups] + [format_group(*group, dropped=True) for group in dropped]
     if not formatted:
@@ -101,7 +101,7 @@ def write_rollouts(
 
 
 class _Lines:
-    """A file of `run_dir`/rollouts with lines of steps, to which whole lines are appended."""
+    """A file in `run_dir`/rollouts to which whole lines are appended."""
 
     def __init__(self, run_dir: Path | str, name: str):
         folder = Path(run_dir) / "rollouts"
@@ -160,7 +160,7 @@ def _group(group: GroupSummary, texts: GroupTexts) -> dict[str, Any]:
 
 
 def _cut(path: Path, step: int) -> None:
-    """As cut_from does, but without taking the whole file into memory."""
+    """Like `cut_from`, but does not read the whole file into memory."""
     keep_bytes = 0
     with open(path, "rb") as file:
         for line in file:
@@ -171,20 +171,20 @@ def _cut(path: Path, step: int) -> None:
 
 
 class FailuresWriter(_Lines):
-    """`run_dir`/rollouts/failures.jsonl: what scores and episodes fail of, as it happens, long before their step ends; and warnings.
+    """`run_dir`/rollouts/failures.jsonl: failures of scores and episodes as they happen, long before their step ends; and warnings.
 
-    The first failure of each kind is written at once, later ones every FAILURES_S at most, the last of them always: these are news, not a
-    record.
+    The first failure of each kind is written at once. Later ones are written at most every FAILURES_S, and the last one always: the file is
+    for news and is not a complete record.
     """
 
     def __init__(self, run_dir: Path | str):
         super().__init__(run_dir, FAILURES_FILE)
         self._written_s: dict[tuple[str, str], float] = {}
-        self._held: dict[tuple[str, str], dict[str, Any]] = {}  # the newest of each kind, if it is still to be written
+        self._held: dict[tuple[str, str], dict[str, Any]] = {}  # the newest failure of each kind, if it is not yet written
         self._lock = threading.Lock()
 
     def tell(self, failure: Failure, ordinal: Ordinal) -> None:
-        """`ordinal`: the prompt's; -1 of a warning."""
+        """Reports a failure. `ordinal`: of the prompt; -1 for a warning."""
         name = failure.part, failure.kind
         with self._lock:
             waits_s = self._written_s.get(name, -math.inf) + FAILURES_S - time.monotonic()
@@ -216,16 +216,16 @@ class Told(Failure, frozen=True, kw_only=True):
 
 
 class FailuresTail:
-    """Follows failures.jsonl. `last` are the newest failures of episodes (True) and of scores (False)."""
+    """Follows failures.jsonl. `last` has the newest failure of an episode (True) and of a score (False)."""
 
     def __init__(self, run_dir: Path | str, from_end: bool = False):
-        """`from_end`: what is there already does not count."""
+        """`from_end`: ignore the lines that are already there."""
         self._path = Path(run_dir) / "rollouts" / FAILURES_FILE
         self._offset = self._path.stat().st_size if from_end and self._path.exists() else 0
         self.last: dict[bool, Told] = {}
 
     def poll(self) -> list[Told]:
-        """The new lines; a damaged one is left out."""
+        """The new lines, without damaged ones."""
         if not self._path.exists() or self._path.stat().st_size <= self._offset:
             return []
         with open(self._path, "rb") as file:
@@ -240,7 +240,7 @@ class FailuresTail:
         return found
 
     def reason(self, episodes: bool) -> str:
-        """The last failure, as it follows the number of failures; empty if nothing has failed."""
+        """The reason of the last failure, to be put after the number of failures; empty if nothing has failed."""
         told = self.last.get(episodes)
         return f"; the last: {one_line(told.reason)}" if told else ""
 
@@ -250,12 +250,12 @@ def one_line(text: str) -> str:
 
 
 class TokenNumbers(Protocol):
-    """What a step knew of the tokens of one sample that the policy wrote; [n] each."""
+    """The numbers of a step for the policy's tokens in one sample; [n] each."""
 
     @property
     def ids(self) -> np.ndarray: ...
     @property
-    def positions(self) -> np.ndarray: ...  # in the sequence of prompt and response
+    def positions(self) -> np.ndarray: ...  # positions in prompt and response together
     @property
     def logprobs(self) -> np.ndarray: ...
     @property
@@ -265,9 +265,9 @@ class TokenNumbers(Protocol):
 
 
 class TokensWriter(_Lines):
-    """`run_dir`/rollouts/tokens.<rank>.jsonl: numbers a token of the samples in samples.jsonl that a trainer rank trained on.
+    """`run_dir`/rollouts/tokens.<rank>.jsonl: per-token numbers of the samples in samples.jsonl that a trainer rank has trained on.
 
-    `piece` says how a token reads; the first line that has a token has its text too."""
+    `piece` gives the text of a token. The first line that has a token also has its text."""
 
     def __init__(self, run_dir: Path | str, rank: int, piece: Callable[[int], str]):
         super().__init__(run_dir, f"tokens.{rank}.jsonl")
@@ -286,13 +286,13 @@ class TokensWriter(_Lines):
 
 
 def _runs(positions: np.ndarray) -> list[list[int]]:
-    """Ascending numbers as [first, how many follow one another]."""
+    """Runs of consecutive numbers as [first, length]. `positions`: ascending."""
     begins = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     return np.column_stack([positions[begins], np.diff(begins, append=len(positions))]).tolist()
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    """To 4 digits, which is as many as a colour shows."""
+    """Rounds to 4 digits, which is enough for a colour."""
     exact = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** (3 - np.floor(np.log10(np.abs(exact))))
@@ -301,8 +301,8 @@ def _rounded(values: np.ndarray) -> list[float]:
 
 
 class OrdinalsWriter(_Lines):
-    """`run_dir`/rollouts/ordinals.jsonl: a line per step with the prompts it was trained on and those dropped for it, by which exactly-once
-    can be checked. A resumed run passes its first step as `resume_step`, as above."""
+    """`run_dir`/rollouts/ordinals.jsonl: for each step, the prompts it was trained on and those dropped for it. They allow to check that
+    each prompt is used exactly once. A resumed run passes its first step as `resume_step`, as above."""
 
     def __init__(self, run_dir: Path | str, resume_step: int = 0):
         cut_from(Path(run_dir) / "rollouts" / ORDINALS_FILE, resume_step)
@@ -317,11 +317,11 @@ def _line(step: int, ordinals: Sequence[Ordinal], dropped: Sequence[Ordinal]) ->
 
 
 def recover_ordinals(run_dir: Path | str, step: int, trained: Set[Ordinal], dropped: Set[Ordinal] = frozenset()) -> str:
-    """Restores a line that ordinals.jsonl lacks. `trained`, `dropped`: all prompts that the steps before `step` were trained on, and that
-    were dropped for them.
+    """Restores a line that ordinals.jsonl lacks. `trained`, `dropped`: all prompts that were trained on in the steps before `step`, and
+    dropped for them.
 
-    Returns a sentence about it; empty if no line is missing. Several missing lines cannot be restored, since it is not known which prompts
-    belong to which step; the sentence then says so.
+    Returns a sentence about it; empty if no line is missing. If several lines are missing they cannot be restored, since it is unknown
+    which prompts belong to which step. The sentence then says so.
     """
     path = Path(run_dir) / "rollouts" / ORDINALS_FILE
     cut_from(path, step)

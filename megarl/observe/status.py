@@ -1,4 +1,4 @@
-"""What each process is doing now, in one line, for the live display and error messages."""
+"""One line for each process that says what it is doing, for the live display and error messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 RECORD_BYTES = 256
 _CHECKSUM_BYTES = 10
 STATUS_FOLDER = "status"
-WORK_EVERY_S = 0.5  # how far long work is, is said so often
-_READS = 5  # tries to read a record that is being overwritten; then it is left out
+WORK_EVERY_S = 0.5  # interval at which the progress of long work is published
+_READS = 5  # attempts to read a record that is being overwritten; after that it is left out
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Status:
 class StatusBoard:
     """This process's line: `run_dir`/status/<name>, one record of 256 bytes that is overwritten in place.
 
-    The record is text: sequence number, time, line, and their checksum. A reader that finds a wrong checksum has met a half-done write and
+    The record is text: sequence number, time, line, and their checksum. A reader that finds a wrong checksum has read during a write, and
     reads again.
     """
 
@@ -70,7 +70,7 @@ class StatusBoard:
             self.set(before)
 
     def for_work(self) -> StatusBoard:
-        """The same board, as the one on which `work` shows this process's progress."""
+        """Makes `work` show this process's progress on this board. Returns the board."""
         global _of_work
         _of_work = self
         return self
@@ -84,10 +84,10 @@ _of_work: StatusBoard | None = None
 
 @contextlib.contextmanager
 def work(what: str, total: float, *, line: str = "", show: Callable[[float], str] = "{:.0f}".format) -> Iterator[Callable[[float], None]]:
-    """Says how far long work is, and how long it will take from there: call what this yields with what has been done since.
+    """Publishes the progress of long work, and the remaining time. Call the function that this yields with each amount that is done.
 
-    The progress stands on this process's line, which then becomes what it was. Work that goes on beside other work has a line of its own,
-    `line`.<rank>, which is removed when the work is done. A process without a board for it says nothing.
+    The progress is on this process's line, which returns to its earlier text at the end. Work that runs beside other work has its own line,
+    `line`.<rank>, which is removed at the end. Without a board in this process, nothing is published.
     """
     board = _of_work
     if board is None or not total:
@@ -125,7 +125,7 @@ def counted[T](
     line: str = "",
     show: Callable[[float], str] = "{:.0f}".format,
 ) -> Iterator[T]:
-    """Yields the items; handling them is `work`."""
+    """Yields the items, and shows how many the caller has handled as progress (`work`)."""
     with work(what, sum(map(size, items)), line=line, show=show) as advance:
         for item in items:
             yield item
@@ -161,7 +161,7 @@ def _decode(name: str, record: bytes) -> Status | None:
     sequence, since_s, text = content.decode(errors="replace").split(" ", 2)
     try:
         return Status(name, text.rstrip(), int(sequence), float(since_s))
-    except ValueError:  # not ours, or damaged
+    except ValueError:  # not a record, or a damaged one
         return None
 
 
@@ -174,7 +174,7 @@ def _read(path: Path) -> Status | None:
 
 
 def read_statuses(run_dir: Path | str) -> list[Status]:
-    """The current line of every process of a run that has published one, ordered by name."""
+    """The current lines of all processes of a run that have published one, sorted by name."""
     folder = Path(run_dir) / STATUS_FOLDER
     paths = sorted(folder.iterdir(), key=_by_rank) if folder.is_dir() else []
     return [status for path in paths if (status := _read(path)) is not None]
@@ -192,7 +192,7 @@ def _by_rank(path: Path) -> tuple[str, int]:
     return role, int(rank) if rank.isdigit() else 0
 
 
-# Traces of a run for Perfetto (ui.perfetto.dev): each process writes its spans, which are merged into trace.json.
+# Traces of a run for Perfetto (ui.perfetto.dev). Each process writes its spans; they are merged into trace.json.
 #
 # Format: Chrome trace events, complete events ("ph": "X"), times in microseconds.
 
@@ -213,7 +213,7 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def span(self, name: str, track: str = "main", **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Times the body, which may add to the arguments. Spans of one track must nest; concurrent spans need separate tracks."""
+        """Times the block, which may add to the yielded arguments. Spans of one track must nest; concurrent spans need separate tracks."""
         began = time.perf_counter()
         try:
             yield arguments
@@ -221,14 +221,14 @@ class TraceWriter:
             self.add(name, began, time.perf_counter(), track, **arguments)
 
     def add(self, name: str, began: float, ended: float, track: str = "main", **arguments: Any) -> None:
-        """Adds a finished span; `began` and `ended` are readings of time.perf_counter."""
+        """Adds a finished span. `began` and `ended` are values of time.perf_counter."""
         event = {"name": name, "track": track, "ts": self._epoch_ns / 1e3 + began * 1e6, "dur": (ended - began) * 1e6}
         event |= {"args": arguments} if arguments else {}
         with self._lock:
             self._file.write(json.dumps(event).encode() + b"\n")
 
     def mark(self, name: str, track: str = "main", **arguments: Any) -> None:
-        """Adds an event without length, now."""
+        """Adds an event without duration, now."""
         now = time.perf_counter()
         self.add(name, now, now, track, **arguments)
 
@@ -237,7 +237,7 @@ class TraceWriter:
 
 
 def merge_traces(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/trace.json, with a group of tracks per process. Works after a crash too: damaged lines are left out."""
+    """Writes `run_dir`/trace.json, with a group of tracks per process. Also works after a crash: damaged lines are left out."""
     run_dir = Path(run_dir)
     events: list[dict[str, Any]] = []
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
@@ -248,7 +248,7 @@ def merge_traces(run_dir: Path | str) -> Path:
 
 
 def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
-    """One process's events; `number` replaces its pid, since pids of different hosts may be equal."""
+    """The events of one process. `number` replaces its pid, since pids on different hosts may be equal."""
     spans = [span for line in path.read_bytes().splitlines(keepends=True) if (span := _parse(line)) is not None]
     threads = {track: thread for thread, track in enumerate(dict.fromkeys(span["track"] for span in spans), start=1)}
     events = [_name("process_name", number, 0, path.stem)]
@@ -259,7 +259,7 @@ def _process_events(number: int, path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The event; None if the line is torn or damaged, which leaves a gap in the trace."""
+    """The event of a line; None if it is incomplete or damaged."""
     try:
         span = json.loads(line) if line.endswith(b"\n") else {}
         return span if {"name", "track", "ts", "dur"} <= span.keys() else None

@@ -1,9 +1,9 @@
 """Feeds a tracker from metrics.jsonl, in a process of its own: `python -P -m megarl.observe.tracking` (launch/tracking.py starts it).
 
-The file is the truth and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file. What a tracker
-has is in trackers/NAME.json. When a run resumes, the tracker goes on with its own run, after the rows that it lacks. Trackers cannot take
-back a step. So a tracker gets a new run with all rows from step 0 if the run goes back to a step that the tracker already has, or if the
-tracker's process was killed.
+The file is both the record and the queue: no step waits for a tracker, and rows that a tracker could not take wait in the file.
+trackers/NAME.json says which rows a tracker has. When a run resumes, the tracker continues its own run with the rows that it lacks.
+Trackers cannot remove a step. So if the run goes back to a step that the tracker already has, or if the tracker's process was killed, the
+tracker gets a new run with all rows from step 0.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from megarl.observe.samples import SAMPLES_FILE
 from megarl.trackers.trackers import Beginning, Tracker, open_tracker
 
 POLL_S = 0.5
-SAMPLES_EVERY = 10  # steps
-MOST_SAMPLES, MOST_CHARS = 32, 4000  # of a step; of a text
+SAMPLES_EVERY = 10  # steps between uploads of samples
+MOST_SAMPLES, MOST_CHARS = 32, 4000  # most samples of a step; most characters of a text
 SAMPLE_COLUMNS = ("step", "prompt number", "prompt", "response", "reference", "reward", "tokens", "finish_reason", "failed")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after a failure
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # pauses after a failure
 
 
 @dataclass
 class Tracked:
-    """What is known of a tracker (trackers/NAME.json)."""
+    """The state of a tracker (trackers/NAME.json)."""
 
-    run: str = ""  # its own id of the run
-    next_step: int = 0  # the first that it does not have; meant only if `closed`
+    run: str = ""  # the tracker's own id of the run
+    next_step: int = 0  # the first step that it does not have; valid only if `closed`
     closed: bool = False
-    failures: int = 0  # since the last start
-    problem: str = ""  # the first of them
-    ended: bool = False  # whether all rows of the last start are in it
+    failures: int = 0  # failures since the last start
+    problem: str = ""  # message of the first of these failures
+    ended: bool = False  # whether it has all rows of the last start
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Tracked:
         try:
             return cls(**json.loads(_path(folder, name).read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or damaged: then it gets a new run
+        except (OSError, ValueError, TypeError):  # missing or damaged: the tracker gets a new run
             return cls()
 
     def save(self, folder: Path, name: str) -> None:
@@ -69,15 +69,15 @@ def _path(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Stale:
-    """The end of a metrics file that an earlier start has left, and that the writer will cut off."""
+    """The end of a metrics file from an earlier start, which the writer will cut off."""
 
-    offset: int  # bytes of what is kept
+    offset: int  # number of bytes that are kept
     length: int
     digest: str
 
     @classmethod
     def of(cls, path: Path, first: int) -> Stale:
-        """The rows of step `first` and later that the file has. Call it before the run's processes start."""
+        """The end of the file from step `first` on. Call this before the run's processes start."""
         data = path.read_bytes() if path.exists() else b""
         offset = kept_bytes(data, first)
         return cls(offset, len(data[offset:]), _digest(data[offset:]))
@@ -91,7 +91,7 @@ def _digest(data: bytes) -> str:
 
 
 class NewRows:
-    """The rows of a metrics file, from the first one on, while another process writes it; what is `stale` does not count."""
+    """All rows of a metrics file that another process writes, without its `stale` end."""
 
     def __init__(self, path: Path, stale: Stale):
         self._path, self._stale, self._offset = path, stale, stale.offset
@@ -100,7 +100,7 @@ class NewRows:
         self._waits = stale.length > 0
 
     def poll(self) -> None:
-        """Adds what is new to `rows`."""
+        """Adds new rows to `rows`."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -115,7 +115,7 @@ class NewRows:
 
 
 def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Callable[[float], bool]) -> None:
-    """Sends rows until `ended(seconds)` says that no more will come. `seconds` is the longest that it may wait."""
+    """Sends rows until `ended(seconds)`, which waits for at most `seconds`, says that no more will come."""
     folder, tracked = beginning.folder, Tracked.load(beginning.folder, name)
     goes_on = tracked.closed and bool(tracked.run) and tracked.next_step <= first
     if not goes_on:
@@ -132,7 +132,7 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
             tracker = tracker or open_tracker(name, Beginning(**{**vars(beginning), "run": tracked.run}))
             tracked.run = tracker.run
             while sent < len(rows.rows):
-                _send_samples(tracker, samples, rows.rows[sent - 1] if sent else None)  # a step's are written after its row
+                _send_samples(tracker, samples, rows.rows[sent - 1] if sent else None)  # samples of a step are written after its row
                 send(tracker, rows.rows[sent])
                 sent += 1
             if over:
@@ -141,7 +141,7 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
                 tracker.close()
                 break
             pause_s = POLL_S
-        except Exception as error:  # whatever a tracker raises, the run goes on, and this tries again
+        except Exception as error:  # whatever a tracker raises, the run goes on, and sending is tried again
             traceback.print_exc()
             tracked.failures += 1
             tracked.problem = tracked.problem or f"{type(error).__name__}: {error}".splitlines()[0]
@@ -155,20 +155,20 @@ def follow(name: str, beginning: Beginning, rows: NewRows, first: int, ended: Ca
 
 
 def send(tracker: Tracker, row: Row) -> None:
-    """Values that are not finite have no place in a curve."""
+    """Sends a row without values that are not finite, since they have no place in a curve."""
     values = {key: float(value) for key, value in row.items() if key != "step" and not isinstance(value, list)}
     histograms = {key: value for key, value in row.items() if isinstance(value, list)}
     tracker.log(row["step"], {key: value for key, value in values.items() if math.isfinite(value)}, histograms)
 
 
 class StepSamples:
-    """The samples of single steps in rollouts/samples.jsonl, asked for in the order of the steps."""
+    """Reads the samples of single steps from rollouts/samples.jsonl. Ask for steps in ascending order."""
 
     def __init__(self, folder: Path):
         self._path, self._offset = folder / "rollouts" / SAMPLES_FILE, 0
 
     def of(self, step: int) -> list[list[Any]]:
-        """Rows of SAMPLE_COLUMNS, at most MOST_SAMPLES of them."""
+        """At most MOST_SAMPLES rows of SAMPLE_COLUMNS."""
         found: list[list[Any]] = []
         if not self._path.exists():
             return found
@@ -180,7 +180,7 @@ class StepSamples:
                     break
                 self._offset += len(line)
                 if group is not None and group["step"] == step:
-                    with contextlib.suppress(KeyError, TypeError):  # a line that is damaged, but JSON
+                    with contextlib.suppress(KeyError, TypeError):  # a damaged line that is still JSON
                         found += [_sample_row(group, sample) for sample in group["samples"]]
         return found[:MOST_SAMPLES]
 
@@ -192,14 +192,14 @@ def _sample_row(group: Row, sample: dict[str, Any]) -> list[Any]:
 
 
 def _send_samples(tracker: Tracker, samples: StepSamples, row: Row | None) -> None:
-    """The samples of every few steps, if the tracker can show them and this row is the last that it has."""
+    """Sends the samples of every SAMPLES_EVERY-th step, if the tracker can show samples. `row`: the last row that it has."""
     keep = getattr(tracker, "samples", None)
     if keep is not None and row is not None and row["step"] % SAMPLES_EVERY == 0 and (found := samples.of(row["step"])):
         keep(row["step"], SAMPLE_COLUMNS, found)
 
 
 def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
-    """Sends the scores that rows have got since (evaluations.complete_metrics)."""
+    """Sends scores that were added to rows after they were sent (`complete_metrics` in megarl.evaluation.scores)."""
     now = {row["step"]: row for row in read_metrics(folder / METRICS_FILE)}
     for number, before in enumerate(rows.rows):
         after = now.get(before["step"], before)
@@ -209,7 +209,7 @@ def _complete(tracker: Tracker, rows: NewRows, folder: Path) -> None:
 
 
 def main() -> None:
-    """Follows until standard input is at its end, and then for `--deadline` seconds at most."""
+    """Follows the file until standard input ends, and then for at most `--deadline` seconds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)
@@ -222,11 +222,11 @@ def main() -> None:
     parser.add_argument("--tags", type=json.loads, default=[])
     parser.add_argument("--deadline", type=float, default=60.0)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the launcher, after which this ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the launcher; this process ends after it
         signal.signal(number, signal.SIG_IGN)
     lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a")
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # the tracker of a launch that was killed may still be finishing
+    with contextlib.suppress(OSError):  # the file system has no locks
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # waits for the tracker of a killed launch, which may still be finishing
     rows = NewRows(arguments.folder / METRICS_FILE, Stale(**arguments.stale))
 
     def ended(seconds: float) -> bool:
@@ -240,7 +240,7 @@ def main() -> None:
     beginning = Beginning(arguments.folder, arguments.project, title, config, entity=arguments.entity, tags=arguments.tags)
     follow(arguments.name, beginning, rows, arguments.first, ended)
     sys.stdout.flush()
-    os._exit(0)  # what a library still does at its exit must not hold up the run's
+    os._exit(0)  # exit handlers of a library must not delay the end of the run
 
 
 if __name__ == "__main__":

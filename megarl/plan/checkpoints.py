@@ -1,4 +1,4 @@
-"""Finds, names and removes a run's checkpoints. Needs no torch, since the launcher uses it too."""
+"""Finds, names and removes the checkpoints of a run. Needs no torch, since the launcher uses it too."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megarl.config.schema import DROP, RunConfig
 from megarl.data.rows import held_out
 from megarl.rewards.score import parts_in_evaluation
 
-STATE = "state.json"  # in a checkpoint: among others the step that it was saved after
+STATE = "state.json"  # file in a checkpoint with, among others, the step after which it was saved
 _NAME = re.compile(r"step_(\d{6,})")
 
 
 def checkpoint_path(run_dir: Path | str, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps, which is of weight version `step`."""
+    """The folder of the checkpoint after `step` steps, which has weight version `step`."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
@@ -39,17 +39,17 @@ def export_path(run_dir: Path | str, step: int) -> Path:
 
 
 def complete_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
-    """(step, folder) of every whole checkpoint, oldest first.
+    """(step, folder) of every complete checkpoint, oldest first.
 
-    A checkpoint gets its name by a rename after its last byte is written, so a folder of this name is whole. Folders with another step's
-    content are left out: see `check_names`.
+    A checkpoint gets its name by a rename after its last byte is written, so a folder with this name is complete. Folders with the content
+    of another step are left out: see `check_names`.
     """
     return sorted((step, path) for step, path in _named_checkpoints(run_dir) if _saved_step(path) in (step, None))
 
 
 def check_names(run_dir: Path | str) -> Iterable[str]:
-    """Problems with checkpoints that were copied or renamed: their names are not the steps that they were saved after. A run that went on
-    from one would count steps that it never made, and train on prompts twice."""
+    """Problems with checkpoints that were copied or renamed, so that their names differ from the steps after which they were saved. A run
+    that resumes from one would count steps that it never made, and train on prompts twice."""
     found = complete_checkpoints(run_dir)
     for step, path in sorted(_named_checkpoints(run_dir)):
         if (saved := _saved_step(path)) not in (step, None):
@@ -63,7 +63,7 @@ def _named_checkpoints(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
 
 
 def _saved_step(path: Path) -> int | None:
-    """The step that a checkpoint was saved after; None if it cannot be read: whoever reads the rest will say that it is damaged."""
+    """The step after which a checkpoint was saved. None if it cannot be read: later reads will report the damage."""
     try:
         return int(json.loads((path / STATE).read_bytes())["state"]["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -75,15 +75,15 @@ def exported_steps(run_dir: Path | str) -> set[int]:
 
 
 def remove_leftovers(run_dir: Path | str) -> None:
-    """Removes half-written and half-removed checkpoints and exports that dead processes of the run have left. Call it while none runs."""
+    """Removes half-written and half-removed checkpoints and exports of dead processes. Call it while no process of the run is running."""
     for folder, ending in itertools.product(("checkpoints", "hf"), ("partial", "removing", "old")):
         for path in Path(run_dir).glob(f"{folder}/step_*.{ending}"):
             shutil.rmtree(path)
 
 
 def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
-    """Removes old checkpoints, but neither the newest nor those of the steps `spared`, if the disk has no room for one more of the newest
-    one's size."""
+    """If the disk has no room for another checkpoint of the newest one's size, removes old checkpoints. Keeps the newest, and those of the
+    steps `spared`."""
     complete = complete_checkpoints(run_dir)
     if not complete:
         return
@@ -97,8 +97,8 @@ def make_room(run_dir: Path | str, spared: Collection[int] = ()) -> None:
 
 
 def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = ()) -> None:
-    """Removes all checkpoints but the newest `keep` and those of the steps `spared`. If one cannot be removed (on NFS a file that is still
-    open leaves a remnant), that is printed, and the next launch tries again."""
+    """Removes all checkpoints but the newest `keep` and those of the steps `spared`. If one cannot be removed (on NFS, an open file leaves
+    a remnant), prints that; the next launch tries again."""
     found = complete_checkpoints(run_dir)
     for step, path in found[: max(0, len(found) - keep)]:
         if step not in spared:
@@ -107,7 +107,7 @@ def prune_checkpoints(run_dir: Path | str, keep: int, spared: Collection[int] = 
 
 def remove_whole(path: Path) -> None:
     """Removes a checkpoint or an export, if it exists. A failure is printed."""
-    doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look whole
+    doomed = path.with_name(path.name + ".removing")  # a half-removed folder must not look complete
     try:
         if path.exists():
             path.rename(doomed)
@@ -116,15 +116,15 @@ def remove_whole(path: Path) -> None:
         print(f"{path} could not be removed: {error}", flush=True)
 
 
-# The index of a checkpoint folder, which tells whole files from damaged ones. It needs no torch, since the launcher uses it too.
+# The index of a checkpoint folder, which distinguishes complete files from damaged ones. Needs no torch, since the launcher uses it too.
 #
-# `index.msgpack` is written last. It lists every other file with its size. For small files it has a digest; for those with tensors it says
-# which box of which tensor lies where, with that box's share in the tensor's hash (kernels/audit.py). It begins with a digest of itself. So
-# every byte of a checkpoint is accounted for.
+# `index.msgpack` is written last. It lists every other file with its size. For small files it has a digest. For files with tensors it has
+# the place of each box, and the box's share in its tensor's hash (kernels/audit.py). It begins with a digest of itself. So every byte of a
+# checkpoint is covered.
 
 
 INDEX_FILE = "index.msgpack"
-CRITIC = "critic"  # the folder in a checkpoint that holds the critic's
+CRITIC = "critic"  # folder of the critic's checkpoint, inside the policy's
 FORMAT = 1
 _DIGEST_BYTES = 32
 
@@ -138,7 +138,8 @@ class CheckpointError(RunError):
 
 
 def unusable(folder: Path | str, problem: str) -> CheckpointError:
-    """The error about a checkpoint, or about a critic's in one, whose folder must not be moved away by itself."""
+    """The error about a checkpoint. A critic's folder inside a checkpoint must not be moved away alone, so the error names the outer
+    one."""
     folder = Path(folder)
     if folder.name == CRITIC:
         folder, problem = folder.parent, f"in {CRITIC}/: {problem}"
@@ -146,19 +147,19 @@ def unusable(folder: Path | str, problem: str) -> CheckpointError:
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True):
-    """The elements of a tensor's box at `start` of shape `shape`, stored row by row at `offset` of file number `file`."""
+    """The elements of a tensor's box (`start`, `shape`), stored row by row at `offset` in file number `file`."""
 
     file: int
     offset: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    share: int  # its part of the tensor's hash
+    share: int  # its share of the tensor's hash
 
 
 class StoredTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str  # "float32" | "bfloat16" | "uint8"
     shape: tuple[int, ...]
-    boxes: list[StoredBox]  # of all ranks; together they hold every element once
+    boxes: list[StoredBox]  # of all ranks; together they have every element once
 
     @property
     def elements(self) -> int:
@@ -186,7 +187,7 @@ class Index(msgspec.Struct, frozen=True):
     dtype: str  # of the model that was trained
     files: list[StoredFile]
     tensors: dict[str, StoredTensor]
-    live: dict[str, int]  # hash of every logical tensor in the model's own dtype, by name with the kind `live`
+    live: dict[str, int]  # name with the kind `live` -> hash of the logical tensor in the model's own dtype
 
     def write(self, folder: Path) -> None:
         body = msgspec.msgpack.encode(self)
@@ -208,9 +209,9 @@ class Index(msgspec.Struct, frozen=True):
         return msgspec.msgpack.decode(body, type=cls)
 
     def check(self, folder: Path | str, files: Iterable[StoredFile] | None = None) -> None:
-        """Checks that `files` (by default all) exist with their sizes, and that the small ones have their contents.
+        """Checks that `files` (by default all) exist with the right sizes, and that small ones have the right contents.
 
-        Raises CheckpointError that names those that do not.
+        Raises CheckpointError that names a wrong file.
         """
         problems = [problem for file in (self.files if files is None else files) if (problem := _problem(Path(folder), file))]
         if problems:
@@ -226,7 +227,7 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def check_checkpoint_files(folder: Path | str) -> None:
-    """Makes all checks that need not read the tensors. Raises CheckpointError."""
+    """Makes all checks that do not read tensors. Raises CheckpointError."""
     for part in (Path(folder), *(path.parent for path in Path(folder).glob(f"{CRITIC}/{INDEX_FILE}"))):
         Index.read(part).check(part)
 
@@ -238,13 +239,13 @@ def small_file(folder: Path, name: str, content: bytes) -> StoredFile:
 
 
 def listed_file(folder: Path, name: str) -> StoredFile:
-    """The entry of a small file that is there."""
+    """The index entry of an existing small file."""
     content = (folder / name).read_bytes()
     return StoredFile(name, len(content), digest(content))
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Returns when the content is on the disk; the file's name is only there once the folder is synchronised too."""
+    """Writes a file, and returns when its content is on disk. The file's name is durable only after the folder is synchronised too."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -277,12 +278,12 @@ def _content(path: Path, folder: Path | str) -> bytes:
         raise unusable(folder, f"{path.name} cannot be read: {error.strerror}") from error
 
 
-# The best checkpoint of a run by a held-out score (checkpoint.keep_best): which scores it can be chosen by.
+# The best checkpoint of a run by a held-out score (checkpoint.keep_best): the scores that can decide.
 
 
 def scores_to_choose_by(config: RunConfig) -> list[str]:
     """The keys in metrics.jsonl of held-out scores that are better when higher."""
-    graded = any(part.role is not None for part in parts_in_evaluation(config))  # then no answer counts as right or wrong
+    graded = any(part.role is not None for part in parts_in_evaluation(config))  # if so, no answer counts as right or wrong
     keys: list[str] = []
     for name, _, _, suite in held_out(config):
         samples = (suite.samples if suite else None) or config.eval.samples
@@ -305,7 +306,7 @@ def check_best(config: RunConfig) -> Iterable[str]:
         yield f"checkpoint.keep_best={key}: needs eval.every={every} to be a multiple of checkpoint.every={saved}, and neither to be 0"
 
 
-# Checks that a run directory with checkpoints may be continued with this config, and lists changed settings.
+# Checks that a run with checkpoints can be resumed with this config, and lists changed settings.
 
 
 # Checkpoints, the order of prompts and the meaning of the reward depend on these settings. Parallel sizes may change.
@@ -331,7 +332,7 @@ FIXED_KEYS = (
     "roles.NAME.on",
     "seed",
 )
-# With data.bad_rows=drop, which rows are left out depends on these too, and so does the order of the others.
+# With data.bad_rows=drop, these settings also decide which rows are left out, and so the order of the others.
 _ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens", "generator.groups.NAME.kv_cache_tokens")
 
 
@@ -347,9 +348,9 @@ def check_resume(config: RunConfig) -> Iterable[str]:
 
 
 def check_exported(config: RunConfig) -> Iterable[str]:
-    """An export has the layer for multi-token prediction if its checkpoint has it: the command must not leave it out unasked."""
+    """Problems if an export would lack the layer for multi-token prediction though its checkpoint has it."""
     yield from check_names(config.run_dir)
-    with contextlib.suppress(ConfigError):  # what a checkpoint holds can be exported without the run's settings
+    with contextlib.suppress(ConfigError):  # a checkpoint can be exported without the run's settings
         yield from _begun_otherwise(_earlier(config), config, ("trainer.mtp",))
 
 
@@ -370,13 +371,13 @@ def changes(config: RunConfig) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """The settings that have other values than in `before`, with their values before; None for those under names that are new."""
+    """Setting -> its value in `before`, for all settings that have changed. The value is None for settings under new names."""
     keys = dict.fromkeys((*before, *keys_of(now))) if before else ()
     return {key: before.get(key) for key in keys if before.get(key) != value_at(now, key)}
 
 
 def _earlier(config: RunConfig) -> Mapping[str, Any]:
-    """Every setting of the run in `config.run_dir`; empty if there is no checkpoint to resume from. Raises ConfigError."""
+    """The earlier settings of the run in `config.run_dir`; empty if there is no checkpoint to resume from. Raises ConfigError."""
     written = _settings_before(config)
     if not written.is_file() or not complete_checkpoints(config.run_dir):
         return {}

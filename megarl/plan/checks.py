@@ -45,14 +45,14 @@ from megarl.roles.plan import check_reward, check_roles, pairwise
 from megarl.speculative.plan import check_draft_model, check_speculative
 from megarl.teachers.plan import check_distillation
 
-# Unlike engines (`generator.groups`): each group is checked as if the run had no other engines.
+# Checks of engine groups (`generator.groups`): each group is checked as if the run had no other engines.
 
 
 GROUP_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def problems_by_group(config: RunConfig, checks: Iterable[Callable[[RunConfig], Iterable[str]]]) -> list[str]:
-    """The problems that `checks` find, each once, in the keys that are to be changed. WHOLE_CHECKS get the config as it is."""
+    """The problems that `checks` find in each group, without duplicates, named by the keys to change. WHOLE_CHECKS get the whole config."""
     shapes = {name: (config.generator.groups.get(name), shape) for name, shape in config.generator.shapes.items()}
     if config.eval.engines and "" not in shapes:
         shapes[""] = None, replace(config.generator, groups={})  # of the engines that only evaluate
@@ -65,14 +65,14 @@ def problems_by_group(config: RunConfig, checks: Iterable[Callable[[RunConfig], 
 
 
 def _in_keys_of(name: str, own: GroupConfig | None, problem: str) -> str:
-    """`problem`, with the keys of the group that sets them."""
+    """`problem`, with generator's keys replaced by those of the group that sets them."""
     given = [each.name for each in fields(own) if getattr(own, each.name)] if own else []
     own_key = f"generator.groups.{name}."
     return re.sub(rf"\bgenerator\.({'|'.join(given)})\b", lambda found: own_key + found[1], problem) if given else problem
 
 
 def check_groups(config: RunConfig) -> Iterable[str]:
-    """What no group shows alone. Both fp8 values and amax are kept by tensor, so there is one rule for them."""
+    """Problems between groups. Since fp8 values and amax are kept per tensor, all quantised groups must have the same format."""
     groups = config.generator.shapes if any(group is not None for group in config.generator.groups.values()) else {}
     for name in groups:
         if not GROUP_NAME.fullmatch(name):
@@ -91,7 +91,7 @@ def check_groups(config: RunConfig) -> Iterable[str]:
 
 
 BLOCK = 128  # rows and columns of fp8_block
-_KEEP_BLOCKS = {  # arguments of SGLang: (its choice here on Blackwell, what keeps blocks as they are)
+_KEEP_BLOCKS = {  # argument of SGLang: (its default on Blackwell, a value that keeps blocks unchanged)
     "fp8_gemm_runner_backend": ("auto", ("flashinfer_trtllm", "triton")),
     "moe_runner_backend": ("triton", ("triton",)),
 }
@@ -118,8 +118,8 @@ def check_blackwell_blocks(config: RunConfig) -> Iterable[str]:
 
 
 def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
-    """Refuses DeepGEMM on GPUs of compute capability 10, `where`. After loading, SGLang (0.5.23) there quantises weights once more, by
-    scales that are powers of two, and packs these (requant_block_scale_ue8m0_for_deepgemm): direct writes bring neither."""
+    """Refuses DeepGEMM on GPUs of compute capability 10, `where`. There SGLang (0.5.23) quantises weights again after loading, with scales
+    that are powers of two, and packs these (requant_block_scale_ue8m0_for_deepgemm). Direct writes do neither."""
     for name, (chosen, kept) in _KEEP_BLOCKS.items() if config.generator.quantization == "fp8_block" else ():
         if (backend := config.generator.server_args.get(name, chosen)) not in kept:
             needed = f"generator.server_args.{name} of {' or '.join(kept)}"
@@ -127,7 +127,7 @@ def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
 
 
 def check_evaluated_format(config: RunConfig) -> Iterable[str]:
-    """A quantised engine gets its weights from a trainer."""
+    """Refuses quantised and dummy weights for megarl eval, which has no trainer to write them."""
     if config.generator.quantization is not None:
         quantization = f"generator.quantization={config.generator.quantization}"
         yield f"{quantization}: must be null for megarl eval, which serves the checkpoint as it is"
@@ -137,8 +137,8 @@ def check_evaluated_format(config: RunConfig) -> Iterable[str]:
 
 def check_format(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses formats other than blocks for three kinds of models. SGLang derives tensors of latent attention from kv_b_proj, and does not
-    expect it to be transposed. Its GLM-4.5 (models/glm4_moe.py) asks the format of fp8 shared experts for the size of its blocks. Gated
-    delta nets have a small projection that is not quantised; only the format of blocks can state that."""
+    expect it to be transposed. Its GLM-4.5 (models/glm4_moe.py) reads the block size from the format of fp8 shared experts. Gated delta
+    nets have a small projection that is not quantised; only the format of blocks can express that."""
     quantization = config.generator.quantization
     if (spec.kv_lora_rank or spec.linear_layers or spec.family == "glm4_moe") and quantization not in (None, "fp8_block"):
         yield f"generator.quantization={quantization}: must be null or fp8_block for a {spec.family} model"
@@ -157,13 +157,13 @@ def check_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_expert_biases(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Every rank that has a part of an expert would add its bias, which Megatron refuses (transformer_config.py:2280)."""
+    """Refuses etp for experts with biases, as Megatron does (transformer_config.py:2280): each rank with a part would add the bias."""
     if spec.num_experts and spec.linear_bias and config.trainer.etp > 1:
         yield f"trainer.etp={config.trainer.etp}: must be 1: the experts of a {spec.family} model have biases"
 
 
 def check_shared_experts(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """On a CPU, SGLang pads the rows of one expert and multiplies that for shared experts; no layout here covers several of them."""
+    """On a CPU, SGLang pads the rows of each shared expert separately. The layouts here do not support that for several of them."""
     rows, tp = spec.expert_intermediate_size, config.generator.tp
     shared = spec.shared_intermediate_size // rows if rows else 0
     if config.cluster.gpu == "cpu" and shared > 1 and rows % (SGLANG_CPU_PADDING * tp):
@@ -179,13 +179,13 @@ def check_routing_replay(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_expert_sequences(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Without sequence parallelism every tensor rank would send the same tokens to the experts, which Megatron refuses."""
+    """Requires sequence parallelism, as Megatron does: otherwise every tensor rank would send the same tokens to the experts."""
     if spec.num_experts and config.trainer.tp > 1 and not config.trainer.sequence_parallel:
         yield f"trainer.sequence_parallel=false: must be true for a model with experts at trainer.tp={config.trainer.tp}"
 
 
 def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Refuses sizes that the layouts cannot cut. Engines on CPUs would pad, but GPUs do not, so both follow the rules for GPUs."""
+    """Refuses sizes that the layouts cannot cut. CPU engines could pad, but GPU engines do not, so the rules for GPUs hold for both."""
     t, g = trainer_topology(config.trainer), generator_topology(config.generator)
     yield from problems_of(
         lambda: trainer_parameters(spec, t, "local" if config.cluster.gpu == "cpu" else "te"),
@@ -202,7 +202,7 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Latent attention has its own rotary embeddings."""
+    """Refuses unsupported types of rotary scaling. Latent attention has its own."""
     of_family = {"gpt_oss": ("yarn",)}.get(spec.family, ("default", "linear", "llama3"))
     allowed = ("default", "yarn") if spec.kv_lora_rank else of_family
     if spec.rope_type not in allowed:
@@ -210,7 +210,8 @@ def check_rope(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_sinks(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Transformer Engine (attention/dot_product_attention/utils.py:746) and SGLang's default on Blackwell compute sinks in other ways."""
+    """Refuses backends that do not support sinks as needed: in Transformer Engine (attention/dot_product_attention/utils.py:746) and
+    SGLang."""
     if not spec.sinks or config.cluster.gpu == "cpu":
         return
     if config.trainer.cp > 1 and config.trainer.megatron.get("cp_comm_type") != "a2a":
@@ -224,9 +225,9 @@ def check_router(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def _router_problems(spec: ModelSpec) -> Iterable[str]:
-    """Finds routers that Megatron cannot train, or computes differently from Hugging Face and SGLang."""
+    """Problems with routers that Megatron cannot train, or that it computes differently from Hugging Face and SGLang."""
     if spec.topk_groups < spec.num_expert_groups and spec.experts_per_token != 2 * spec.topk_groups:
-        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, the others by two.
+        # Megatron scores a group by num_experts_per_tok // topk_group of its experts, Hugging Face and SGLang by two.
         yield f"num_experts_per_tok = {spec.experts_per_token} must be twice topk_group = {spec.topk_groups}"
     if spec.score_function == "sigmoid" and not spec.norm_topk_prob:
         yield "norm_topk_prob must be true for a router of sigmoid scores"
@@ -235,7 +236,7 @@ def _router_problems(spec: ModelSpec) -> Iterable[str]:
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """A response and at least one prompt token must fit wherever they go. Prompts themselves are checked with the data."""
+    """Requires room for a response and at least one prompt token. Prompts themselves are checked with the data."""
     room = {"the model's context of": spec.max_position_embeddings}
     train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
     if config.generator.kv_cache_tokens is not None:
@@ -250,13 +251,13 @@ def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
                 yield f"{key}={length}: must be less than {name} {limit}, prompt and response together"
 
 
-# SGLang keeps MXFP4 in forms of its own (quantization/mxfp4.py:1046), where no update can go. With these arguments an engine of such a
-# checkpoint has the weights in the model's dtype, and serves after the first update.
+# SGLang keeps MXFP4 in its own forms (quantization/mxfp4.py:1046), which updates cannot write. With these arguments, an engine of such a
+# checkpoint has its weights in the model's dtype, and serves after the first update.
 DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "load_format": "dummy"}
 
 
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """An engine would keep the weights of such a checkpoint in its format, but updates come in another."""
+    """Refuses quantised checkpoints whose format engines would keep, while updates have another."""
     path = Path(config.model.path, "config.json")
     quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
     if quantised and quantised.get("quant_method") == "mxfp4":
@@ -267,7 +268,7 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Exports carry the checkpoint's through, and engines are told to leave it out."""
+    """Exports copy the vision tower from the checkpoint, and engines are told to leave it out."""
     if spec.vision_tower and config.model.random_init and not Weights(config.model.path).are_there:
         yield "model.random_init=true: must be false for a model with a vision tower: exports have that of the checkpoint in model.path"
     if spec.vision_tower and "json_model_override_args" in config.generator.server_args:
@@ -286,7 +287,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_lora,
     check_speculative,
 )
-# Commands that only plan do without these.
+# Checks that commands which only plan do not make.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_rope,
     check_sinks,
@@ -299,13 +300,13 @@ RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
 
 SUITE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 MAX_RANKS = 100_000
-TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")  # the metric eval/reward/mean is data.eval's
+TAKEN_NAMES = ("reward", "response_tokens", "version", "ci95")  # metrics such as eval/reward/mean are data.eval's
 
 ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """More ranks than this are a typing error; their layouts would fill the memory."""
+    """Refuses very many ranks, which are a typing error. Their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
     for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
                           ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip
@@ -440,7 +441,7 @@ def check_sft_command(config: RunConfig) -> Iterable[str]:
         yield f"sft.steps={config.sft.steps}: must be at least 1 for megarl sft"
     if config.sft.batch_size < config.trainer.dp:
         yield f"sft.batch_size={config.sft.batch_size}: must be at least trainer.dp={config.trainer.dp}"
-    if (Path(config.sft.output) / "config.json").exists():  # then there is nothing to do
+    if (Path(config.sft.output) / "config.json").exists():  # it exists: there is nothing to do
         yield from check_warm_start(config)
     else:
         yield from new_folder_problems("sft.output=", config.sft.output)
@@ -465,7 +466,7 @@ def check_run_dir(config: RunConfig) -> Iterable[str]:
 
 
 def check_run_dir_here(config: RunConfig) -> Iterable[str]:
-    """As `check_run_dir`, unless run_dir is on a disk that this machine does not have: a dry run is for other machines too."""
+    """Like `check_run_dir`, unless run_dir is on a disk that this machine lacks, since a dry run may be for other machines."""
     top = Path(config.run_dir).absolute().parents[-2:-1]
     return check_run_dir(config) if not top or top[0].exists() else ()
 
@@ -501,7 +502,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_distillation,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-OF_GPUS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks)  # of `cluster.gpu`; a plan says them, and goes on
+OF_GPUS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks)  # `cluster.gpu`: a plan reports these and goes on
 _TRAIN_CHECKS: tuple[ConfigCheck, ...] = (*OF_GPUS, check_resume, check_draft_model)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),

@@ -36,22 +36,22 @@ from megarl.roles.settings import REFERENCE
 from megarl.speculative.settings import NEXTN
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
-OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command → the section that may set parallel sizes of its own
+OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command -> the section that may set its own parallel sizes
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything about a run that follows from its config alone. Hosts and ports are the launcher's."""
+    """Everything about a run that follows from its config alone. The launcher chooses hosts and ports."""
 
     config: RunConfig
     spec: ModelSpec
     trainer_topology: TrainerTopology
-    steps: int  # of the whole run: batches, and versions of the weights
+    steps: int  # of the whole run; each has one batch and makes one version of the weights
     sequences_per_step: int  # prompts_per_step * n
-    weights: Weights  # that the command begins with
-    critic: ModelSpec | None = None  # of the checkpoint that the critic begins with, whose head may be another; None: there is no critic
+    weights: Weights  # the weights that the command begins with
+    critic: ModelSpec | None = None  # shape of the critic's first checkpoint, which may have another head; None: no critic
     served: tuple[ServedRole, ...] = ()  # the frozen models on engines of their own
-    frozen: tuple[FrozenRole, ...] = ()  # those on the trainer's ranks
+    frozen: tuple[FrozenRole, ...] = ()  # the frozen models on the trainer's ranks
 
     @property
     def weights_path(self) -> str:
@@ -59,7 +59,7 @@ class RunPlan:
 
     @property
     def reference(self) -> FrozenRole | None:
-        """The model that the KL divergence is from, if it is not what the run began with."""
+        """The reference model of the KL divergence, if it is not the model that the run began with."""
         return next((role for role in self.frozen if role.role == REFERENCE), None)
 
     @property
@@ -80,7 +80,7 @@ class RunPlan:
 
     @cached_property
     def groups(self) -> tuple[EngineGroup, ...]:
-        """The engines, by their shapes."""
+        """The groups of engines of one shape."""
         return engine_groups(self.config.generator)
 
     @property
@@ -92,7 +92,7 @@ class RunPlan:
         return next(group for group in reversed(self.groups) if group.first <= engine)
 
     def group_alone(self, name: str) -> RunPlan:
-        """The plan with one group's engines alone, as if there were no groups."""
+        """The plan with only the engines of one group, as if there were no groups."""
         (group,) = (group for group in self.groups if group.name == name)
         return replace(self, config=replace(self.config, generator=group.settings))
 
@@ -100,8 +100,8 @@ class RunPlan:
 def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     """Checks `config` as a whole and derives the plan from it. Nothing is started, nothing is written.
 
-    `command` ("train", "sft", "eval", …) adds the checks for this command only; "dry-run" adds those of "train", but weights that megarl
-    sft will make may be missing. Raises ConfigError with all problems.
+    `command` ("train", "sft", "eval", …) adds the checks for this command. "dry-run" adds those of "train", but weights that megarl sft
+    will make may be missing. Raises ConfigError with all problems.
     """
     given = config
     if command in OWN_SIZES:
@@ -109,7 +109,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if command == "sft" and not config.sft.adapters:
         config = replace(config, lora=LoraConfig())
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
-    # Rollouts have nothing to do with the warm start's own sizes.
+    # The warm start's own sizes do not concern rollouts.
     of_rollouts = list(check_batch(given))
     problems = problems_by_group(config, [check for check in checks if check is not check_batch])
     try:
@@ -131,7 +131,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if spec.vision_tower and command == "reward-model":
         told = "must have no vision tower for megarl reward-model: what it writes would keep the name of a model that generates text"
         problems.append(f"model.path={config.model.path}: {told}")
-    if command == "dry-run" and not find_weights(config, command).are_there:  # it will tell the user to run megarl sft first
+    if command == "dry-run" and not find_weights(config, command).are_there:  # the dry run will tell the user to run megarl sft first
         of_sizes = problems_by_group(with_own_sizes(config, "sft"), [partial(_with_model, check_sizes, spec)])
         of_warm_start = _in_keys_of("sft", config, of_sizes)
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
@@ -145,7 +145,7 @@ def _with_model(check: ModelCheck, spec: ModelSpec, config: RunConfig) -> Iterab
 
 
 def checked_before(config: RunConfig, command: str | None) -> RunPlan:
-    """The plan of a config that `resolve` has accepted in another process, and has given the command's own sizes."""
+    """The plan of a config that `resolve` has accepted in another process, and that already has the command's own sizes."""
     return _planned(config, find_spec(config), command)
 
 
@@ -164,9 +164,9 @@ def _planned(config: RunConfig, spec: ModelSpec, command: str | None) -> RunPlan
 
 
 def with_own_sizes(config: RunConfig, section: str) -> RunConfig:
-    """The config with the parallel sizes of `section` as the trainer's. They may differ, since its command exports to HF.
+    """The config with the parallel sizes of `section` as the trainer's. They may differ, since its command exports to HF format.
 
-    If the section sets any size, the command has those sizes and no other axis; if it sets none, it has the trainer's.
+    If the section sets any size, the command has only those sizes. If it sets none, the command has the trainer's.
     """
     if not (own := _own_sizes(config, section)):
         return config
@@ -183,7 +183,7 @@ def _own_sizes(config: RunConfig, section: str) -> dict[str, int]:
 
 
 def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> list[str]:
-    """The problems, with a command's own sizes named by the keys that the user has set."""
+    """The problems, in which a command's own sizes are named by the keys that the user has set."""
     section = OWN_SIZES.get(command or "")
     if section is None or not _own_sizes(config, section):
         return problems
@@ -191,7 +191,7 @@ def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> 
 
 
 def find_spec(config: RunConfig) -> ModelSpec:
-    """The model's shape, from `model.path`, or from `model.spec` while the checkpoint is not on this machine.
+    """The model's shape, from `model.path`, or from `model.spec` if the checkpoint is not on this machine.
 
     Raises ConfigError if a folder is missing, a config.json cannot be used, or the two disagree.
     """
@@ -226,7 +226,7 @@ def _load_checkpoint_spec(path: str, own_family: str | None, mtp: bool) -> Model
 
 
 def _is_of_a_run(path: Path) -> str:
-    """Says what to do if the folder belongs to a run, and so is no Hugging Face model."""
+    """What to do if the folder belongs to a run and is not a Hugging Face model; otherwise empty."""
     if (path / "config.json").exists():
         return ""
     step = re.fullmatch(r"step_0*(\d+)", path.name)

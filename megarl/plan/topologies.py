@@ -1,4 +1,4 @@
-"""The topologies that a config asks for."""
+"""The topologies of a config."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
 
 def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
-    return TrainerTopology(**{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__})  # the section's own keys
+    return TrainerTopology(**{name: getattr(trainer, name) for name in TrainerTopology.__dataclass_fields__})  # fields are keys
 
 
 def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
-    """Of a generator without groups, or of one group."""
+    """The topology of a generator without groups, or of one group."""
     return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
 
 
@@ -26,7 +26,7 @@ class EngineGroup:
 
     name: str
     settings: GeneratorConfig  # the generator's, with the group's own
-    first: int  # the number of its first engine: the groups' engines follow each other
+    first: int  # number of its first engine: engines are numbered group by group
 
     @property
     def topology(self) -> GeneratorTopology:
@@ -34,7 +34,7 @@ class EngineGroup:
 
     @property
     def key(self) -> str:
-        """Of the section that says how many engines there are and how large, for messages."""
+        """The config section with the number and sizes of its engines, for messages."""
         return f"generator.groups.{self.name}" if self.name else "generator"
 
     def dtype(self, model_dtype: str) -> str:
@@ -50,8 +50,8 @@ def engine_groups(generator: GeneratorConfig) -> tuple[EngineGroup, ...]:
 
 
 def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: str, device: str, engines: Sequence[int] = ()) -> Layout:
-    """The layout of the engines, whose ranks follow each other, group by group. `engines`: how many of each group; empty: all. `device`:
-    as in `generator_layout`."""
+    """The layout of the engines, whose ranks are numbered group by group. `engines`: the number of engines of each group; empty: all.
+    `device`: see `generator_layout`."""
     counts = engines or [group.settings.engines for group in groups]
     return side_by_side([
         generator_layout(spec, replace(g.topology, engines=count), g.dtype(model_dtype), device, g.settings.quantization)
@@ -61,7 +61,7 @@ def engines_layout(spec: ModelSpec, groups: Sequence[EngineGroup], model_dtype: 
 
 
 def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
-    """How many requests the engines run together. `engines`: how many of each group; empty: all."""
+    """The number of requests that the engines run together. `engines`: the number of engines of each group; empty: all."""
     counts = engines or [group.settings.engines for group in groups]
     return sum(count * group.settings.max_concurrency for count, group in zip(counts, groups, strict=True))
 
@@ -70,12 +70,12 @@ def generator_ranks(groups: Sequence[EngineGroup]) -> int:
     return sum(group.topology.world_size for group in groups)
 
 
-# How far the two sides of a run may be apart.
+# How far the two sides of a run may be apart, in steps.
 
 
 def run_ahead(config: AsyncConfig) -> int | None:
-    """How many steps the generator may be ahead of the trainer; None: no limit.
+    """The number of steps that the generator may be ahead of the trainer; None: no limit.
 
-    It is the capacity, or `max_staleness` if that is less: a prompt begun further ahead would be too old when its turn comes.
+    It is the capacity, or `max_staleness` if that is less: a prompt begun further ahead would be too old when it is used.
     """
     return min([bound for bound in (config.capacity, config.max_staleness) if bound is not None], default=None)

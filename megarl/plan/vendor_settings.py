@@ -1,4 +1,4 @@
-"""Settings that are passed on to Megatron and SGLang: read from their installed sources, and checked before anything starts."""
+"""Checks settings that are passed on to Megatron and SGLang before anything starts, by reading the sources of these packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.config.keys import yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.schema import RunConfig
 
-# Arguments of installed packages, read from their source, and values for them checked before anything starts.
+# Reads the arguments of installed packages from their source, and checks values for them before anything starts.
 #
 # Importing SGLang takes ten seconds and Megatron two; reading their source takes a twentieth of one.
 
@@ -30,7 +30,7 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass(frozen=True)
 class Argument:
-    """One field. If its annotation refers to the package's own names, the type is Any; if its choices do, they are None."""
+    """One argument. If its annotation uses the package's own names, the type is Any. If its choices do, they are None."""
 
     type: Any
     annotation: str
@@ -39,7 +39,7 @@ class Argument:
 
 
 def package_folder(name: str) -> Path | None:
-    """None if the package is not installed, as on a machine that only plans."""
+    """The folder of a package; None if it is not installed, as on a machine that only plans."""
     found = importlib.util.find_spec(name)
     return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
 
@@ -59,7 +59,7 @@ def as_type(annotation: ast.expr) -> Any:
 
 
 def misfits(argument: Argument, value: Any) -> Iterator[str]:
-    """The problems of `value`; each completes "must be …"."""
+    """Problems with `value`, which follow the argument's name in a message."""
     try:
         msgspec.convert(value, argument.type)
     except msgspec.ValidationError:
@@ -103,14 +103,14 @@ def _literals(type_: Any) -> tuple[tuple[Any, ...], bool]:
 
 
 def mapping_of(names: Mapping[str, Argument]) -> dict[str, str]:
-    """The argument's name by each name of its flag."""
+    """Name of a flag -> name of its argument."""
     return {alias: name for name, argument in names.items() for alias in (name, *argument.aliases)}
 
 
 # Reads the fields of Megatron's configuration classes from the source of the installed megatron-core.
 
 
-CLASSES = {  # key of the run's config → the classes whose fields its names are
+CLASSES = {  # key of the run's config -> the classes with its fields
     "trainer.megatron": (("model_parallel_config.py", "ModelParallelConfig"), ("transformer/transformer_config.py", "TransformerConfig")),
     "trainer.ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "trainer.optimizer.megatron": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
@@ -238,12 +238,12 @@ MEGATRON_REFUSED = {
         **dict.fromkeys(("overlap_param_gather", "overlap_param_gather_with_optimizer_step"), "weights are read whole after each step"),
     },
 }
-AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # with less, each parameter would be its own bucket
-_NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types no YAML value can have
+AT_LEAST = {("trainer.ddp", "bucket_size"): 1}  # otherwise each parameter would be its own bucket
+_NOT_TEXT = ("Callable", "RecipeConfig", "dtype", "PipelineParallelLayerLayout")  # types that no YAML value has
 
 
 def check_megatron_settings(config: RunConfig) -> Iterable[str]:
-    """Refuses fields that Megatron does not have, that other keys decide, and that would break what the run relies on."""
+    """Refuses fields that Megatron lacks, that other keys decide, or that would break an assumption of the run."""
     trainer = config.trainer
     for key, table, settings in (
         ("trainer.megatron", "trainer.megatron", trainer.megatron),
@@ -302,7 +302,7 @@ def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield statement.targets[0].id, ast.literal_eval(statement.value)
             except ValueError:
-                continue  # no plain list
+                continue  # not a plain list
 
 
 def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
@@ -420,17 +420,17 @@ SGLANG_REFUSED = {
     "ssl_keyfile": _NO_KEYS,
     "ssl_certfile": _NO_KEYS,
 }
-# Nobody writes to the weights of a frozen model, so its engines may keep them as they like.
+# No update writes to the weights of a frozen model, so its engines may keep them in any form.
 FROZEN = ("tp", "tp_size", "ep_size", "max_total_tokens", "max_running_requests", "mem_fraction_static")
 REFUSED_FROZEN = ("is_embedding", "disaggregation_mode", "delete_ckpt_after_loading", "use_ray", "smg_grpc_mode", "grpc_mode", "grpc_port",
                   "ssl_keyfile", "ssl_certfile")  # fmt: skip
-MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's store up before gate, in a tensor of the same shape; others repack the experts
+MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's stores up before gate, in a tensor of the same shape; others repack the experts
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Of the policy's engines and those of roles. Refuses arguments that SGLang does not know, or that other keys decide. Refuses those
-    that the run must set itself, to stay closed to strangers and to know mu. Refuses those that make SGLang compute with other weights than
-    were written, which the audit would not see."""
+    """Checks the arguments of the policy's engines and of those of roles. Refuses arguments that SGLang does not know or that other keys
+    decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu. Refuses arguments with which SGLang
+    computes with other weights than were written, which the audit would not see."""
     truncated = config.rollout.truncated
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
     for name, role in config.roles.items():
@@ -477,7 +477,7 @@ def _refused(name: str, value: Any, truncated: bool) -> str | None:
 
 
 def _meant(name: str, known: Mapping[str, Argument], by_key: Mapping[str, str]) -> str:
-    """Suggests the name that was meant: flags are written with dashes, and some have several names."""
+    """Suggests the name that was meant. Flags are written with dashes, and some have several names."""
     plain = name.lstrip("-").replace("-", "_").lower()
     of_flag = mapping_of(known)
     near = plain if plain in of_flag else nearest(plain, of_flag)

@@ -1,7 +1,7 @@
 """Finds the weights that a command begins with: those of model.path, or the warm start that megarl sft made from them.
 
-A finished warm start of the same model.path is used: whoever ran `megarl sft` before `megarl train` wants that. The folder itself records
-what it was made from, since sft.output may belong to another run. A run keeps the weights it began with as its reference model
+A finished warm start of the same model.path is used, since a user who runs `megarl sft` before `megarl train` wants that. The folder itself
+records what it was made from, since sft.output may belong to another run. A run keeps the weights it began with as its reference model
 (algorithm.kl_coef, algorithm.beta), even if another warm start is made meanwhile.
 """
 
@@ -21,8 +21,8 @@ from megarl.config.schema import RunConfig
 from megarl.plan.checkpoints import check_names, complete_checkpoints
 from megarl.roles.settings import REFERENCE, role_of
 
-WARM_START = "warm_start.json"  # in sft.output, beside the weights: the settings of the megarl sft that made them
-WARM = "warm"  # the command that only has engines compile: any weights will do
+WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
+WARM = "warm"  # the command that only makes engines compile: any weights will do
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
 
@@ -38,7 +38,7 @@ class Weights:
 
     @property
     def are_there(self) -> bool:
-        """Whether the weights are on this machine. A hub name counts as there: the hub is asked when it is read."""
+        """Whether the weights are on this machine. A hub name counts as present: the hub is asked when the weights are read."""
         return holds_weights(self.path) or (not self.warm_start and not Path(self.path).is_dir())
 
     def __str__(self) -> str:
@@ -47,11 +47,11 @@ class Weights:
 
 
 def find_weights(config: RunConfig, command: str | None) -> Weights:
-    """The weights that `command` begins with; with None, those of a new run."""
+    """The weights that `command` begins with. None: those of a new run."""
     model = Weights(config.model.path)
     if command == WARM:
         return Weights(config.model.path, are_gone=True)
-    if command == "sft" or (command == "export" and not config.lora.rank):  # neither uses the result of megarl sft
+    if command == "sft" or (command == "export" and not config.lora.rank):  # these do not use the result of megarl sft
         return model
     if command not in ("train", "dry-run", "export") or not complete_checkpoints(config.run_dir):
         return _chosen(config)
@@ -88,18 +88,18 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
             yield f"{none}; set model.random_init=true to start from random ones"
     elif command != "eval" and complete_checkpoints(config.run_dir):
         yield f"{why_first_weights(config)} what the run began with, but {weights.path} holds no weights any more"
-    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make them first
+    elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make the weights first
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a run compares its policy with the weights that it began with."""
+    """Whether a run needs a reference model, which is the weights that it began with."""
     own = any(settings and role_of(name, settings) == REFERENCE for name, settings in config.roles.items())
     return recipes.needs_reference(config.algorithm) is not None and not own
 
 
 def needs_first_weights(config: RunConfig) -> bool:
-    """Whether a run needs the weights that it began with to go on."""
+    """Whether a resumed run needs the weights that it began with."""
     return needs_reference(config) or bool(config.lora.rank)
 
 
@@ -111,7 +111,7 @@ def why_first_weights(config: RunConfig) -> str:
 
 
 def warm_start_due(config: RunConfig) -> bool:
-    """Whether megarl run begins with megarl sft, which may find that its work is done."""
+    """Whether megarl run begins with megarl sft, which does nothing if its work is done."""
     return config.sft.steps > 0 and not complete_checkpoints(config.run_dir)
 
 
@@ -141,7 +141,7 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
 
 
 def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
-    """Problems with going on with the warm start that was interrupted, if there is one."""
+    """Problems with resuming an interrupted warm start, if there is one."""
     yield from check_names(Path(config.run_dir) / "sft")
     for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
         for key, now, then in _differences(read_warm_start(str(folder)) or {}, config):

@@ -24,9 +24,9 @@ from megarl.config.errors import ConfigError
 from megarl.observe.metrics import METRICS_FILE
 from megarl.report.reading import RunReader
 
-# The report page: one HTML file with everything in it. The run's data is in it compressed, and becomes text nodes only.
+# The report page: one HTML file that needs no other. It has the run's data compressed, and shows it only as text nodes.
 #
-# The page's policy admits only its own script, and no loading; a served page may ask its server.
+# The page's security policy allows only its own script, and no requests, except those of a served page to its server.
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -65,7 +65,7 @@ PAGE = """<!doctype html>
 
 
 def page(found: Sequence[Mapping[str, Any]], made: str, live: Mapping[str, Any] | None = None) -> str:
-    """`found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page asks for news."""
+    """The page. `found`: the result of RunReader.read for each run. `made`: the time. `live`: how a served page asks for updates."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "</script" not in script
@@ -95,19 +95,19 @@ def packed(value: Any) -> str:
 
 
 def _without_chunks(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The page has each as an element of its own, which is opened when somebody looks at it."""
+    """The result without chunks of samples. The page has each chunk as a separate element, and unpacks it when it is looked at."""
     return {**found, "samples": {**found["samples"], "chunks": [0] * len(found["samples"]["chunks"])}}
 
 
-# `megarl report --serve`: the page over HTTP, for this machine alone, and what is new in the runs whenever an open page asks.
+# `megarl report --serve` serves the page over HTTP to this machine only. Open pages ask for what is new in the runs.
 
 
-PAGES = 8  # pages that are followed at a time; one more makes the oldest load itself anew
+PAGES = 8  # pages that are kept up to date at a time; one more makes the oldest reload
 EVERY_MS = 2000
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
-    """Answers whoever knows `token`, on the loopback interface."""
+    """Listens on the loopback interface, and answers requests that have `token`."""
 
     daemon_threads = True
 
@@ -183,7 +183,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the token is in the addresses."""
+        """Logs nothing, since addresses contain the token."""
 
 
 DESCRIPTION = "make one HTML page of runs: curves, times, weight updates, samples; --serve follows a run that is going on"
@@ -208,7 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for folders that hold no run, and for what cannot be written."""
+    """Raises ConfigError for a folder that is not a run's, and for an output that cannot be written."""
     folders = [Path(folder) for folder in arguments.run_dirs]
     output = Path(arguments.output or folders[0] / PAGE_FILE)
     problems = [
@@ -226,7 +226,7 @@ def run(arguments: argparse.Namespace) -> None:
         problems += file_problems("--output", str(output), (".html",))
     if problems:
         raise ConfigError(problems)
-    # what is checked above needs none of it
+    # imported here, since the checks above do not need it
     from megarl.report.reading import RunReader
 
     text_bytes = int(arguments.text_mib * 2**20)

@@ -1,6 +1,6 @@
-"""The files of a run, as the page wants them: columns of metrics, spans of the trace, an index of samples, and the samples in chunks.
+"""Reads the files of a run for the page: columns of metrics, spans of the trace, an index of samples, and the samples in chunks.
 
-A reader may be asked again while the run goes on, and then returns the news. It uses whole lines only; damaged ones are left out and
+A reader can be asked again while the run goes on, and then returns what is new. It uses only whole lines. Damaged lines are left out and
 counted.
 """
 
@@ -32,13 +32,13 @@ from megarl.observe.status import TRACE_FOLDER
 from megarl.rewards.score import FAILED_EPISODES, FAILED_FRACTION
 from megarl.rewards.score import told as failure_told
 
-# The samples of a run: an index with a row for each, and the texts in compressed chunks that the page opens when they are looked at.
+# The samples of a run: an index with a row for each, and texts in compressed chunks, which the page unpacks when they are looked at.
 
 
-SETTLED_S = 10.0  # after which every rank has written its part of a step
-CHUNK_BYTES = 400_000  # of JSON, before it is compressed
-EXCERPT_CHARS = 60  # of a response, in the table
-COMPRESSED = 0.3  # about this much of the files' bytes becomes the page's
+SETTLED_S = 10.0  # time after which every rank has written its part of a step
+CHUNK_BYTES = 400_000  # size of a chunk's JSON before compression
+EXCERPT_CHARS = 60  # characters of a response shown in the table
+COMPRESSED = 0.3  # approximate size of compressed texts relative to the files
 COLUMNS = ("step", "ordinal", "sample", "reward", "tokens", "age", "spread", "finish", "failed", "dropped", "begins", "chunk", "place")
 
 
@@ -97,14 +97,15 @@ class Samples:
         self._chunks = 0
         files = [self._folder / SAMPLES_FILE, *self._folder.glob("tokens.*.jsonl")]
         size = COMPRESSED * sum(path.stat().st_size for path in files if path.exists())
-        self.every = max(1, math.ceil(size / text_bytes))  # one step in this many has texts
+        self.every = max(1, math.ceil(size / text_bytes))  # only one step in this many has texts
 
     @property
     def tails(self) -> list[Lines]:
         return [self._groups, *(rank.tail for rank in self._ranks.values())]
 
     def read(self, follow: bool) -> dict[str, Any]:
-        """`index`: the new samples' columns; `chunks`: their texts, each gzipped JSON in base64; `every`."""
+        """The new samples. `index`: their columns; `chunks`: their texts, gzipped JSON in base64; `every`: only one step in so many has
+        texts."""
         for path in sorted(self._folder.glob("tokens.*.jsonl")):
             self._ranks.setdefault(path.name, _OfRank(self._tail(path)))
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
@@ -143,12 +144,12 @@ class Samples:
             yield from self._with_numbers(groups)
 
     def _settled(self) -> bool:
-        """Whether the newest lines are old enough that all ranks have written theirs: the run waits, or has ended."""
+        """Whether the newest lines are so old that all ranks have written theirs: the run waits, or has ended."""
         files = [self._groups.path, *(rank.tail.path for rank in self._ranks.values())]
         return all(time.time() - path.stat().st_mtime > SETTLED_S for path in files if path.exists())
 
     def _with_numbers(self, groups: list[_Group]) -> Iterator[_Group]:
-        """The groups of one step, with what ranks wrote about their tokens."""
+        """The groups of one step, with the per-token numbers that ranks have written."""
         numbers: dict[tuple[int, int], dict[str, Any]] = {}
         for rank in self._ranks.values():
             numbers |= rank.of_step(groups[0].step) if groups else {}
@@ -170,7 +171,7 @@ class Samples:
 
 
 class _OfRank:
-    """The lines of one trainer rank, which are in the order of their steps."""
+    """The lines of one trainer rank, in ascending order of steps."""
 
     def __init__(self, tail: Lines):
         self.tail = tail
@@ -215,18 +216,18 @@ def _chunk(groups: list[bytes]) -> str:
     return base64.b64encode(gzip.compress(b"[" + b",".join(groups) + b"]", 6, mtime=0)).decode()
 
 
-# The page's advice on a run, beside `observe.advisories`. Each piece of advice names the numbers that it follows from.
+# The page's advice on a run, in addition to `observe.agreement.advisories`. Each piece of advice names the numbers behind it.
 
 
-RECENT = 20  # steps that are looked at
+RECENT = 20  # steps that advice is based on
 FEWEST = 10
-WAITS = 0.4  # of a step
+WAITS = 0.4  # share of a step
 TRUNCATED = 0.1
 NO_SIGNAL = 0.5
-SOLVED = 0.9  # where the mean reward is between a step's lowest and highest
-GROWTH = 2.0  # the queue at the end beside that of as many steps before
-SLOW = 0.7  # of its peers' tokens
-FEWEST_TOKENS = 10_000  # of an engine's peer
+SOLVED = 0.9  # position of the mean reward between a step's lowest and highest reward
+GROWTH = 2.0  # length of the queue at the end, relative to that of RECENT steps before
+SLOW = 0.7  # share of its peers' tokens
+FEWEST_TOKENS = 10_000  # tokens that an engine's peers must have made
 
 
 def advice(
@@ -235,7 +236,7 @@ def advice(
     recent = rows[-RECENT:]
     if len(recent) < FEWEST:
         return []
-    alike: dict[int, dict[int, int]] = defaultdict(dict)  # engines are compared with those of their own group
+    alike: dict[int, dict[int, int]] = defaultdict(dict)  # an engine is compared with engines of its own group
     for index, tokens in engine_tokens.items():
         alike[group_of.get(index, 0)][index] = tokens
     rules = (_waits(recent, settings), _truncated(recent), _no_signal(recent), _queue(rows), *map(_slow_engine, alike.values()))
@@ -244,7 +245,7 @@ def advice(
 
 def _waits(rows: Sequence[Row], settings: Mapping[str, Any]) -> str:
     step, trainer, generator = (_median(rows, f"time/{name}_s") for name in ("step", "trainer_wait", "generator_wait"))
-    if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run waits by its nature
+    if not step > 0 or settings.get("async.capacity") == 0:  # a synchronous run must wait
         return ""
     if trainer > WAITS * step and trainer > generator and not scoring_binds(rows):
         return (
@@ -275,7 +276,7 @@ def _no_signal(rows: Sequence[Row]) -> str:
         return ""
     lowest, mean, highest = (_median(rows, f"reward/{name}") for name in ("min", "mean", "max"))
     height = (mean - lowest) / (highest - lowest) if highest > lowest else math.nan
-    if height >= SOLVED:  # equal because they are right: nothing is left to learn
+    if height >= SOLVED:  # rewards are equal because all are right: nothing is left to learn
         return ""
     why = "hard" if height <= 1 - SOLVED else "easy or too hard"
     return (
@@ -311,8 +312,8 @@ def _median(rows: Sequence[Row], key: str) -> float:
 
 LAST_STEPS = 5  # the page shows a failure's reason if something failed in this many steps
 MOST_RANKS = 64  # trainer ranks whose trace is read
-CHECKED_BYTES = 64  # before the place where reading goes on: unchanged unless a resumed run has cut the file
-NOT_FINITE = "n"  # in the place of NaN and infinities, which JSON lacks
+CHECKED_BYTES = 64  # bytes before the reading position that show whether a resumed run has cut the file
+NOT_FINITE = "n"  # stands for NaN and infinities, which JSON lacks
 
 KINDS = {
     "train step": "train",
@@ -333,7 +334,7 @@ KINDS = {
     "away": "away",
 }
 ENGINE_MARKS = ("lost", "joins", "left")
-NUMBER = re.compile(r"\d{1,15}")  # which JavaScript has exactly
+NUMBER = re.compile(r"\d{1,15}")  # integers that JavaScript represents exactly
 
 
 class _Event(msgspec.Struct):
@@ -345,7 +346,7 @@ class _Event(msgspec.Struct):
 
 
 class _Numbers(msgspec.Struct):
-    """Those in an event's arguments."""
+    """The numbers in an event's arguments."""
 
     engine_tokens: list[int] = []
     engine_groups: list[int] = []
@@ -357,11 +358,11 @@ _event = msgspec.json.Decoder(_Event).decode
 
 
 class FileChanged(Exception):
-    """A part of a file that was read has gone: a resumed run has cut it."""
+    """A resumed run has cut a part of a file that was already read."""
 
 
 class Tail:
-    """The whole lines of a file, as they come."""
+    """The whole lines of a file, as they are written."""
 
     def __init__(self, path: Path):
         self.path, self.damaged, self.unfinished = path, 0, False
@@ -399,7 +400,7 @@ class Tail:
 
 
 class RunReader:
-    """`text_bytes`: about how large the samples' texts may become; if there are more, whole steps are left without."""
+    """`text_bytes`: approximate limit for the samples' texts. Beyond it, whole steps are left without texts."""
 
     def __init__(self, run_dir: Path, text_bytes: int):
         self.run_dir, self._text_bytes = run_dir, text_bytes
@@ -414,8 +415,8 @@ class RunReader:
         self._out_of_order = 0
         self._epoch_us: float | None = None
         self._engine_tokens: Counter[int] = Counter()
-        self._peers: Counter[int] = Counter()  # the same, since all engines are there
-        self._group_of: dict[int, int] = {}  # of engines, where they are not all alike
+        self._peers: Counter[int] = Counter()  # the engines' tokens while no engine was lost
+        self._group_of: dict[int, int] = {}  # engine -> its group, if there are groups
         self._lost: set[str] = set()
         self._batch = -1
         self._expected: dict[str, Any] = {}
@@ -423,13 +424,13 @@ class RunReader:
 
     @property
     def _name(self) -> str:
-        """A run that megarl plan has simulated says so wherever it is named."""
+        """The name of the run. It marks a run that megarl plan has simulated."""
         return self.run_dir.resolve().name + " (simulated)" * (self.run_dir / SIMULATED_FILE).exists()
 
     def read(self, follow: bool = False) -> dict[str, Any]:
-        """The news since the last call. The first call returns everything, with `afresh`; so does one after a resumed run has cut a file.
-        With `follow` the newest step's samples are kept back until all ranks must have written theirs. That is when the next step's are
-        there, or nothing was written for a while."""
+        """Everything that is new since the last call. The first call returns everything, with `afresh`. So does a call after a resumed run
+        has cut a file. With `follow`, the newest step's samples are kept back until all ranks must have written theirs: when the next
+        step's samples are there, or nothing was written for a while."""
         afresh = not self._metrics._end and not self._traces
         try:
             found = self._read(follow)
@@ -459,7 +460,7 @@ class RunReader:
         }
 
     def _reasons(self) -> list[str]:
-        """The newest failure, if something has failed in the last steps."""
+        """The newest failures, if anything has failed in the last steps."""
         self._failures.poll()
         found = []
         for episodes, key, what in ((True, FAILED_EPISODES, "episode"), (False, FAILED_FRACTION, "score")):
@@ -534,13 +535,13 @@ class RunReader:
         }
 
     def _count(self, kind: str, track: str, number: int | None, told: dict[str, Any]) -> None:
-        """Counts the engines' tokens. Engines are compared only while none of them is lost."""
+        """Counts each engine's tokens. Engines are compared only while none is lost."""
         tokens = dict(enumerate(told.get("engine_tokens", ())))
         self._engine_tokens.update(tokens)
         if kind == "away":
             self._lost.discard(track)
         elif kind == "generate" and number is not None:
-            if number <= self._batch:  # of another start
+            if number <= self._batch:  # from an earlier start
                 self._lost.clear()
             self._batch = number
             self._peers.update(tokens)
@@ -550,7 +551,7 @@ class RunReader:
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:
-    """The settings that the page speaks of; empty without a readable config.yaml."""
+    """The settings that the page mentions; empty without a readable config.yaml."""
     try:
         config = OmegaConf.load(run_dir / "config.yaml")
         keys = ("model.path", "algorithm.name", "async.capacity", "async.max_staleness", "rollout.prompts_per_step", "rollout.n")

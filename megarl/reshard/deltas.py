@@ -1,9 +1,9 @@
 """Deltas: the changes in a copy's values since they were last sent, in the form that takes the fewest bytes.
 
-An element counts as changed if any of its bits has. A delta's *body* is one row of bytes. Its parts follow from four numbers: its kind, the
-elements of the copy, the changed ones, and the *entries* (changed elements, or runs of them). The parts are, each filled up to 8 bytes: the
-number of entries in each block of 65,536 elements (4 bytes), the values, where in its block each entry is (2 bytes), and the length of each
-run (2 bytes). A run ends with its block at the latest.
+An element counts as changed if any of its bits has changed. The *body* of a delta is one row of bytes. Four numbers determine its parts:
+the kind, the elements of the copy, the changed elements, and the *entries* (changed elements, or runs of them). There are four parts, each
+padded to a multiple of 8 bytes: the number of entries in each block of 65,536 elements (4 bytes), the values, the position of each entry in
+its block (2 bytes), and the length of each run (2 bytes). A run never extends beyond its block.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 NOTHING, PAIRS, RUNS, WHOLE = range(4)  # kinds
-BLOCK_BYTES, PLACE_BYTES = 4, 2  # the number of entries of a block; a place in it, or the length of a run
+BLOCK_BYTES, PLACE_BYTES = 4, 2  # for the number of entries of a block; for a position in it, or the length of a run
 BLOCK = 1 << 16  # elements, as in kernels.changes (which imports torch)
 ALIGNMENT = 8
-MOST_OF_FULL = 0.5  # share of the full update's bytes; finding and spreading a larger delta costs more than it saves (docs/transports.md)
-INBOX_SHARE = 1 / 8  # of the full bytes: room for a delta by Mooncake; in bf16 it takes changes of 6 % of the elements, in fp8 of 4 %
-PIECE = 1 << 26  # elements: as many are brought at a time from the host's memory to the GPU that compares
-AT_ONCE_BYTES = 1 << 29  # of values that are compared before the host reads the result; quantised values are kept until then
-HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob: version and length; kind, entries and changed elements of a copy
+MOST_OF_FULL = 0.5  # of the full update's bytes: finding and spreading a larger delta costs more than it saves (docs/transports.md)
+INBOX_SHARE = 1 / 8  # room for a delta by Mooncake, as a share of the full bytes: enough if 6 % (bf16) or 4 % (fp8) of the elements change
+PIECE = 1 << 26  # elements that are copied at a time from host memory to the comparing GPU
+AT_ONCE_BYTES = 1 << 29  # bytes compared before the host reads the results; quantised values are kept until then
+HEADER_BYTES, ROW_BYTES = 16, 12  # of a blob. Header: version and length; row: kind, entries and changed elements of a copy
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Delta:
     kind: int
     entries: int
     changed: int
-    body: torch.Tensor  # [bytes] uint8, where the values lie
+    body: torch.Tensor  # [bytes] uint8, on the device of the values
 
     def moved_to(self, device: torch.device) -> Delta:
         return replace(self, body=self.body.to(device))
 
 
-Changes = Sequence[tuple[Copy, Delta]]  # from one rank to one other, in the order of the map
+Changes = Sequence[tuple[Copy, Delta]]  # from one rank to another, in the order of the map
 
 
 def parts(kind: int, elements: int, entries: int, changed: int, item_bytes: int) -> tuple[int, int, int, int]:
-    """Bytes of the four parts of a body."""
+    """The bytes of the four parts of a body."""
     values = item_bytes * (elements if kind == WHOLE else changed)
     if kind in (NOTHING, WHOLE):
         return 0, values, 0, 0
@@ -56,7 +56,7 @@ def body_bytes(kind: int, elements: int, entries: int, changed: int, item_bytes:
 
 
 def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
-    """The kind whose body takes the fewest bytes; of equal ones, the simplest to spread."""
+    """The kind whose body takes the fewest bytes. Among equals, the simplest to spread."""
     if not changed:
         return NOTHING
     entries = {WHOLE: 0, PAIRS: changed, RUNS: runs}
@@ -64,8 +64,8 @@ def best_kind(elements: int, changed: int, runs: int, item_bytes: int) -> int:
 
 
 def find_deltas(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[Delta]:
-    """The values to write over `old` of each pair to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
-    are on one device. For every `at_once_bytes` the host waits for a GPU twice: to learn how much has changed, and in how many runs."""
+    """For each pair, the values to write over `old` to make it `new`. Both: [n] integers (kernels.changes.bits_of), contiguous; all `new`
+    are on one device. For every `at_once_bytes`, the host waits for a GPU twice: to learn the numbers of changes, and of runs."""
     import torch
 
     from megarl import kernels
@@ -80,7 +80,7 @@ def find_deltas(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], at_once_byte
 
 
 def totals(begins: Sequence[torch.Tensor]) -> list[int]:
-    """The number of runs of each."""
+    """The number of runs of each pair."""
     import torch
 
     return torch.stack([of_runs.sum() for of_runs in begins]).tolist()
@@ -99,7 +99,7 @@ def _at_once(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most_bytes: int
 
 
 def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both on the device of `new`, some elements at a time where `old` has to be brought there."""
+    """Pieces of both tensors on the device of `new`. There is one piece, unless `old` must be copied to that device."""
     if new.device == old.device:
         yield new, old
         return
@@ -108,7 +108,8 @@ def _pieces(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor
 
 
 def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, runs: int) -> Delta:
-    """`counts` and `offsets`: the places of the changes (kernels.changes.Places); `begins`: which changes begin the `runs` runs."""
+    """`counts` and `offsets`: the positions of the changes (kernels.changes.Places); `begins`: which changes begin one of the `runs`
+    runs."""
     import torch
 
     from megarl.kernels.changes import positions_of
@@ -130,7 +131,7 @@ def _delta(new: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, begin
 
 
 def spread(delta: Delta, target: torch.Tensor) -> None:
-    """Writes the changed values to their places in `target`, the copy's destination box, of any strides, on the body's device."""
+    """Writes the changed values to their positions in `target`: the copy's destination box, with any strides, on the body's device."""
     import torch
 
     from megarl.kernels.changes import bits_of, positions_of, put, put_at
@@ -149,7 +150,7 @@ def spread(delta: Delta, target: torch.Tensor) -> None:
         put(bits, *places, values)
         return
     longs = (lengths.view(torch.int16).long() & 0xFFFF) + 1
-    begins = longs.cumsum(0) - longs  # of each run, among the changed elements
+    begins = longs.cumsum(0) - longs  # start of each run among the changed elements
     positions = torch.repeat_interleave(positions_of(*places) - begins, longs, output_size=delta.changed)
     put_at(bits, positions + torch.arange(delta.changed, device=positions.device), values)
 
@@ -159,7 +160,7 @@ def blob_bytes(deltas: Sequence[Delta]) -> int:
 
 
 def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
-    """All deltas from one rank to one other, in the order of the map, as one row of bytes."""
+    """All deltas from one rank to another, in the order of the map, as one row of bytes."""
     import torch
 
     rows = [number for delta in deltas for number in (delta.kind, delta.entries, delta.changed)]
@@ -168,7 +169,7 @@ def make_blob(deltas: Sequence[Delta], version: int) -> torch.Tensor:
 
 
 def spread_blob(blob: torch.Tensor, version: int, targets: Sequence[torch.Tensor], source: str) -> None:
-    """Carries out a blob on the boxes of its copies. Raises RuntimeError if `blob`, which came from `source`, is not that of `version`."""
+    """Writes the changes in a blob to the boxes of its copies. Raises RuntimeError if `blob`, from `source`, is not of `version`."""
     import torch
 
     table_bytes = _filled_up(ROW_BYTES * len(targets))
@@ -186,7 +187,7 @@ def spread_blob(blob: torch.Tensor, version: int, targets: Sequence[torch.Tensor
 
 
 def delta_share(map: ReshardMap, changed: float) -> float:
-    """The bytes of a delta over those of the full update, if a share `changed` of the elements has changed, here and there; at most 1."""
+    """The bytes of a delta relative to the full update, if a random share `changed` of the elements has changed; at most 1."""
     full = delta = 0.0
     for kind in map.destination.kinds:
         item = ITEM_BYTES[kind.shards[0].dtype]
@@ -201,12 +202,12 @@ def _begins(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     begins = torch.ones(len(offsets) + 1, dtype=torch.bool, device=offsets.device)
     begins[1:-1] = offsets[1:] != offsets[:-1] + 1
-    # The first of each block. A block without changes has the first of the next block, or one past the last.
+    # The first change of each block. For a block without changes it is the first of the next block, or one past the last.
     return begins.index_fill_(0, counts.cumsum(0) - counts, True)[:-1]
 
 
 def _joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One row of bytes, each part filled up."""
+    """The parts as one row of bytes, each padded."""
     import torch
 
     sizes = [_filled_up(part.nbytes) for part in found]

@@ -1,4 +1,4 @@
-"""Computes the values that the copies of a reshard map write: as they are, cast, or quantised."""
+"""Computes the values that the copies of a reshard map write: unchanged, cast, or quantised."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from megarl.reshard.template import IDENTITY, QUANTISE, SCALE, ZEROS, Holder, st
 if TYPE_CHECKING:
     import torch
 
-# Finds the senders that hold parts of a cut tile of a quantised tensor, and who must learn its amax.
+# Finds the senders that have parts of a cut tile of a quantised tensor, and which ranks need its amax.
 #
-# Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax for itself, among the
-# ranks that together hold one whole model. So it does not matter which replica sends what.
-#
+# Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax by itself, among the ranks
+# that together have one whole model. So it does not matter which replica sends what.
 #     parts = amax_parts(map, rank)                                 once
 #     table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
 #     … exchange `table.entries` with `peers(parts)` …              by the transport's own means
@@ -35,22 +34,22 @@ if TYPE_CHECKING:
 class AmaxPart:
     """A box of one of this rank's tensors that has parts of cut tiles."""
 
-    tiles_of: str  # as Quantisation.tiles_of
+    tiles_of: str  # see Quantisation.tiles_of
     rule: Rule
     source_tensor: str
     source_box: Box
-    origin: tuple[int, int]  # of the box's first element in the logical tensor
+    origin: tuple[int, int]  # position of the box's first element in the logical tensor
     tiles: Box  # the tiles that it touches, [tile rows, tile columns]
-    peers: tuple[int, ...]  # source ranks that hold other shares of these tiles
+    peers: tuple[int, ...]  # source ranks with other shares of these tiles
 
 
 def amax_parts(map: ReshardMap, rank: int) -> list[AmaxPart]:
-    """The parts that source rank `rank` must measure, in forward order. Empty if no copy of any rank cuts a tile."""
+    """The parts that source rank `rank` must measure, in forward order. Empty if no copy on any rank cuts a tile."""
     return [part for _, part in sorted(_parts(map, rank), key=lambda entry: entry[0])]
 
 
 def peers(parts: list[AmaxPart]) -> tuple[int, ...]:
-    """The ranks to exchange with. The relation is mutual: every rank of a group names all others."""
+    """The ranks to exchange with. The relation is mutual: every rank in a group has all others as peers."""
     return tuple(sorted({peer for part in parts for peer in part.peers}))
 
 
@@ -61,7 +60,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
         if kind.rule is None:
             continue
         cut = _cut_regions(map, number, kind.rule)
-        groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles → (logical, box, holder)
+        groups: dict[str, list[tuple[str, Box, Holder]]] = defaultdict(list)  # namespace of tiles -> (logical, box, holder)
         for name, regions in cut.items():
             space = tile_space(kind, name)
             for logical, holders in stripes[name, kind.layers].items():
@@ -76,7 +75,7 @@ def _parts(map: ReshardMap, rank: int) -> Iterator[tuple[tuple, AmaxPart]]:
 
 
 def _cut_regions(map: ReshardMap, number: int, rule: Rule) -> dict[str, list[Box]]:
-    """The boxes of cut rows by logical tensor; if one scale covers a whole parameter, all boxes."""
+    """Logical tensor -> boxes of cut rows. If one scale covers a whole parameter, all boxes."""
     rows = [row for row in map.rows if row.kind == number and row.transform == QUANTISE]
     everything = of_whole_tensor(rule) and any(row.cut for row in rows)
     regions: dict[str, list[Box]] = defaultdict(list)
@@ -132,11 +131,11 @@ def _rank(map: ReshardMap, holder: Holder, instance: int, replica: int) -> int:
     return int(of_shard[replica % len(of_shard)])
 
 
-Entry = tuple[str, Box, "torch.Tensor"]  # (whose tiles, which of them, their amax)
+Entry = tuple[str, Box, "torch.Tensor"]  # (Quantisation.tiles_of, which tiles, their amax)
 
 
 class AmaxTable:
-    """The amax of tiles that copies cut; `amax` says when to use it. `entries` are this rank's own, to be sent to its peers."""
+    """The amax of tiles that copies cut. `entries`: this rank's own, which must be sent to its peers."""
 
     def __init__(self, entries: Iterable[Entry] = ()):
         self.entries = list(entries)
@@ -145,7 +144,7 @@ class AmaxTable:
 
     @classmethod
     def measure(cls, parts: Iterable[AmaxPart], tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
-        """Measures this rank's tensors, given whole as in the layout. Raises RuntimeError on NaN or infinity."""
+        """Measures this rank's `tensors`, which are whole local tensors of the layout. Raises RuntimeError on NaN or infinity."""
         from megarl import kernels
 
         entries = []
@@ -160,7 +159,7 @@ class AmaxTable:
             self._known[tiles_of].append((tiles, amax))
 
     def amax(self, tiles_of: str, tiles: Box) -> torch.Tensor:
-        """The amax of `tiles`. Raises ValueError if a part of them was not measured or merged."""
+        """The amax of `tiles`. Raises ValueError if any of them was not measured or merged."""
         from megarl.kernels.quantise import merge_amax
 
         if tiles_of not in self._known:
@@ -169,23 +168,23 @@ class AmaxTable:
 
 
 class Payloads:
-    """`payload` for many updates. If values are sent unchanged, their views are kept as long as the parameter stays where it is."""
+    """`payload` for many updates. Views of values that are sent unchanged are kept as long as the parameter's memory stays the same."""
 
     def __init__(self) -> None:
         self._sources: Mapping[str, torch.Tensor] = {}
-        self._places: dict[str, tuple] = {}  # place of each parameter when its views were made
-        self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # by parameter and box
-        self._measured: dict[tuple[str, Box], torch.Tensor] = {}  # of this update: amax by parameter and box, for codes and for scales
+        self._places: dict[str, tuple] = {}  # parameter -> its memory when its views were made
+        self._views: dict[str, dict[tuple, torch.Tensor]] = {}  # parameter -> box -> view
+        self._measured: dict[tuple[str, Box], torch.Tensor] = {}  # of this update: (parameter, box) -> amax, for codes and for scales
 
     def begin(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Begins an update. A view keeps its memory alive, so no other parameter can get the same address meanwhile."""
+        """Begins an update. A view keeps its memory alive, so that no other parameter can get the same address."""
         places = {name: (values.data_ptr(), values.shape, values.stride(), values.dtype) for name, values in sources.items()}
         self._views = {name: views for name, views in self._views.items() if places.get(name) == self._places[name]}
         self._sources, self._places, self._measured = sources, places, {}
 
     def of(self, copy: Copy, amax: AmaxTable | None = None) -> torch.Tensor:
         if copy.source_tensor is None or copy.source_box is None:
-            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # a GPU stream copies only from its memory
+            return payload(copy, None, amax).to(next(iter(self._sources.values())).device)  # since a GPU stream copies only from GPU memory
         views = self._views.setdefault(copy.source_tensor, {})
         key = copy.source_box.start, copy.destination_box.shape, copy.transform
         if (known := views.get(key)) is not None:
@@ -203,10 +202,10 @@ def payload(
     amax: AmaxTable | None = None,
     measured: dict[tuple[str, Box], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The values for the copy's destination box, in its shape and dtype: a view of the source where possible.
+    """The values for the copy's destination box, in its shape and dtype. If possible, they are a view of the source.
 
-    `amax` is needed if `copy.quantisation.cut`; `measured` keeps the amax of boxes that cut no tile. Raises ValueError if `amax`, or the
-    source tensor, is missing.
+    `amax` is needed if `copy.quantisation.cut`. `measured` caches the amax of boxes that cut no tile. Raises ValueError if `amax` or the
+    source tensor is missing.
     """
     import torch
 

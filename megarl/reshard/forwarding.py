@@ -1,11 +1,11 @@
-"""Forwarding: the trainer writes a shard only to some of its replicas, the *leaders*, which pass it on to the others.
+"""Forwarding: the trainer writes a shard only to some of its replicas. These *leaders* pass it on to the others.
 
     forwarding = inside_hosts(generator_layout(…), ranks_per_host=8)
-    map = ReshardMap.build(trainer, forwarding.leaders)     what the trainer writes; proven and scheduled like any map
-    forwarding.prove()                                      proves that relays cover all the rest
-    forwarding.relays                                       what generator ranks pass on, once each tensor is complete
+    map = ReshardMap.build(trainer, forwarding.leaders)     the trainer's part; proven and scheduled like any map
+    forwarding.prove()                                      proves that relays cover the rest
+    forwarding.relays                                       the part of generator ranks, which pass on complete tensors
 
-A table per kind gives the leaders of each *turn*: instances (layers) take turns, so that all ranks share the load.
+A table for each kind has the leaders of each *turn*. Instances (layers) take different turns, so that all ranks share the load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.reshard.template import ZEROS, Row
 
 
 class Relay(Struct, frozen=True):
-    """Sends a whole tensor, once it is complete on `source_rank`, to the tensor of the same name on `destination_rank`."""
+    """Sends a whole tensor, once it is complete on `source_rank`, to the same tensor on `destination_rank`."""
 
     source_rank: int
     destination_rank: int
@@ -41,10 +41,10 @@ class Relay(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Forwarding:
-    """`leaders` is the layout of the ranks that receive from the trainer; relays fill the rest of `layout`.
+    """`leaders` is the layout of the ranks that receive from the trainer. Relays fill the rest of `layout`.
 
-    Rank `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard, replica]`, or is that rank itself. Instance
-    i of a kind takes the turn `leaders.kinds[k].stages[i]`.
+    Rank `leader_of[k][turn, shard, replica]` passes on to rank `layout.kinds[k].ranks[0, shard, replica]`, or is the same rank. Instance i
+    of a kind has the turn `leaders.kinds[k].stages[i]`.
     """
 
     layout: Layout
@@ -71,7 +71,7 @@ class Forwarding:
         return sorted(found, key=lambda relay: relay.depth)
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes that each generator rank sends by relays, and those that each receives by them."""
+        """The bytes that each generator rank sends in relays, and the bytes that each receives in relays."""
         given, taken = np.zeros((2, self.layout.world_size), dtype=np.int64)
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             sizes = np.array([math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in kind.shards])
@@ -83,8 +83,8 @@ class Forwarding:
         return given, taken
 
     def prove(self) -> None:
-        """Proves that the trainer writes to every rank of a shard once, or a rank that the trainer writes the same shard to passes it on
-        once. Raises ProofError otherwise. (The map's own proof covers what the trainer writes.)"""
+        """Proves that each rank of a shard is served once: either the trainer writes to it, or a rank to which the trainer writes the same
+        shard passes it on. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             if leading is kind:
                 continue
@@ -98,7 +98,7 @@ class Forwarding:
 
 
 def inside_hosts(layout: Layout, ranks_per_host: int) -> Forwarding:
-    """Lets one replica of each host lead, so that every byte crosses the network once per host.
+    """Makes one replica on each host the leader, so that every byte crosses the network once per host.
 
     Raises ValueError if replicas are spread unevenly over the hosts.
     """
@@ -106,7 +106,7 @@ def inside_hosts(layout: Layout, ranks_per_host: int) -> Forwarding:
 
 
 def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
-    """The kind with only its leaders; the kind itself if nobody passes it on."""
+    """The kind with only its leaders, or the kind itself if no rank passes it on."""
     turns = len(leader_of)
     if turns == 1 and np.array_equal(leader_of[0], kind.ranks[0]):
         return kind
@@ -115,7 +115,7 @@ def _leading(kind: Kind, leader_of: np.ndarray) -> Kind:
 
 
 def _by_host(kind: Kind, number: int, ranks_per_host: int) -> np.ndarray:
-    groups = list(_groups(kind, ranks_per_host))  # per shard: the replicas' ranks, host by host
+    groups = list(_groups(kind, ranks_per_host))  # [shard][host] ranks of the replicas
     turns = max(len(group) for of_shard in groups for group in of_shard)
     if kind.ranks.shape[0] != 1 or len({len(of_shard) for of_shard in groups}) != 1:
         raise ValueError(f"{kind.name}: hosts of {ranks_per_host} ranks do not hold equally many replicas")
@@ -138,19 +138,19 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
 
 # Relays between engines, for a trainer with few ranks or unequal stages.
 #
-# Only trainer ranks hold a shard at first, so they would send it once for each engine. With many engines their links are the bottleneck,
-# and with pipeline stages those of the fullest stage. Engines that have received a tensor can send it too. As in van de Geijn's broadcast
-# (scatter, then all-gather), the trainer writes every layer to some of the engines, and those pass it on. Each layer has other engines.
-# Their number is chosen so that the two parts of the update, writing and then passing on, take the least time together.
+# At first, only trainer ranks have a shard, and would send it once to each engine. With many engines their links are the bottleneck; with
+# pipeline stages, those of the fullest stage. But engines that have received a tensor can send it too. As in van de Geijn's broadcast
+# (scatter, then all-gather), the trainer writes every layer to some of the engines, which pass it on. Each layer has other leaders. Their
+# number is chosen so that the two phases of the update, writing and passing on, take the least time together.
 
 
 PLACES = (FIRST, LAYER, LAST)
-MOST_CANDIDATES = 64  # numbers of engines that are tried
-RELAY_COST = 1.25  # of a relayed byte, relative to one that the trainer sends: relays wait until all of those are there. Set, not measured.
+MOST_CANDIDATES = 64  # how many numbers of engines are tried
+RELAY_COST = 1.25  # of a relayed byte, relative to one from the trainer, since relays wait for all of those. Chosen, not measured.
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
-    """The relays for `map`, which goes to all engines of `tp` ranks each. There are none where they would save no time.
+    """The relays for `map`, which covers all engines, of `tp` ranks each. There are none if they would save no time.
 
     Pure: equal on all ranks.
     """
@@ -158,7 +158,7 @@ def between_engines(map: ReshardMap, tp: int) -> Forwarding:
 
 
 def passed_on(layout: Layout, tp: int, of_ends: int, of_layers: int) -> Forwarding:
-    """The trainer writes each layer to `of_layers` engines, and the tensors before and after the layers to `of_ends`."""
+    """The forwarding in which the trainer writes each layer to `of_layers` engines, and other tensors to `of_ends` engines."""
     engines = layout.world_size // tp
     leader_of: list[np.ndarray] = []
     begins: list[int] = []
@@ -178,26 +178,26 @@ def written_directly(map: ReshardMap, engines: int) -> tuple[int, int]:
     numbers = np.array(sorted(set(np.linspace(1, engines, min(engines, MOST_CANDIDATES)).round().astype(int).tolist())))
     of_ends, of_layers = numbers[:, None], numbers[None, :]
     written = (of_ends[..., None] * (sent[first] + sent[last]) + of_layers[..., None] * sent[layer]).max(axis=2) / engines
-    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is one tensor, so some rank sends all of it
+    by_ends = -(-(engines - of_ends) // of_ends) * (held[first] + held[last])  # each is a single tensor, so one rank sends all of it
     by_layers = _turns(map, engines, of_layers) * held[layer]
     cost = written + RELAY_COST * (by_ends + by_layers)
-    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # among equals, the one that passes on least
+    best = np.argwhere(cost <= cost.min() * (1 + 1e-9))[-1]  # among equals, the one with the fewest relays
     return int(numbers[best[0]]), int(numbers[best[1]])
 
 
 def _turns(map: ReshardMap, engines: int, of_layers: np.ndarray) -> np.ndarray:
-    """The layer bytes that the busiest engine passes on, as a multiple of the layer bytes that it holds. Engines take turns, layer by
-    layer; if there are more engines than layers, some lead one layer and others none."""
+    """The layer bytes that the busiest engine passes on, relative to the layer bytes that it has. Engines take turns, layer by layer. If
+    there are more engines than layers, some lead one layer and others none."""
     layers = max((kind.instances for kind in map.destination.kinds if kind.place == LAYER), default=1)
-    led = -(-layers * of_layers // engines)  # layers
+    led = -(-layers * of_layers // engines)  # layers that the busiest engine leads
     return led * -(-(engines - of_layers) // of_layers) / layers
 
 
 def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that trainer ranks send to all engines, [places, ranks that differ], and bytes of the fullest generator rank, [places].
 
-    It assumes that all holders of a box send it equally often, which the schedule comes close to. Padding is left out: any rank can send
-    zeros.
+    Assumes that all holders of a box send it equally often, which is nearly true of the schedule. Padding is left out, since any rank can
+    send zeros.
     """
     sent = np.zeros((len(PLACES), map.source.world_size))
     held = np.zeros((len(PLACES), map.destination.world_size))
@@ -216,7 +216,8 @@ def _bytes_by_place(map: ReshardMap) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_engine(kind: Kind, tp: int, engines: int, followers: int, begin: int) -> np.ndarray:
-    """The leader of every replica, [turns, shards, replicas]. The engines after a run of `followers` engines pass tensors on to it."""
+    """The leader of every replica, [turns, shards, replicas]. Each leading engine passes tensors on to the `followers` engines before
+    it."""
     turns = min(engines, kind.instances)
     engine = kind.ranks[0] // tp
     start = (begin + followers * np.arange(turns))[:, None, None] % engines
@@ -233,16 +234,16 @@ INSIDE_HOSTS, BETWEEN_ENGINES = "inside_hosts", "between_engines"
 
 
 class RelayRule(NamedTuple):
-    """Says which ranks pass tensors on to which. `ranks` is the number of generator ranks of a host, or of an engine."""
+    """The rule for which ranks pass tensors on. `ranks`: the generator ranks of a host (inside hosts) or of an engine (between engines)."""
 
     how: str  # INSIDE_HOSTS | BETWEEN_ENGINES
     ranks: int
 
 
 def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
-    """The part of `map` that the trainer writes, and what generator ranks pass on, proven to be the rest. Pure: equal on all ranks.
+    """The part of `map` that the trainer writes, and the relays, which are proven to be the rest. Pure: equal on all ranks.
 
-    Between engines nothing is passed on unless that relieves the busiest rank. Raises ValueError if replicas are spread unevenly over the
+    Between engines, there are relays only if they relieve the busiest rank. Raises ValueError if replicas are spread unevenly over the
     hosts.
     """
     begin = time.perf_counter()
@@ -255,13 +256,13 @@ def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
 
 
 def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
-    """The result of `relayed`, as far as it is known before a run. `relay` is weights.relay, `tp` the ranks of an engine. Relays inside
-    hosts depend on where engines will run, so they are not included."""
+    """The result of `relayed`, as far as it is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
+    hosts are not included, since they depend on where engines will run."""
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 
 
 def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
-    """The summary of both parts together; copies and writes count only the trainer's."""
+    """The summary of both parts together. Copies and writes are the trainer's only."""
     if forwarding is None:
         return map.summary()
     (_, written), (given, taken) = map.rank_bytes(), forwarding.rank_bytes()
@@ -277,32 +278,32 @@ def summary(map: ReshardMap, forwarding: Forwarding | None) -> Summary:
 
 
 def busiest_bytes(map: ReshardMap, forwarding: Forwarding | None) -> int:
-    """The bytes of the rank that sends or receives most while the trainer writes, plus those of the busiest while engines pass on."""
+    """The most bytes that a rank sends or receives while the trainer writes, plus the most while engines pass on."""
     written = max(int(side.max()) for side in map.rank_bytes())
     return written if forwarding is None else written + max(int(side.max()) for side in forwarding.rank_bytes())
 
 
 def delta_bytes(map: ReshardMap, forwarding: Forwarding | None, changed: float) -> float:
-    """As `busiest_bytes`, of an update that carries only changes, in a share `changed` of the elements. Engines pass whole tensors
-    on. A delta that is too large becomes a full update."""
+    """Like `busiest_bytes`, for an update that carries only the changes in a share `changed` of the elements. Engines pass on whole
+    tensors. A delta that is too large becomes a full update."""
     share, full = delta_share(map, changed), busiest_bytes(map, forwarding)
     written = busiest_bytes(map, None)
     return full if share > MOST_OF_FULL else full - written * (1 - share)
 
 
-# Which tensors each source rank of a reshard map writes to each destination rank, as arrays: a large model has a million such triples.
+# The tensors that each source rank of a reshard map writes to each destination rank, as arrays: a large model has a million triples.
 #
-# Both ends of an update number a rank's tensors in the order of their names, so that hashes and offsets travel without names.
+# Both ends of an update number the tensors of a rank by sorted name, so that hashes and offsets travel without names.
 
 
-_Span = tuple[int, int, int]  # a destination kind, and the first and end of its experts where each has a tensor of its own; otherwise 0, 0
+_Span = tuple[int, int, int]  # (destination kind, first, end): range of experts if each has its own tensor; otherwise 0, 0
 
 
 class SentTensors:
-    """Of `map`, and of `relays`, the tensors that its destination ranks get from each other instead.
+    """The tensors in `map`, and in `relays`, which destination ranks get from each other instead.
 
-    A *place* is one tensor of one destination rank: they are numbered rank by rank, and within a rank by name. A *sending* is a source rank
-    that writes to a place: they are numbered source by source, and within a source by place.
+    A *place* is one tensor of one destination rank. Places are numbered rank by rank, and within a rank by name. A *sending* is a source
+    rank that writes to a place. Sendings are numbered source by source, and within a source by place.
     """
 
     def __init__(self, map: ReshardMap, relays: Sequence[Relay] = ()):
@@ -318,19 +319,19 @@ class SentTensors:
             np.array([rank * count + number[relay.tensor] for rank, relay in zip(of, relays)], dtype=np.int64)
             for of in ([relay.source_rank for relay in relays], [relay.destination_rank for relay in relays])
         )
-        self._pairs = _distinct(np.concatenate([pairs, taken]))  # destination rank and name of each place
-        self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))  # the first of each source rank
-        self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)  # the first of each destination rank
-        self.place_of = np.searchsorted(self._pairs, pairs)  # of each sending
-        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)  # of leaders and followers
+        self._pairs = _distinct(np.concatenate([pairs, taken]))  # destination rank and name of each place, as one number
+        self.sendings = np.searchsorted(sources, np.arange(map.source.world_size + 1))  # first sending of each source rank
+        self.places = np.searchsorted(self._pairs, np.arange(ranks + 1) * count)  # first place of each destination rank
+        self.place_of = np.searchsorted(self._pairs, pairs)  # place of each sending
+        self.relayed = np.searchsorted(self._pairs, led), np.searchsorted(self._pairs, taken)  # places of leaders and of followers
 
     def name(self, place: int) -> tuple[int, str]:
-        """Destination rank and name of a place."""
+        """The destination rank and the tensor name of a place."""
         rank, number = divmod(int(self._pairs[place]), len(self.names))
         return rank, self.names[number]
 
     def names_of(self, places: np.ndarray) -> np.ndarray:
-        """The numbers of their names in `names`."""
+        """The indices in `names` of the names of `places`."""
         return self._pairs[places] % len(self.names)
 
     def sent_by(self, source: int) -> np.ndarray:
@@ -339,7 +340,7 @@ class SentTensors:
 
 
 def _distinct(numbers: np.ndarray) -> np.ndarray:
-    """In order. (np.unique takes ten times as long.)"""
+    """The sorted distinct numbers. (np.unique takes ten times as long.)"""
     numbers = np.sort(numbers)
     return numbers[np.append(True, numbers[1:] != numbers[:-1])] if len(numbers) else numbers
 
@@ -364,8 +365,8 @@ def _numbers(map: ReshardMap) -> dict[_Span, np.ndarray]:
 
 
 def _triples(map: ReshardMap, numbers: dict[_Span, np.ndarray], count: int) -> list[np.ndarray]:
-    """(source * destination ranks + destination) * `count` + number of the name, of all rows. Rows with the same senders are computed
-    once."""
+    """source * destination ranks + destination, times `count`, plus the number of the name, for all rows. Rows with the same senders are
+    computed once."""
     ends: dict[tuple, np.ndarray] = {}  # [instances, replicas]
     found: dict[tuple, np.ndarray] = {}
     for row in map.rows:

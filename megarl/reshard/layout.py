@@ -1,4 +1,4 @@
-"""The three layouts of the weights: the HF checkpoint's, the Megatron trainer's, the SGLang generator's."""
+"""The three layouts of the weights: of the HF checkpoint, of the Megatron trainer, and of the SGLang generator."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from megarl.models.parameters import (
 from megarl.models.registry import fused_tensors, logical_tensors, megatron_parameters, quantised_parameters, sglang_parameters
 from megarl.models.spec import ModelSpec
 
-# Layouts say which rank holds which elements of which logical tensor, and under which local name.
+# A layout says which rank has which elements of which logical tensor, and under which local name.
 #
-# A layout is kept factorised. A `Kind` is one parameter. It states once what each of its shards holds, with a table of the ranks that hold
-# each shard on each pipeline stage. Layers, experts and replicas are expanded only when a rank's tensors are asked for. In a shard's
-# statement, experts are a leading dim of both boxes, whether the engine stacks them or not.
+# A layout is kept factorised. A `Kind` is one parameter. It states once what each of its shards has, with a table of the ranks that have
+# each shard on each pipeline stage. Layers, experts and replicas are expanded only when the tensors of a rank are needed. In the statement
+# of a shard, experts are a leading dim of both boxes, whether the engine stacks them or not.
 
 
-Coordinates = dict[tuple[int, int], list[tuple[int, int]]]  # (stage, replica) of everything that a rank holds, by kind and shard
+Coordinates = dict[tuple[int, int], list[tuple[int, int]]]  # (kind, shard) -> (stage, replica) of everything that a rank has
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """`local`, a box of the local tensor, holds `logical`, a box of the logical tensor. Both have the same shape.
+    """`local`, a box of the local tensor, has the elements of `logical`, a box of the logical tensor. Both have the same shape.
 
     If an engine stacks experts, `local` belongs to one expert, and `logical` has a leading dim of 1 for it.
     """
@@ -56,22 +56,22 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in a rank's memory. Elements that no piece covers are padding, which holds zeros."""
+    """A tensor in a rank's memory. Elements that no piece covers are padding, which must be zero."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    engine_shape: tuple[int, ...] | None = None  # if the engine shows the same memory in another shape: transposed, or a scalar
-    experts: tuple[int, int] | None = None  # first and end of a shard's experts, in the statement of an expert kind
-    transposed: bool = False  # files of a checkpoint have it with rows and columns exchanged
+    engine_shape: tuple[int, ...] | None = None  # if the engine has the same memory in another shape: transposed, or a scalar
+    experts: tuple[int, int] | None = None  # first and end of the shard's experts, in an expert kind
+    transposed: bool = False  # in files of a checkpoint, rows and columns are exchanged
 
     @property
     def file_shape(self) -> tuple[int, ...]:
         return whole_box(self.shape).transpose().shape if self.transposed else self.shape
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
-        """The tensors that this statement stands for at one layer, with names resolved and experts one by one."""
+        """The tensors that this stands for in one layer, with names resolved, and one by one for experts that are not stacked."""
         if layer is None:
             return (self,)
         number = str(layer)
@@ -101,15 +101,15 @@ def _of_each_expert(piece: Piece) -> Iterator[tuple[int, int, Piece]]:
 
 
 class LayoutError(RuntimeError):
-    """A live trainer rank or engine does not keep its weights as the reshard map says."""
+    """A live trainer rank or engine does not keep its weights as the reshard map assumes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """One parameter of a layout.
 
-    Instance i is the tensor of layer `first_layer + i` for place LAYER; other places have one instance (i = 0). It lives on stage
-    `stages[i]`, where replica e of its shard s lies on rank `ranks[stages[i], s, e]`.
+    For place LAYER, instance i is the tensor of layer `first_layer + i`; other places have one instance (i = 0). It is on stage
+    `stages[i]`, where replica e of its shard s is on rank `ranks[stages[i], s, e]`.
     """
 
     name: str
@@ -118,10 +118,10 @@ class Kind:
     stages: np.ndarray  # [instances]
     ranks: np.ndarray  # [stages, S, replicas]
     first_layer: int = 0
-    rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` holds their scales
+    rule: Rule | None = None  # of quantisation; if set, the shards are e4m3, and kind number `scales` has their scales
     scales: int | None = None
-    scales_of: int | None = None  # if these are scales: number of the kind that they belong to
-    group: int = 0  # number of the layout that it comes from, in a layout of several `side_by_side`
+    scales_of: int | None = None  # for scales: number of the kind of their weights
+    group: int = 0  # in a layout made by `side_by_side`: number of the original layout
 
     @property
     def instances(self) -> int:
@@ -133,7 +133,7 @@ class Kind:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all instances, shards and replicas."""
+        """The bytes of all instances, shards and replicas."""
         sizes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.shards]
         return sum(sizes) * self.instances * self.replicas
 
@@ -149,7 +149,7 @@ class Kind:
         return self.name.replace(LAYER_FIELD, str(self.first_layer + instance))
 
     def tensors(self, shard: int, instance: int) -> tuple[LocalTensor, ...]:
-        """One tensor, or one per expert if the engine keeps experts apart."""
+        """One tensor, or one per expert if the engine does not stack experts."""
         return self.shards[shard].expand(self.layer(instance))
 
     def tensor(self, shard: int, instance: int) -> LocalTensor:
@@ -167,7 +167,7 @@ class Kind:
         return [LocalTensor(name, shape, held.dtype, (), held.engine_shape) for name in names]
 
     def coordinates(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(stage, shard, replica) of everything of this kind that `rank` holds."""
+        """(stage, shard, replica) of everything of this kind on `rank`."""
         found = np.flatnonzero(self.ranks.ravel() == rank)
         if len(found) == 0:
             return ()
@@ -178,14 +178,14 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Says where every element lives among `world_size` ranks."""
+    """The place of every element among `world_size` ranks."""
 
     name: str  # "trainer" | "generator" | "hf": used in messages
     world_size: int
     kinds: tuple[Kind, ...]
 
     def tensors(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in forward order: the first stage's, layer by layer, the last stage's."""
+        """The local tensors of `rank` in forward order: of the first stage, layer by layer, of the last stage."""
         return tuple(tensor for _, _, tensor in self._in_order(rank))
 
     def _in_order(self, rank: int) -> list[tuple[int, int, LocalTensor]]:
@@ -211,7 +211,7 @@ class Layout:
         return found
 
     def shapes(self, rank: int) -> tuple[LocalTensor, ...]:
-        """The local tensors of `rank` in the order of names, without their pieces. Ranks that hold equal tensors share them."""
+        """The local tensors of `rank` sorted by name, without their pieces. Ranks with equal tensors share the objects."""
         held = tuple((k, self._alike[k][shard], tuple(stage for stage, _ in at)) for (k, shard), at in self.coordinates(rank).items())
         if held not in self._shapes:
             found = [bare for k, shard, stages in held for stage in stages for bare in self.kinds[k].bare(shard, stage)]
@@ -231,13 +231,13 @@ class Layout:
     def owned_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece]]:
         """The pieces that `rank` owns. Over all ranks, every element of every logical tensor is owned exactly once.
 
-        The owner is the first replica among holders of the same elements; for a tensor with two names (a tied embedding on the first and
-        the last stage) it holds the first name; for one that several shards hold, it is the first shard.
+        The owner is the first replica among those with the same elements. A tensor with two names (a tied embedding on the first and the
+        last stage) is owned under the first name. If several shards have the same elements, the first shard is the owner.
         """
         return ((tensor, piece) for tensor, piece, replica, _ in self.shared_pieces(rank) if not replica)
 
     def shared_pieces(self, rank: int) -> Iterator[tuple[LocalTensor, Piece, int, int]]:
-        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its replicas: as `owned_pieces`, but on every
+        """(tensor, piece, replica, replicas) of the pieces that `rank` owns together with its replicas: like `owned_pieces`, but for every
         replica."""
         owner: dict[tuple[str, Layers | None], str] = {}
         for kind in self.kinds:
@@ -262,7 +262,7 @@ class Layout:
         return max((kind.first_layer + kind.instances for kind in self.kinds if kind.place == LAYER), default=0)
 
     def depth(self, kind: Kind, instance: int) -> int:
-        """The position in the forward pass: 0 for the first stage's tensors, 1 + layer for layers, then the last stage's."""
+        """The position in the forward pass: 0 for tensors of the first stage, 1 + layer for layers, then those of the last stage."""
         if kind.place == LAYER:
             return 1 + kind.first_layer + instance
         return 0 if kind.place == FIRST else 1 + self.num_layers
@@ -270,20 +270,20 @@ class Layout:
 
 # The quantised parameters of an engine and the tensors of their scales.
 #
-# Tiles that share a scale are those of the logical tensor, as in a quantised checkpoint, whatever the cuts on either side:
+# Tiles are those of the logical tensor, as in a quantised checkpoint, however either side cuts it:
 #
 #     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
 #     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's rank holds only part of the row
 #     fp8_tensor   <weight>_scale      one scale for everything that an engine fuses into one parameter (for experts: one per expert)
 #
-# After loading, SGLang keeps the weights of the last two transposed (dense layers only): the same memory with other strides.
+# After loading, SGLang keeps the weights of the last two formats transposed (only dense layers): the same memory with other strides.
 
 
 SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 
 
 def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
-    """Returns `kinds` with those called `names` quantised by `rule`, each followed by the kind of its scales.
+    """`kinds`, in which those called `names` are quantised by `rule`, each followed by the kind of its scales.
 
     Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already checked that no cut goes through a block.
     """
@@ -302,7 +302,7 @@ def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical
 
 
 def engine_view(tensor: LocalTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The (shape, strides in elements) that the live engine shows for a tensor of its layout."""
+    """The (shape, strides in elements) of a tensor of the layout in the live engine."""
     shape = tensor.engine_shape
     if shape is None:
         return tensor.shape, contiguous_strides(tensor.shape)
@@ -353,7 +353,7 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     for piece in tensor.pieces:
         assert not is_block(rule) or rule.whole_tiles(piece.logical, logical[piece.logical_name].shape), tensor.name
         tiles = rule.tiles(piece.logical)
-        assert by_rows  # no engine fuses parts side by side
+        assert by_rows  # no engine fuses parts along columns
         local = Box((0,) * (len(tiles.start) - 2) + (tile_row, 0), tiles.shape)
         pieces.append(Piece(local, scale_name(piece.logical_name, rule), tiles))
         tile_row += tiles.shape[-2]
@@ -361,9 +361,9 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
 
 
-# The parameters of both sides, where the parallel sizes fit the model: each rule of what divides what stands here, once.
+# The parameters of both sides, if the parallel sizes fit the model. Each rule about which size divides what is here, once.
 #
-# Problems name the key, its value, and what it must divide; a ConfigError holds all of one side's.
+# Problems name the key, its value, and what it must divide. A ConfigError has all problems of one side.
 
 
 Cut = tuple[str, int]  # the key with its value, and the number of shards
@@ -386,7 +386,7 @@ def trainer_parameters(spec: ModelSpec, topology: TrainerTopology, layer_spec: s
 
 
 def generator_parameters(spec: ModelSpec, topology: GeneratorTopology, device: str, rule: Rule | None = None) -> Sequence[Parameter]:
-    """SGLang's parameters, of an engine quantised by `rule`. Raises ConfigError if SGLang could not start."""
+    """SGLang's parameters of one engine, quantised by `rule`. Raises ConfigError if SGLang could not start."""
     t, problems = topology, []
     tp, ep, replicas = f"generator.tp={t.tp}", f"generator.ep={t.ep}", f"generator.dp_attention={t.dp_attention}"
     if t.dp_attention > 1 and spec.family not in DP_ATTENTION_FAMILIES:
@@ -424,7 +424,8 @@ def _indivisible(cut: Cut, units: Mapping[str, int]) -> list[str]:
 
 
 def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequence[Parameter], rows: int, cols: int) -> list[str]:
-    """Fused or cut tensors must consist of whole blocks, as in SGLang's Fp8LinearMethod.validate_block_quant_shapes and Fp8MoEMethod."""
+    """Problems with fused or cut tensors that do not consist of whole blocks. As in SGLang's Fp8LinearMethod.validate_block_quant_shapes
+    and Fp8MoEMethod."""
     t, problems, names = topology, [], quantised_parameters(spec)
     logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     quantised = [parameter for parameter in parameters if parameter.name in names]
@@ -440,7 +441,7 @@ def _cut_blocks(spec: ModelSpec, topology: GeneratorTopology, parameters: Sequen
 
 
 def _unevenly_fused(parameter: Parameter, logical: Mapping[str, LogicalTensor], block: int) -> Iterator[str]:
-    """Finds parts whose last block would overlap the next part, in a tensor that every rank holds whole."""
+    """Finds parts whose last block would overlap the next part, in a tensor that every rank has whole."""
     for part in parameter.parts[:-1] if parameter.dim is None else ():
         if (rows := logical[part.logical_name].shape[0]) % block:
             yield f"{rows} of {part.logical_name.replace(LAYER_FIELD, '*')}"
@@ -460,11 +461,11 @@ def _unevenly_cut(
             yield f"{held} {what} of {part.logical_name.replace(LAYER_FIELD, '*').replace(EXPERT_FIELD, '*')}"
 
 
-# The part of a parameter that one shard holds: cut by tensor and expert parallelism; boxes of a run of its elements.
+# The part of a parameter in one shard, cut by tensor and expert parallelism, and the boxes of a run of its elements.
 
 
 def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: int, cut: tuple[int, int], dtype: str) -> LocalTensor:
-    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Contiguous chunks; the second index runs faster."""
+    """Shard number `shard` of `cut` = (expert shards, shards of each tensor). Shards are contiguous chunks; the second index is faster."""
     expert_shard, tensor_shard = divmod(shard, cut[1])
     tensor = _whole(parameter, logical, dtype) if parameter.dim is None else _chunk(parameter, logical, tensor_shard, cut[1], dtype)
     if not parameter.of_expert:
@@ -476,8 +477,8 @@ def local_tensor(parameter: Parameter, logical: Mapping[str, LogicalTensor], sha
 
 
 def flat_boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Splits elements first .. end of the flattened tensor into boxes. Two dims take at most three boxes: two cut rows, and the rows
-    between."""
+    """Splits elements `first` to `end` of the flattened tensor into boxes. In two dims there are at most three boxes: two cut rows, and the
+    rows between them."""
     if first >= end:
         return
     if len(shape) <= 1:
@@ -512,7 +513,7 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
     assert dim is not None
     tensors = [logical[part.logical_name] for part in parameter.parts]
     extents = [_extent(part, tensor.shape[dim]) for part, tensor in zip(parameter.parts, tensors)]
-    # per part: extent of one group's slice
+    # extent of one group's slice of each part
     slices = [(part.padded or extent) * part.replicas // groups for part, extent in zip(parameter.parts, extents)]
     period = sum(slices)
     extent, rest = divmod(period * groups, shards)
@@ -529,7 +530,7 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
             at = offset + skipped - begin
             for first, length in _places(part, start + skipped, count):
                 last = pieces[-1] if pieces and pieces[-1].logical_name == tensor.name else None
-                if last and last.local.end[dim] == at and last.logical.end[dim] == first:  # runs that follow one another are one piece
+                if last and last.local.end[dim] == at and last.logical.end[dim] == first:  # adjacent runs are one piece
                     pieces.pop()
                     at, first, length = last.local.start[dim], last.logical.start[dim], last.logical.shape[dim] + length
                 pieces.append(Piece(_cut(tensor.shape, dim, at, length), tensor.name, _cut(tensor.shape, dim, first, length)))
@@ -540,12 +541,12 @@ def _chunk(parameter: Parameter, logical: Mapping[str, LogicalTensor], shard: in
 
 
 def _extent(part: Part, whole: int) -> int:
-    """How much of a logical tensor's extent along the cut dim the part is."""
+    """The extent of the part along the cut dim, if the logical tensor has extent `whole`."""
     return part.run.extent(whole) if part.run else whole
 
 
 def _places(part: Part, first: int, count: int) -> Iterator[tuple[int, int]]:
-    """(first, count) in the logical tensor of each contiguous piece of elements first .. first + count of the part."""
+    """For `count` elements of the part from `first` on: (first, count) in the logical tensor of each contiguous piece."""
     if part.run is not None:
         yield from part.run.places(first, count)
     elif count > 0:
@@ -590,14 +591,14 @@ def hf_layout_of(logical: Sequence[LogicalTensor], spec: ModelSpec, dtype: str, 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a checkpoint's files have a logical tensor: in box `box` of tensor `name`, as this one would be untransposed."""
+    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before that is transposed."""
 
     name: str
     box: Box
     transposed: bool
 
     def place(self, logical: Box) -> Box:
-        """Where in tensor `name`, untransposed, a box of the logical tensor is. Files may stack the tensors of experts."""
+        """The box in tensor `name`, untransposed, of a box of the logical tensor. Files may stack the tensors of experts."""
         stacked = len(self.box.shape) - len(logical.shape)
         return Box((0,) * stacked + logical.start, (1,) * stacked + logical.shape).move(whole_box(self.box.shape), self.box)
 
@@ -650,8 +651,8 @@ def generator_layout(
 ) -> Layout:
     """The tensors of every generator rank under SGLang's names. Each engine is one replica.
 
-    device: "cuda" | "cpu". They differ only if tp does not divide heads, ffn or vocabulary: the CPU engine pads, GPU engines replicate
-    kv heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks; unless it is None, the family's
+    device: "cuda" | "cpu". They differ only if tp does not divide heads, ffn or vocabulary: CPU engines pad, GPU engines replicate kv
+    heads. quantization: None, "fp8_block", "fp8_channel", "fp8_tensor", or a rule with other blocks. Unless it is None, the family's
     `quantised_parameters` are e4m3, each with a tensor of scales. Raises ConfigError if SGLang could not start.
     """
     if device not in DEVICES:
@@ -676,19 +677,19 @@ def generator_layout_of(
 
 
 def together(one: Layout, other: Layout) -> Layout:
-    """What both hold, on the same ranks."""
+    """The tensors of both layouts, on the same ranks."""
     assert one.world_size == other.world_size
     return Layout(one.name, one.world_size, one.kinds + other.kinds)
 
 
 def side_by_side(layouts: Sequence[Layout]) -> Layout:
-    """What all of them hold, each on ranks of its own, which follow those of the one before."""
+    """The tensors of all layouts. Each layout has its own ranks, which follow those of the one before."""
     if len(layouts) == 1:
         return layouts[0]
     kinds: list[Kind] = []
     first = 0
     for group, layout in enumerate(layouts):
-        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}  # kinds that shared a table go on sharing it
+        meshes = {id(kind.ranks): kind.ranks + first for kind in layout.kinds}  # kinds that shared a table still share one
         before = len(kinds)
         for kind in layout.kinds:
             scales, scales_of = (None if number is None else number + before for number in (kind.scales, kind.scales_of))
@@ -706,8 +707,8 @@ def _generator_meshes(topology: GeneratorTopology) -> dict[str, np.ndarray]:
 def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...]:
     """The pipeline stage of each layer, [num_layers], like Megatron's get_transformer_layer_offset.
 
-    Every stage has vpp chunks of equal size. They go round the stages: every stage's first chunk, then every stage's second, … Layers
-    that the first and the last stage do not claim are shared evenly. Raises ConfigError if the numbers do not fit.
+    Every stage has vpp chunks of equal size. They go round the stages: first chunks of all stages, then second chunks, … The layers that
+    the first and the last stage do not claim are shared evenly. Raises ConfigError if the numbers do not fit.
     """
     t = topology
     told = {stage: n for stage, n in ((0, t.first_stage_layers), (t.pp - 1, t.last_stage_layers)) if n is not None}
@@ -734,7 +735,7 @@ def stage_of_layer(num_layers: int, topology: TrainerTopology) -> tuple[int, ...
 
 
 def _ends_that_fit(layers: int, pp: int, vpp: int) -> str:
-    """The equal first and last stages that are nearest to an even share, for the message."""
+    """A hint for the message: the equal sizes of first and last stage that are nearest to an even share."""
     others = (pp - 2) * vpp
     sizes = [n for n in range(vpp, layers // 2, vpp) if others and (layers - 2 * n) % others == 0 and layers - 2 * n >= others]
     best = min(sizes, key=lambda n: abs(n - layers / pp), default=None)
@@ -747,15 +748,15 @@ def _kinds(
     parameters: Sequence[Parameter],
     tensors: Sequence[LogicalTensor],  # that they hold
     dtype: str,
-    stages: np.ndarray,  # of layers, [num_layers], and of those for multi-token prediction
-    meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; attention has one of its own where it is data-parallel
+    stages: np.ndarray,  # [num_layers] stages of layers, followed by those of layers for multi-token prediction
+    meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; data-parallel attention has its own
     expert_shards: tuple[int, int],  # ep, etp
 ) -> list[Kind]:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype = {dtype!r} of the {name} layout is not one of {', '.join(ITEM_BYTES)}")
     logical = _by_name(tensors)
     ends = {FIRST: np.zeros(1, dtype=np.int64), LAST: np.full(1, meshes[DENSE].shape[0] - 1)}
-    spans: dict[Layers, np.ndarray] = {}  # shared by the kinds of the same layers
+    spans: dict[Layers, np.ndarray] = {}  # shared by kinds with the same layers
     kinds = []
     for parameter in parameters:
         first, end = parameter.layers or (0, spec.num_layers)
@@ -765,7 +766,7 @@ def _kinds(
         cut = expert_shards if parameter.of_expert else (1, ranks.shape[1])
         shards: list[LocalTensor] = []
         for shard in range(ranks.shape[1]):
-            same = parameter.dim is None and shard and not parameter.of_expert  # built once, since all of them hold the same
+            same = parameter.dim is None and shard and not parameter.of_expert  # built once, since all shards are the same
             shards.append(shards[0] if same else local_tensor(parameter, logical, shard, cut, parameter.dtype or dtype))
         of_place = spans.setdefault((first, end), stages[first:end]) if parameter.place == LAYER else ends[parameter.place]
         kinds.append(Kind(parameter.name, parameter.place, tuple(shards), of_place, ranks, first if parameter.place == LAYER else 0))

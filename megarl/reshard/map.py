@@ -1,4 +1,4 @@
-"""The reshard map: all copies that bring one layout's weights into another's tensors."""
+"""The reshard map: all copies that bring the weights of one layout into the tensors of another."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megarl.reshard.turns import Turns
 
 
 class Quantisation(Struct, frozen=True, gc=False):
-    """How a copy's weights are quantised: whose tiles they use, and where the copy's source box begins in that tensor."""
+    """How a copy's weights are quantised: the tensor that defines the tiles, and where the copy's source box begins in it."""
 
     rule: Rule
-    tiles_of: str  # the logical tensor; or the parameter, if one scale covers all of it
+    tiles_of: str  # the logical tensor, or the parameter if one scale covers all of it
     origin: tuple[int, int]  # row and column of the first element in the logical tensor
-    cut: bool  # whether a tile reaches beyond this copy: its amax then comes from `amax.amax_parts`
+    cut: bool  # whether a tile extends beyond this copy: its amax then comes from an AmaxTable (reshard/execute.py)
 
 
 class Copy(Struct, frozen=True, gc=False):
-    """`source_box` of a tensor on `source_rank` goes to `destination_box`, of the same shape, on `destination_rank`.
+    """Copies `source_box` of a tensor on `source_rank` to `destination_box`, of the same shape, on `destination_rank`.
 
     transform: "identity"; "cast" (the sender converts to `dtype` first); "zeros" (padding, which has a sender but no source tensor);
     "quantise" (bf16 to e4m3 by `quantisation`); "scale" (float32 scales of the tiles in the source box, so the shapes differ).
-    A stacked tensor has a leading dim for experts, of size 1 in the box, which the other side may lack.
+    A stacked tensor has a leading dim for experts, of size 1 in the box. The other side may lack this dim.
     """
 
     source_rank: int
@@ -55,13 +55,13 @@ class Copy(Struct, frozen=True, gc=False):
         return self.destination_box.numel * ITEM_BYTES[self.dtype]
 
 
-# Writes out a rank's own part of a reshard map: expands template rows to copies, layer by layer and expert by expert.
+# Writes out the part of one rank in a reshard map: expands template rows to copies, layer by layer and expert by expert.
 #
-# A rank waits for this expansion at start-up, so it must be fast. Rows with the same senders and receivers share one computation of these.
-# Names are made once per kind and layer. Copies are put where they belong instead of being sorted.
+# It must be fast, since a rank waits for it at start-up. Rows with the same senders and receivers share the computation of these. Names are
+# made once per kind and layer. Copies are put into the right lists instead of being sorted.
 
 
-ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver → the list for such copies
+ListFor = Callable[[int, int, int], list[Copy]]  # depth, sender, receiver -> the list for such copies
 _Served = list[tuple[int, int, int, int]]  # (instance, index into row.holders, sender, receiver), sorted by instance
 
 
@@ -87,7 +87,7 @@ def put_sent(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) 
 
 
 def put_received(turns: Turns, rank: int, rows: tuple[Row, ...], list_for: ListFor) -> None:
-    """The same for the copies that destination rank `rank` receives."""
+    """Like `put_sent`, for the copies that destination rank `rank` receives."""
     coordinates = turns.destination.coordinates(rank)
     own = [row for row in rows if (row.kind, row.shard) in coordinates]
     _write(turns, own, list_for, lambda row: _taken(turns, rank, coordinates, row))
@@ -128,13 +128,13 @@ def _taken(turns: Turns, rank: int, coordinates: Coordinates, row: Row) -> _Serv
 class _Share:
     """A rank's part in all rows that have the same senders and receivers."""
 
-    layers: list[str]  # for each instance it has a part in
+    layers: list[str]  # of each instance in which it has a part
     copies: list[tuple]  # (index into `layers`, index into row.holders, sender, receiver, depth, append method of its list)
-    _names: dict[str, list[str]] = field(default_factory=dict)  # by template
+    _names: dict[str, list[str]] = field(default_factory=dict)  # template -> names
     _hows: dict[tuple, list[Quantisation]] = field(default_factory=dict)
 
     def names(self, template: str) -> list[str]:
-        """The names of each instance; only one if the template has no layer."""
+        """The names of all instances; a single one if the template has no layer."""
         if template not in self._names:
             before, layered, after = template.partition(LAYER_FIELD)
             self._names[template] = [f"{before}{layer}{after}" for layer in self.layers] if layered else [before] * len(self.layers)
@@ -143,13 +143,13 @@ class _Share:
     def hows(self, rule: Rule, template: str, origin: tuple[int, int], cut: bool) -> list[Quantisation]:
         """The quantisation of each instance."""
         asked = template, origin, cut
-        if asked not in self._hows:  # shared by weights and their scales
+        if asked not in self._hows:  # weights and their scales share it
             self._hows[asked] = [Quantisation(rule, name, origin, cut) for name in self.names(template)]
         return self._hows[asked]
 
 
 def _write(turns: Turns, rows: list[Row], list_for: ListFor, served: Callable[[Row], _Served]) -> None:
-    """Writes out `rows`. `served` returns the rank's part in a row; rows with the same senders and receivers share it."""
+    """Writes out `rows`. `served` returns the rank's part in a row. Rows with the same senders and receivers share it."""
     shares: dict[tuple, _Share] = {}
     for row in rows:
         kind = turns.destination.kinds[row.kind]
@@ -223,7 +223,7 @@ def _of_each_expert(
 
 
 def tile_space(weights: Kind, logical_name: str) -> str:
-    """The template of Quantisation.tiles_of: tiles of equal name and number share a scale."""
+    """The template of Quantisation.tiles_of. Tiles with the same name and number share a scale."""
     assert weights.rule is not None
     if not of_whole_tensor(weights.rule):
         return logical_name
@@ -249,7 +249,7 @@ class Summary:
     generator_ranks: int  # receivers
     tensors: int  # destination tensors, over all ranks
     copies: int
-    writes: int  # copies, after joining those that are contiguous on both sides
+    writes: int  # copies after joining those that are contiguous on both sides
     bytes: int  # received, over all ranks
     bytes_minimum: int  # of all destination tensors, each byte counted once
     sender_max_over_mean: float
@@ -259,9 +259,9 @@ class Summary:
 
 @dataclass(frozen=True, eq=False)
 class ReshardMap:
-    """The frozen copies from `source` to `destination`, kept as template rows; `copies_from` and `copies_to` write out a rank's part.
+    """The frozen copies from `source` to `destination`, kept as template rows. `copies_from` and `copies_to` write out a rank's part.
 
-    A *write*, the unit that is sent, is one copy or several that are contiguous on both sides.
+    A *write*, the unit of sending, is one copy, or several copies that are contiguous on both sides.
     """
 
     source: Layout
@@ -271,7 +271,7 @@ class ReshardMap:
 
     @classmethod
     def build(cls, source: Layout, destination: Layout) -> ReshardMap:
-        """Builds the map by pure arithmetic: equal layouts give equal maps on every rank. Raises ValueError if they do not fit together."""
+        """Builds the map by pure arithmetic, so it is equal on every rank. Raises ValueError if the layouts do not fit together."""
         begin = time.perf_counter()
         rows = join(source, destination)
         return cls(source, destination, rows, time.perf_counter() - begin)
@@ -302,7 +302,7 @@ class ReshardMap:
 
     @cached_property
     def plan_hash(self) -> str:
-        """A hash that is equal on every rank of a run, and only for equal maps: it covers copies, senders, names, shapes and dtypes."""
+        """A hash of the map's copies, senders, names, shapes and dtypes. It is equal on every rank of a run, and only for equal maps."""
         digest = hashlib.blake2b(b"megarl reshard map 3", digest_size=16)
         digest.update(repr(self.rows).encode())
         for layout in (self.source, self.destination):
@@ -314,7 +314,7 @@ class ReshardMap:
         return digest.hexdigest()
 
     def routes(self) -> list[tuple[Row, int]]:
-        """One row for all rows with the same senders at every instance and replica, with the bytes of all of them at one instance."""
+        """One row for each set of rows with the same senders at all instances and replicas, with the bytes of the set in one instance."""
         per_route: dict[tuple, tuple[Row, int]] = {}
         for row in self.rows:
             route = self.turns.alike(row)
@@ -322,7 +322,7 @@ class ReshardMap:
         return list(per_route.values())
 
     def rank_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes that each rank sends, and those that each rank receives."""
+        """The bytes that each rank sends, and the bytes that each rank receives."""
         sent = np.zeros(self.source.world_size, dtype=np.int64)
         received = np.zeros(self.destination.world_size, dtype=np.int64)
         for row, size in self.routes():
@@ -342,7 +342,7 @@ class ReshardMap:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of copies, and that of writes."""
+        """The numbers of copies and of writes."""
         return sum(self.times(row) for row in self.rows), sum(self.times(row) for row in self.write_rows)
 
     def summary(self) -> Summary:
@@ -371,7 +371,7 @@ class ReshardMap:
 
     @cached_property
     def turns(self) -> Turns:
-        """Decides which of the ranks that hold a box sends it to which replica."""
+        """Decides which of the ranks with a box sends it to which replica."""
         return Turns(self.source, self.destination, self.rows)
 
 

@@ -1,4 +1,4 @@
-"""Draws who sends how much to whom."""
+"""Draws how many bytes each rank sends to each other rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.report import sender_bound
 
-MOST_CELLS = 512  # along a side of the matrix; if there are more ranks, runs of them share a cell
+MOST_CELLS = 512  # most cells along a side of the matrix; with more ranks, several share a cell
 
 
 def traffic(map: ReshardMap) -> np.ndarray:
@@ -29,7 +29,7 @@ def traffic(map: ReshardMap) -> np.ndarray:
 def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None = None) -> None:
     """Writes `path`, an .svg or .png: the matrix in the middle, each sender's bytes on its left, each receiver's above it.
 
-    It shows what the trainer sends; the title says how much engines pass on.
+    The matrix shows what the trainer sends. The title tells how much engines pass on.
     """
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

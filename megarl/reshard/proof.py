@@ -1,9 +1,9 @@
 """Proves that a reshard map writes every destination element exactly once, from a place that holds that element.
 
-The proof does not rely on how the map was built. The two layouts say which elements every tensor must hold. It checks the extents,
-disjointness and total volume of the boxes written. It checks that each box and its source hold the same logical elements, and that every
-sender has the tensor that it sends. For quantised tensors it checks that each scale is made from the weights of its own tile. Copies that
-quantise only part of a tile must be marked so.
+The proof does not rely on how the map was built. The two layouts define the elements that every tensor must have. The proof checks the
+extents, disjointness and total volume of the written boxes. It checks that each box and its source have the same logical elements, and that
+every sender has the tensor that it sends. For quantised tensors, it checks that each scale is made from the weights of its own tile. Copies
+that quantise only part of a tile must be marked so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.reshard.layout import Kind, Layout, LocalTensor, Piece, of_whole_ten
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.template import CAST, IDENTITY, QUANTISE, SCALE, ZEROS, Row
 
-# Proves that each sender of a row holds it, and that each receiver is to hold it.
+# Proves that each sender of a row has its elements, and that each receiver needs them.
 
 
 class ProofError(RuntimeError):
@@ -29,9 +29,9 @@ class ProofError(RuntimeError):
 
 
 def check_senders(map: ReshardMap, row: Row) -> None:
-    """Checks that every instance and replica has one sender, which holds the sending shard of that instance, and the right receiver.
+    """Checks that every instance and replica has one sender, which has the sending shard of that instance, and the right receiver.
 
-    It goes class by class, after checking that the instances of a class live on the same stages.
+    First checks that the instances of a class are on the same stages, then goes class by class.
     """
     target, assignment = map.destination.kinds[row.kind], map.turns.assignment(row)
     coordinates = len(assignment.first), target.replicas
@@ -71,13 +71,13 @@ __all__ = ["ProofError", "prove_exactly_once"]
 
 @dataclass(frozen=True)
 class _Write:
-    """The facts of a row that are checked. Boxes and tensors have equally many dims."""
+    """The facts of a row to check. Boxes and tensors have equally many dims."""
 
     where: str
     transform: str
-    tensor: LocalTensor  # destination
+    tensor: LocalTensor  # destination tensor
     box: Box
-    held: LocalTensor | None  # source
+    held: LocalTensor | None  # source tensor
     origin: Box | None
     rule: Rule | None
     cut: bool
@@ -87,7 +87,7 @@ class _Write:
 def prove_exactly_once(map: ReshardMap) -> None:
     """Checks template rows and joined write rows per shard, then senders and receivers of all layers and replicas.
 
-    Raises ProofError naming tensor and rank.
+    Raises ProofError that names tensor and rank.
     """
     for layout in (map.source, map.destination):
         _check_coordinates(layout)
@@ -96,7 +96,7 @@ def prove_exactly_once(map: ReshardMap) -> None:
     checked: set[tuple] = set()
     for row in map.rows:
         target = map.destination.kinds[row.kind]
-        coordinates = row.route, id(target.stages), id(target.ranks)  # scales have the same as their weights
+        coordinates = row.route, id(target.stages), id(target.ranks)  # the same for scales and their weights
         if coordinates not in checked:
             checked.add(coordinates)
             check_senders(map, row)
@@ -142,7 +142,7 @@ def _check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes with a common element, or None. It sweeps the dim with the most cuts, so that few boxes are open at a time."""
+    """Two boxes with a common element, or None. Sweeps the dim with the most cuts, so that few boxes are open at a time."""
     if len(boxes) < 2:
         return None
     sweep = max(range(len(boxes[0].start)), key=lambda d: len({box.start[d] for box in boxes}))
@@ -159,7 +159,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 def _check_content(write: _Write) -> Piece | None:
     """Checks that the box of the destination tensor receives its own logical elements from `origin` of the tensor `held`, or zeros.
 
-    For quantised weights and for scales, it returns the weights that they are made from.
+    For quantised weights and for scales, returns the weights that they are made from.
     """
     where, tensor, box, held, origin = write.where, write.tensor, write.box, write.held, write.origin
     wanted = [(piece, common) for piece in tensor.pieces if (common := piece.local.intersect(box)) is not None]
@@ -192,7 +192,7 @@ def _check_content(write: _Write) -> Piece | None:
 
 
 def _check_scales(write: _Write, wanted: list[tuple[Piece, Box]]) -> Piece:
-    """Checks that the scales in the box belong to the tiles of the weights in `origin`, each written from the tile's beginning."""
+    """Checks that the scales in the box belong to the tiles of the weights in `origin`, each written by the row where its tile begins."""
     where, held, origin, rule = write.where, write.held, write.origin, write.rule
     assert held is not None and origin is not None and rule is not None
     sources = [(piece, common) for piece in held.pieces if (common := piece.local.intersect(origin)) is not None]
@@ -217,7 +217,7 @@ def _check_told(write: _Write, made: Piece, fused: bool) -> None:
 
 
 def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name: str, logical: Box) -> None:
-    """Checks that `local` of the source tensor holds exactly `logical` of the logical tensor."""
+    """Checks that `local` of the source tensor has exactly the elements `logical` of the logical tensor."""
     covered = 0
     for piece in held.pieces:
         common = piece.local.intersect(local)
@@ -233,7 +233,7 @@ def _check_same_elements(where: str, held: LocalTensor, local: Box, logical_name
 
 
 def _check_coordinates(layout: Layout) -> None:
-    """Checks that ranks exist, no rank holds two shards or replicas of one instance, and no pieces of a tensor overlap."""
+    """Checks that ranks exist, that no rank has two shards or replicas of one instance, and that pieces of a tensor do not overlap."""
     _check_names(layout)
     for kind in layout.kinds:
         for stage in set(kind.stages.tolist()):
@@ -246,7 +246,7 @@ def _check_coordinates(layout: Layout) -> None:
 
 
 def _check_names(layout: Layout) -> None:
-    """Checks that no rank holds two tensors of one name. Kinds of unlike engines share names, but no ranks."""
+    """Checks that no rank has two tensors of one name. Kinds of unlike engines share names, but no ranks."""
     namesakes: dict[str, list[Kind]] = defaultdict(list)
     for kind in layout.kinds:
         namesakes[kind.name].append(kind)
@@ -261,7 +261,7 @@ def _quantises(map: ReshardMap) -> bool:
 
 
 def _extents(tensors: Iterable[LocalTensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of every logical tensor: as far as its pieces reach."""
+    """Logical tensor -> its shape, which is the extent of its pieces."""
     extents: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:

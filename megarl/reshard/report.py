@@ -22,15 +22,15 @@ from megarl.reshard.proof import prove_exactly_once
 from megarl.reshard.schedule import SHORTEST_RUN_BYTES, batches_from, batches_to, lands, messages, run_bytes
 from megarl.reshard.template import QUANTISE, SCALE, ZEROS, Row
 
-# How evenly senders could share the work at best, given the trainer's pipeline stages, whatever the schedule.
+# How evenly senders can share the work at best, given the trainer's pipeline stages, under any schedule.
 #
-# Only a rank that holds an element can send it. So the bytes that only one stage holds, divided by its ranks, are a lower bound on the
+# Only a rank with an element can send it. So the bytes that only one stage has, divided by its ranks, are a lower bound on the
 # busiest sender.
 
 
 def sender_bound(map: ReshardMap) -> float:
     """A lower bound on the busiest sender's bytes, as a multiple of the mean sender's. Zeros for padding do not count."""
-    sizes: dict[tuple, int] = defaultdict(int)  # bytes of one instance and replica, by the holders' kinds, whose ranks may send them
+    sizes: dict[tuple, int] = defaultdict(int)  # kinds of the holders, whose ranks may send -> bytes of one instance and replica
     total = 0
     for row in map.rows:
         target, held = map.destination.kinds[row.kind], tuple(sorted({holder.kind for holder in row.holders}))
@@ -38,7 +38,7 @@ def sender_bound(map: ReshardMap) -> float:
         total += size * target.instances
         if row.transform != ZEROS:
             sizes[held] += size
-    only: dict[frozenset[int], int] = defaultdict(int)  # bytes that only these ranks hold
+    only: dict[frozenset[int], int] = defaultdict(int)  # ranks -> bytes that only these have
     for held, size in sizes.items():
         kinds = [map.source.kinds[kind] for kind in held]
         for stages, instances in Counter(zip(*[kind.stages.tolist() for kind in kinds])).items():
@@ -64,9 +64,9 @@ run       bytes that lie together in the receiver's memory; messages: what one-s
 def render(map: ReshardMap, link_bytes_per_s: float, forwarding: Forwarding | None = None, changed: float = 0.01) -> str:
     """One line per destination parameter, totals over all ranks, how evenly ranks share them, and an explanation of the terms.
 
-    The lines show what the trainer writes; a sum after them shows what engines pass on (`forwarding`).
+    The lines show what the trainer writes. A sum after them shows what engines pass on (`forwarding`).
     """
-    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind → its rows, its joined rows
+    rows: dict[int, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))  # kind -> its rows, its joined rows
     for n, found in enumerate((map.rows, map.write_rows)):
         for row in found:
             rows[row.kind][n].append(row)
@@ -141,9 +141,9 @@ def _run(map: ReshardMap, joined: list[Row]) -> str:
 
 
 def _in_memory(map: ReshardMap, row: Row) -> tuple[Box, tuple[int, ...], int]:
-    """(a written box of the row, shape of the tensor it lies in, bytes of an element)"""
+    """(a written box of the row, shape of its tensor, bytes of an element)."""
     tensor, box = map.destination.kinds[row.kind].shards[row.shard], row.box
-    if tensor.experts is not None and row.transform != ZEROS:  # written expert by expert
+    if tensor.experts is not None and row.transform != ZEROS:  # each expert is written separately
         box = Box(box.start, (1, *box.shape[1:]))
     return box, tensor.shape, ITEM_BYTES[tensor.dtype]
 
@@ -180,12 +180,13 @@ LINK_BYTES_PER_S = 50e9  # one 400 Gb/s NIC per rank
 def to_json(
     map: ReshardMap, forwarding: Forwarding | None = None, link_bytes_per_s: float = LINK_BYTES_PER_S, changed: float = 0.01
 ) -> dict[str, Any]:
-    """The summary numbers of a map, after proving it, and of relays beside it.
+    """The summary numbers of a map and its relays. Proves the map first.
 
     `build_s`: time for planning and proof. `predicted_s`: the bytes that the busiest rank sends or receives (`busiest_bytes`), divided by
-    `link_bytes_per_s`; without latency or quantisation. `delta_predicted_s`: the same of an update that carries only changes, in a share
-    `changed` of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's stages
-    allow. `messages`: see `schedule.messages`.
+    `link_bytes_per_s`, without latency or quantisation. `delta_predicted_s`: the same for an update that carries only the changes in a
+    share `changed` of the elements (`delta_bytes`). `sender_bound`: the least `sender_max_over_mean` that the sizes of the trainer's stages
+    allow.
+    `messages`: see `schedule.messages`.
 
     Raises ProofError if the map does not write every destination byte exactly once.
     """
@@ -206,14 +207,14 @@ def to_json(
 
 
 def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
-    """The copies that "trainer:17" sends, or that "generator:3" receives. Raises ConfigError for anything else."""
+    """The copies that a rank such as "trainer:17" sends, or "generator:3" receives. Raises ConfigError for other texts."""
     sends, number = _parsed(map, rank)
     return map.copies_from(number) if sends else map.copies_to(number)
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run. It starts right after the map is built
-    and proven. Returns the median of several times, in seconds. Raises ConfigError as `copies_of` does."""
+    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run, starting right after the map is built
+    and proven. Returns the median of several measurements, in seconds. Raises ConfigError, as `copies_of` does."""
     sends, number = _parsed(map, rank)
     batches, times = batches_from if sends else batches_to, []
     for _ in range(5):
@@ -222,12 +223,12 @@ def own_part_s(map: ReshardMap, rank: str) -> float:
         begin = time.perf_counter()
         part = batches(fresh, number)
         times.append(time.perf_counter() - begin)
-        del part  # a run keeps it, so the time to free it does not count
+        del part  # a run keeps it, so freeing it does not count
     return statistics.median(times)
 
 
 def _parsed(map: ReshardMap, rank: str) -> tuple[bool, int]:
-    """(whether it is a trainer rank, its number)"""
+    """(whether it is a trainer rank, its number)."""
     side, _, number = rank.partition(":")
     layouts = {"trainer": map.source, "generator": map.destination}
     if side not in layouts or not number.isdecimal():
@@ -238,7 +239,7 @@ def _parsed(map: ReshardMap, rank: str) -> tuple[bool, int]:
 
 
 def render_copies(rank: str, copies: list[Copy], part_s: float) -> Iterator[str]:
-    """One line per copy, then their sum, and how long the rank takes to write them out."""
+    """One line per copy, then their sum and the time that the rank takes to write them out."""
     sends = rank.startswith("trainer")
     for copy in copies:
         peer = f"to generator {copy.destination_rank}" if sends else f"from trainer {copy.source_rank}"

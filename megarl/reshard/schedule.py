@@ -1,8 +1,8 @@
 """The schedule of a reshard map: batches per pair of ranks, wave by wave through the layers.
 
-A *wave* is a run of consecutive tensors of the forward pass, the same on every rank. A *batch* holds the joined writes from one rank to
-one other in one wave. Every rank works out only its own batches, and both ends of a batch come to the same result. Layers go in forward
-order; within a wave each sender starts with a different receiver.
+A *wave* is a run of consecutive tensors of the forward pass, the same on every rank. A *batch* has the joined writes from one rank to
+another in one wave. Every rank computes only its own batches, and both ends of a batch get the same result. Layers go in forward order.
+Within a wave, each sender starts with a different receiver.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megarl.reshard.layout import ITEM_BYTES, Kind
 from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
 from megarl.reshard.template import ZEROS, Row
 
-# The least contiguous destination memory that is worth a message of its own. Measured over Mooncake's TCP (docs/benchmarks.md): one by one,
-# rows of 64 KiB take twice as long as packed and spread. Rows of 128 KiB take equally long, and longer ones less.
+# The least contiguous destination memory that is worth its own message. Measured with Mooncake over TCP (docs/benchmarks.md): rows of 64
+# KiB take twice as long one by one as packed and spread. Rows of 128 KiB take equally long, and longer rows less.
 SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 
-_Writes = dict[tuple[int, int], list[Copy]]  # by depth and peer
+_Writes = dict[tuple[int, int], list[Copy]]  # (depth, peer) -> writes
 
 
 class Batch(Struct, frozen=True, gc=False):
@@ -54,10 +54,10 @@ def run_bytes(box: Box, shape: Sequence[int], item_bytes: int) -> int:
 
 
 def lands(box: Box, shape: Sequence[int], item_bytes: int) -> bool:
-    """Whether a box of a destination tensor is sent packed, as one contiguous piece that the receiver spreads (landing memory).
+    """Whether a box of a destination tensor lands: it is sent packed, as one contiguous piece that the receiver spreads.
 
-    Both sides use the same rule: a box is packed if it would otherwise be several messages of less than SHORTEST_RUN_BYTES. All other
-    boxes go straight to their places, with one message per contiguous run.
+    Both sides use the same rule. A box lands if it would otherwise be several messages of less than SHORTEST_RUN_BYTES. All other boxes are
+    written directly to their places, with one message per contiguous run.
     """
     run = run_bytes(box, shape, item_bytes)
     return run < SHORTEST_RUN_BYTES and run < box.numel * item_bytes
@@ -73,7 +73,7 @@ def landings(map: ReshardMap, rank: int, rows: tuple[Row, ...] | None = None) ->
 
 
 def _lands(kind: Kind, row: Row) -> bool:
-    """Whether the copies of a row land. All do or none, because copies of an expert kind differ only in the expert."""
+    """Whether the copies of a row land. Either all do or none, since copies of an expert kind differ only in the expert."""
     tensor, box = kind.shards[row.shard], row.box
     shape = tensor.shape
     if tensor.experts is not None and row.transform != ZEROS:
@@ -83,7 +83,7 @@ def _lands(kind: Kind, row: Row) -> bool:
 
 
 def messages(box: Box, shape: Sequence[int], item_bytes: int) -> int:
-    """The number of messages that a one-sided transport sends for a box: one if it lands, otherwise one per contiguous run."""
+    """The number of messages of a one-sided transport for a box: one if it lands, otherwise one per contiguous run."""
     return 1 if lands(box, shape, item_bytes) else box.numel * item_bytes // run_bytes(box, shape, item_bytes)
 
 
@@ -133,7 +133,7 @@ def batches_to(map: ReshardMap, rank: int, wave_bytes: int = DEFAULT_WAVE_BYTES)
 
 
 def _batches(writes: _Writes, wave_of: Sequence[int], first: int, peers: int) -> tuple[Batch, ...]:
-    """Batches wave by wave. Within a wave they go around the `peers` from peer `first` on; each holds one depth after the other."""
+    """The batches wave by wave. Within a wave they go around the `peers` from peer `first` on. Each batch goes depth by depth."""
     ordered = sorted([(wave_of[depth], (peer - first) % peers, depth, peer) for depth, peer in writes])
     batches = []
     for (wave, _), parts in groupby(ordered, key=itemgetter(0, 1)):

@@ -1,4 +1,4 @@
-"""The parts of a reshard map's template: rows, and the stripes of the source that they are cut from."""
+"""The template of a reshard map: rows, and the stripes of the source that they are cut from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Stripes = dict[LogicalKey, dict[Box, list["Holder"]]]
 
 
 class Holder(Struct, frozen=True, gc=False):
-    """A shard of a source kind that holds the elements, in `box`. It is None for zeros, where only the sender matters."""
+    """A shard of a source kind that has the elements, in `box`. `box` is None for zeros, where only the sender matters."""
 
     kind: int  # index into source.kinds
     shard: int
@@ -30,17 +30,17 @@ class Holder(Struct, frozen=True, gc=False):
 
     @property
     def held_box(self) -> Box:
-        """`box`, which must not be None: not for zeros."""
+        """`box`, which must not be None (as it is for zeros)."""
         assert self.box is not None
         return self.box
 
 
 class Row(Struct, frozen=True, gc=False):
-    """`box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
+    """States that `box` of shard `shard` of destination kind `kind` comes from any one of `holders`.
 
-    `fan` is the number of destination shards that the sending shard feeds with this kind, `index` this one's place among them. For a
-    quantised kind, `logical` is the box in the logical tensor, which defines the tiles; `cut` says that some tile reaches beyond it, so
-    that its amax needs other ranks. A row of scales has the box of the weights that they are made from.
+    `fan` is the number of destination shards that the sending shard feeds with this kind; `index` is this shard's place among them. For a
+    quantised kind, `logical` is the box in the logical tensor, which defines the tiles. `cut`: a tile extends beyond it, so that its amax
+    needs other ranks. A row of scales has the box of the weights that the scales are made from.
     """
 
     kind: int  # index into destination.kinds
@@ -57,23 +57,23 @@ class Row(Struct, frozen=True, gc=False):
 
     @property
     def weights(self) -> int:
-        """The row's kind; for a row of scales, the kind of their weights."""
+        """The row's kind, or for a row of scales the kind of their weights."""
         return self.kind if self.travels_with is None else self.travels_with
 
     @property
     def logical_box(self) -> Box:
-        """`logical`, which must not be None: only for rows that quantise or make scales."""
+        """`logical`, which must not be None: it is set only in rows that quantise or make scales."""
         assert self.logical is not None
         return self.logical
 
     @property
     def route(self) -> tuple:
-        """A key: rows with equal routes have the same senders and receivers."""
+        """A key. Rows with equal routes have the same senders and receivers."""
         return self.weights, self.shard, tuple([(h.kind, h.shard) for h in self.holders]), self.fan, self.index
 
 
 def stripes_of(source: Layout) -> Stripes:
-    """Logical tensor → logical box → all holders of exactly that box."""
+    """Logical tensor -> logical box -> all holders of exactly that box."""
     stripes: Stripes = defaultdict(lambda: defaultdict(list))
     for k, kind in enumerate(source.kinds):
         for s, tensor in enumerate(kind.shards):
@@ -83,7 +83,7 @@ def stripes_of(source: Layout) -> Stripes:
 
 
 class SortedStripes:
-    """The stripes of one logical tensor, sorted so that those within a box are found without looking at all of them."""
+    """The stripes of one logical tensor, sorted so that the stripes within a box are found without looking at all."""
 
     def __init__(self, boxes: dict[Box, list[Holder]]):
         self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)
@@ -108,11 +108,11 @@ class SortedStripes:
                 yield logical, holders, common
 
 
-# Rows of quantised kinds: marks cut tiles, and decides which row writes which scale.
+# Rows of quantised kinds: which tiles are cut, and which row writes which scale.
 
 
 def with_cuts(kind: Kind, found: list[Row]) -> list[Row]:
-    """Marks rows with a tile that reaches beyond the row."""
+    """Marks rows that have a tile which extends beyond the row."""
     rule = kind.rule
     assert rule is not None
     extents: dict[str, Box] = {}
@@ -134,7 +134,7 @@ def _hull(a: Box, b: Box) -> Box:
 
 
 def scale_rows(destination: Layout, kind: Kind, found: list[Row]) -> list[Row]:
-    """The rows of scales: each scale is written by the row that writes its tile's first element on that shard."""
+    """The rows of scales. Each scale is written by the row that writes the first element of its tile on that shard."""
     assert kind.rule is not None and kind.scales is not None
     scales = destination.kinds[kind.scales]
     rows = []
@@ -172,9 +172,9 @@ def _owned(rule: Rule, piece: Piece, number: int, logical: Box) -> tuple[Box, Bo
 
 # Builds the template of a reshard map: the join of two layouts, per parameter and pair of shards.
 #
-# A row says that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and for
-# every replica on both sides. So the number of rows depends only on tensor and expert parallelism. Which replica sends to which is worked
-# out (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
+# A row states that one box of shard t of a destination kind comes from one box of shard s of a source kind. It holds for every layer and
+# for every replica on both sides. So the number of rows depends only on tensor and expert parallelism. Which replica sends to which is
+# computed (`turns.Turns.assignment`) only when a rank's own list, or a total, is needed.
 
 
 __all__ = ["CAST", "IDENTITY", "QUANTISE", "SCALE", "ZEROS", "Holder", "Row", "coalesce", "join"]
@@ -186,7 +186,7 @@ def join(source: Layout, destination: Layout) -> tuple[Row, ...]:
     rows: list[Row] = []
     for k, kind in enumerate(destination.kinds):
         if kind.scales_of is not None:
-            continue  # made together with the weights they belong to
+            continue  # made together with their weights
         found: list[Row] = []
         for t, tensor in enumerate(kind.shards):
             for piece in tensor.pieces:
@@ -232,7 +232,7 @@ def coalesce(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _nearest(holders: list[Holder], shard: int, shards: int) -> list[Holder]:
-    """Among shards that hold the same elements, picks those that face destination shard `shard` of `shards`, for each kind."""
+    """Among shards with the same elements, picks for each kind those that face destination shard `shard` of `shards`."""
     if len(holders) == 1:
         return holders
     by_kind: dict[int, list[Holder]] = defaultdict(list)
@@ -262,14 +262,14 @@ def _padding(source: Layout, kind: Kind, k: int, found: list[Row]) -> list[Row]:
     rows = []
     for t, tensor in enumerate(kind.shards):
         if sum([piece.local.numel for piece in tensor.pieces]) == math.prod(tensor.shape):
-            continue  # the common case: no need to look at boxes
+            continue  # the common case, without looking at boxes
         empty = [whole_box(tensor.shape)]
         for piece in tensor.pieces:
             empty = [rest for box in empty for rest in box.subtract(piece.local)]
         own = [row for row in found if row.shard == t]
         if own:
             holders = max(own, key=lambda row: row.box.numel).holders
-        else:  # all padding: sent by the source shard that faces it
+        else:  # all padding: the facing source shard sends it
             first = found[0].holders[0]
             holders = (Holder(first.kind, t * len(source.kinds[first.kind].shards) // len(kind.shards), None),)
         rows += [Row(k, t, box, tuple(Holder(h.kind, h.shard, None) for h in holders), ZEROS) for box in empty]

@@ -1,4 +1,4 @@
-"""Decides which replica sends: replicas of a source shard take turns, in orders that every rank computes for itself.
+"""Decides which replica sends. Replicas of a source shard take turns, in orders that every rank computes for itself.
 
 Instances (layers) with the same senders and receivers form a *class*. Senders are found per class, so the cost grows with pipeline stages
 and receivers, not with layers.
@@ -16,22 +16,22 @@ from megarl.models.parameters import LAYER
 from megarl.reshard.layout import ITEM_BYTES, Kind, Layout
 from megarl.reshard.template import Row
 
-# Decides in which order replicas take the turns of a parameter, so that the bytes that a stage sends are even over its replicas.
+# Decides the order in which replicas take the turns of a parameter, so that all replicas of a stage send equally many bytes.
 #
 # The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
-# divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has
-# least to do so far. That is a run of single turns, until loads are even to within one turn, and a round robin from there on. So an order
-# is a short table however many layers and receivers there are, and every rank computes the same one.
+# divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has the
+# least load so far: first single turns, until loads are even to within one turn, then round robin. So an order is a short table, however
+# many layers and receivers there are, and every rank computes the same one.
 
 
-MOST_AHEAD = 64  # single turns of one replica before the round robin
+MOST_AHEAD = 64  # most single turns of one replica before the round robin
 
-_Key = tuple[int, int, int, int]  # destination kind (of the weights), source kind, source shard, Row.index
+_Key = tuple[int, int, int, int]  # (destination kind (of the weights), source kind, source shard, Row.index)
 
 
 @dataclass(frozen=True)
 class Orders:
-    """For each stage of the sending kind: turn t goes to candidate `table[t]` while t < ahead, then round robin to the rest of `table`."""
+    """For each stage of the sending kind: turn t goes to candidate `table[t]` if t < ahead, then round robin to the rest of `table`."""
 
     table: np.ndarray  # [stages, most ahead + candidates]
     ahead: np.ndarray  # [stages]
@@ -50,8 +50,8 @@ class Ordering:
         self._source, self._destination = source, destination
         self._sizes: dict[_Key, int] = {}  # bytes per turn
         self._fans: dict[_Key, int] = {}
-        self._charged = np.zeros(source.world_size, dtype=np.int64)  # bytes of end tensors that several shards hold: a tied embedding
-        self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}  # (mesh, shard) → its items
+        self._charged = np.zeros(source.world_size, dtype=np.int64)  # [rank] bytes of tensors that several shards have: a tied embedding
+        self._found: dict[tuple[int, int], dict[_Key, Orders]] = {}  # (mesh, shard) -> the orders of what it sends
         for row in rows:
             size = row.box.numel * ITEM_BYTES[destination.kinds[row.kind].shards[row.shard].dtype]
             if len(row.holders) == 1:
@@ -88,13 +88,13 @@ class Ordering:
         return not (self._charges and self._charged[kind.ranks[:, shard]].any())
 
     def _place(self, mesh: np.ndarray, shard: int) -> dict[_Key, Orders]:
-        """Orders everything that one source shard sends, which its replicas share. mesh: [stages, shards, replicas]."""
+        """The orders of everything that the replicas of one source shard send together. mesh: [stages, shards, replicas]."""
         keys = [key for key in self._sizes if key[2] == shard and self._source.kinds[key[1]].ranks is mesh]
         keys.sort(key=lambda key: (-self._sizes[key], key))
         ranks = mesh[:, shard]  # [stages, C]
         counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
         turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
-        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
+        known: dict[tuple, list[np.ndarray]] = {}  # tables, which stages that send the same share
         of_stages = []
         for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
             alike = tuple(own), tuple(charged)
@@ -116,7 +116,7 @@ class Ordering:
 
 
 def least_loaded_first(loads: np.ndarray, size: int, turns: int, first: int) -> np.ndarray:
-    """The replicas that take single turns of `size` until loads [C] are even to within one, then all C once. Ties go from `first` on."""
+    """The replicas that take single turns of `size` until loads [C] are even to within one turn, then all C once. Ties: from `first` on."""
     c = len(loads)
     behind = np.minimum((loads.max() - loads) // size, min(turns, MOST_AHEAD))
     replica = np.repeat(np.arange(c), behind)
@@ -141,7 +141,7 @@ def candidates(source: Layout, row: Row, instances: np.ndarray) -> tuple[np.ndar
         holder_of += [h] * ranks.shape[1]
     if len(row.holders) == 1:
         return np.array(holder_of), ranks_of[0]
-    # Alternate between the holders, so that a few turns use all of them.
+    # Alternates between the holders, so that a few turns use all of them.
     order = np.argsort(np.concatenate([np.arange(r.shape[1]) for r in ranks_of]), kind="stable")
     return np.array(holder_of)[order], np.concatenate(ranks_of, axis=1)[:, order]
 
@@ -164,7 +164,7 @@ def _padded(tables: Sequence[np.ndarray], count: int) -> Orders:
 class Assignment:
     """Senders and receivers of a row: instance i is served as class `class_of[i]`, whose first instance is `first[class_of[i]]`."""
 
-    class_of: np.ndarray  # [instances]; -1 where not asked for
+    class_of: np.ndarray  # [instances]; -1 if not requested
     first: np.ndarray  # [classes]
     holders: np.ndarray  # [classes, replicas]: index into row.holders
     senders: np.ndarray  # [classes, replicas]: source rank
@@ -186,7 +186,8 @@ class Turns:
     _classes: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def assignment(self, row: Row, replica: int | None = None, stages: list[int] | None = None) -> Assignment:
-        """Senders and receivers of `row`: all destination replicas or one; all instances, or those on `stages` of its first holder."""
+        """Senders and receivers of `row`, for all destination replicas or one, and all instances or those on `stages` of its first
+        holder."""
         target, held = self.destination.kinds[row.kind], row.holders[0].kind
         orders = self._ordering.of(row)
         class_of, first = self._classes_of(row, orders)
@@ -210,7 +211,7 @@ class Turns:
         return self._ordering.group(row), id(target.stages), id(target.ranks), row.shard, tuple(places), row.fan, row.index
 
     def _classes_of(self, row: Row, orders: Orders) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each instance, first instance of each class). A class shares its stages on both sides and the places of its turns."""
+        """(class of each instance, first instance of each class). Instances of a class have the same stages and positions of turns."""
         target = self.destination.kinds[row.kind]
         held = tuple([holder.kind for holder in row.holders])
         key = held, id(target.stages), target.replicas, orders.ahead.tobytes()
@@ -226,7 +227,7 @@ class Turns:
 
     @cached_property
     def _ordinals(self) -> list[np.ndarray]:
-        """For each source kind and instance, its number among the kind's instances on its stage."""
+        """[source kind][instance] its number among the kind's instances on its stage."""
         return [_rank_within(kind.stages) for kind in self.source.kinds]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Whether two answers are mathematically equal: limits, plain numbers, structure, and values."""
+"""Decides whether two answers are mathematically equal. In this order: limits, plain numbers, structure, values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.rewards.extract import DENIED
 
 # Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
 #
-# Model output is hostile input. These limits make known bombs cheap to refuse; the worker process's limits on time and memory
-# (megarl.rewards.worker) hold for all others.
+# Model output is hostile input. These limits refuse known bombs cheaply. All other bombs meet the worker process's limits on time and
+# memory (megarl.rewards.worker).
 
 
 MAX_NESTING = 12
@@ -24,11 +24,11 @@ MAX_COMMANDS = 48  # LaTeX commands in one answer
 MAX_POWERS = 24  # powers in one answer
 MAX_BARS = 8  # each may open or close an absolute value, and the grammar tries both
 MAX_SUBSCRIPTS = 12
-MAX_DIGITS = 64  # of one number
+MAX_DIGITS = 64  # digits of one number
 MAX_EXPONENT_DIGITS = 4
 MAX_VALUE_BITS = 10_000  # size of the largest integer that evaluating the answer could produce
 MAX_FACTORIAL = 1_000
-MAX_EXPANSION = 64  # exponent of a sum with symbols
+MAX_EXPANSION = 64  # largest exponent of a sum with symbols
 
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}", re.ASCII)
 _LONG_EXPONENT = re.compile(rf"(?:\^|\*\*)[\s{{(+-]*\d{{{MAX_EXPONENT_DIGITS + 1}}}", re.ASCII)
@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 def check_characters(answer: str) -> None:
-    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters; blanks are fine."""
+    """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters. Blanks are allowed."""
     if not answer.isascii() or not answer.isprintable():
         for character in answer:
             if unicodedata.category(character).startswith("C") and character not in " \t\r\n":
@@ -73,7 +73,8 @@ def check_text(answer: str) -> None:
 
 
 def check_value(expression: Any) -> float:
-    """Upper bound of the bits that evaluating a parsed, unevaluated SymPy object can produce. Raises Refused above the limit."""
+    """Upper bound of the bits of any value in the evaluation of `expression` (SymPy, parsed, unevaluated). Raises Refused above the
+    limit."""
     name = type(expression).__name__
     if name in ("Integral", "Derivative", "Sum", "Product", "Limit"):
         raise Refused(f"a {name.lower()}")
@@ -107,7 +108,7 @@ def _power_bits(base: Any, exponent: Any) -> float:
 # Exact arithmetic on plain numbers: integers, decimals, quotients, mixed numbers, repeating decimals.
 
 
-SAME_DECIMALS = Fraction(1_000_001, 10**12)  # tolerance where one is a decimal: a millionth, plus binary rounding; relative below 1
+SAME_DECIMALS = Fraction(1_000_001, 10**12)  # tolerance if one is a decimal: 1e-6 plus rounding; relative below 1
 
 _PLAIN = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d+)?(?:/(\d+)|[eE]([+-]?\d{1,3}))?", re.ASCII)
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?", re.ASCII)
@@ -139,7 +140,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def plain_equal(a: PlainNumber | None, b: PlainNumber | None) -> bool | None:
-    """Exact equality, or equality to the sixth place if one is a decimal; None if one is not a plain number."""
+    """Whether both are equal: exactly, or to the sixth decimal place if one is a decimal. None if one is not a plain number."""
     if a is None or b is None:
         return None
     return a.value == b.value or ((a.is_decimal or b.is_decimal) and _near(a.value, b.value, SAME_DECIMALS))
@@ -155,11 +156,11 @@ def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> Fraction:
     return -value if sign else value
 
 
-# Puts multiplication signs between factors that LaTeX places side by side, since math-verify's grammar needs them.
+# Puts multiplication signs between factors that stand side by side in LaTeX, since math-verify's grammar needs them.
 #
-# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as 5. It reads 0.5 after a fraction
-# as 0 and .5. The sign goes wherever a number, group, fraction, power or binomial coefficient ends and another number, group, fraction or
-# binomial coefficient begins, except between a number and a fraction that the grammar rightly reads as a mixed number.
+# The grammar reads a whole number and what follows it as a mixed number: (3)(4) as 7, e^{0}(4) as 5. It reads 0.5 after a fraction as 0
+# and .5. So a sign is inserted wherever one factor ends and another begins; a factor is a number, group, fraction, power or binomial
+# coefficient. The exception is a number before a fraction that the grammar rightly reads as a mixed number.
 
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\s+|.", re.DOTALL)
@@ -173,7 +174,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass
 class _Level:
-    """What was read last inside one pair of brackets."""
+    """What has been read so far inside one pair of brackets."""
 
     closing: str = ""
     start: int = 0  # index of its content in the tokens written
@@ -211,7 +212,7 @@ def with_signs(text: str) -> str:
 
 
 def _number(token: str, level: _Level, written: list[str]) -> None:
-    if level.wanted:  # \frac12 holds both arguments, x^12 its only one
+    if level.wanted:  # \frac12 has both arguments in 12, x^12 its only one
         level.wanted = max(0, level.wanted - len(token)) if level.last == "fraction" else 0
         level.ended = level.is_operand and not level.wanted
     else:
@@ -229,7 +230,7 @@ def _closed(inner: _Level, content: str, level: _Level) -> None:
         level.ended = level.is_operand and not level.wanted
     elif inner.closing != ")" and level.last.startswith("\\"):  # \text{…}, \begin{pmatrix}
         level.ended = False
-    elif not level.wanted:  # else it is a root's option, and the argument follows
+    elif not level.wanted:  # otherwise it is the degree of a root, and the argument follows
         level.ended, level.last = True, "group"
 
 
@@ -260,19 +261,19 @@ def _other(token: str, level: _Level, written: list[str]) -> None:
 
 # Reads an answer's text into its structure: lists, intervals, unions, chains of relations.
 #
-# The expressions and matrices in it are parsed by the LaTeX grammar of math-verify (0.9.0; latex2sympy2_extended 1.11.0); `_checked`
-# refuses and `_rewritten` changes what the grammar would read wrongly.
+# math-verify's LaTeX grammar (0.9.0; latex2sympy2_extended 1.11.0) parses the expressions and matrices in it. Where the grammar would
+# misread a text, `_checked` refuses it or `_rewritten` changes it.
 
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_PARTS = 32
-_NOTHING = 1e-20  # what is smaller counts as 0 in 0^0
+_NOTHING = 1e-20  # a smaller number counts as 0 in 0^0
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|boldsymbol|mbox|operatorname)\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
-_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables, or products of them; no word
+_DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables or products, not a word
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
-_LONGEST_PRODUCT = 4  # letters without a command: xyz is a product, east a direction
+_LONGEST_PRODUCT = 4  # most letters of a product without a command: xyz, but not east
 _NUMBER_IN_FONT = re.compile(rf"(?<=[=<>≈(,;\s])(?<![\d)}}]\s){_TEXT}\{{\s*(-?\d+(?:[.,/]\d+)*)\s*\}}(?=\s*(?:\Z|[=<>≈,;)]))", re.ASCII)
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
@@ -288,7 +289,7 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
 class Items(NamedTuple):
-    """Items in brackets: a point, an interval or, in braces, a set; without brackets (opening ""): a list with commas."""
+    """Items in brackets: a point, an interval or, in braces, a set. Without brackets (opening ""), a list with commas."""
 
     opening: str
     closing: str
@@ -316,7 +317,7 @@ def read_reference(text: str) -> Any:
 
 
 def read(text: str, checked: bool) -> Any:
-    """The structure of an answer; None if it cannot be read. `checked`: it is a model's answer, and Refused is raised outside limits."""
+    """The structure of an answer; None if it cannot be read. `checked`: raises Refused outside the limits, for a model's answer."""
     for symbol, command in _SYMBOLS.items():
         text = text.replace(symbol, command)
     text = _TIMES.sub(r" \\times ", text)
@@ -358,7 +359,7 @@ def _structure(text: str, checked: bool) -> Any:
     if len(unions) > 1:
         return Union(parts(unions))
     ratio, _ = _split(text, ":")
-    if len(ratio) > 2:  # 3:4:5; the grammar divides, which is right for two
+    if len(ratio) > 2:  # 3:4:5; for two numbers the grammar rightly divides
         return Items(":", ":", parts(ratio))
     if inside := _bracketed(text):
         opening, content, closing = inside
@@ -369,7 +370,7 @@ def _structure(text: str, checked: bool) -> Any:
 
 
 def word_of(text: str) -> str:
-    """A name or a choice in the form that is compared; empty if the text is not one."""
+    """The text in the form in which names and choices are compared; empty if it is neither."""
     match = _WORD.fullmatch(text)
     return " ".join((match[1] or match[2]).casefold().split()) if match else ""
 
@@ -385,7 +386,7 @@ def _chain(chain: Chain) -> Any:
         if operators[0] in (">", ">="):
             sides, operators = sides[::-1], [FLIPPED[operator] for operator in operators[::-1]]
         if len({operator[0] for operator in operators}) == 1:
-            from sympy import oo as infinity  # imported where it is needed: half a second
+            from sympy import oo as infinity  # imported only here, since it takes half a second
 
             names = [is_name(side) for side in sides]
             if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
@@ -399,7 +400,7 @@ def _chain(chain: Chain) -> Any:
 
 
 def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
-    """Pieces of `text` between the matches of `pattern` outside all brackets, and the matches."""
+    """Splits `text` at the matches of `pattern` outside all brackets. Returns the pieces and the matches."""
     pieces, found, depth, start, position = [], [], 0, 0, 0
     separator = re.compile(pattern)
     while position < len(text):
@@ -431,19 +432,19 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
 
 
 def _checked(text: str) -> None:
-    """Raises Refused for what the grammar misreads: it takes boxes and texts out of products, and spaces between numbers for sums."""
+    """Raises Refused for texts that the grammar misreads. It omits boxes and texts in products, and reads numbers side by side as a sum."""
     if "\\boxed" in text or "\\fbox" in text:
         raise Refused("a box inside the answer")
     if any(re.search(r"\d", inside) for inside in _IN_TEXT.findall(text)):
         raise Refused("digits in words")
     if re.search(r"(?<![_^\d.])\d[\d.]*\s+\.?\d", text):
         raise Refused("numbers side by side")
-    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar drops the index
+    if re.search(r"(?<![A-Za-z_\\\d.])[\d.]+\s*_", text):  # the grammar ignores the index
         raise Refused("an index of a number")
 
 
 def _rewritten(text: str) -> str:
-    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2, degrees converted to radians for sin etc."""
+    """The text in a form that the grammar reads rightly: signs in products, braces in 10^-2, radians for degrees in sin etc."""
     text = with_signs(re.sub(r"\^\s*-\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{-\1}", text))
     if re.search(r"sin|cos|tan|cot|sec|csc", text):
         text = re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\1\\cdot\\pi/180)", text)
@@ -451,7 +452,7 @@ def _rewritten(text: str) -> str:
 
 
 def _expression(text: str, checked: bool) -> Any:
-    """The text as a SymPy object whose sums and powers are not evaluated; None if it does not parse."""
+    """The text as a SymPy object with unevaluated sums and powers; None if it does not parse."""
     plain = plain_number(text)
     if plain is not None and not plain.is_decimal:
         from sympy import Rational
@@ -459,10 +460,10 @@ def _expression(text: str, checked: bool) -> Any:
         return Rational(plain.value.numerator, plain.value.denominator)
     if checked:
         _checked(text)
-    import math_verify  # takes half a second and 50 MiB with SymPy, so only when an answer needs it
+    import math_verify  # only when an answer needs it: with SymPy it takes half a second and 50 MiB
 
     latex = f"${_rewritten(text)}$"
-    no_timeout: Any = None  # the documentation allows None, the annotation does not
+    no_timeout: Any = None  # documented to accept None, but not annotated so
     found = math_verify.parse(latex, [math_verify.LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=no_timeout)
     if not found:
         return None
@@ -476,7 +477,7 @@ def _expression(text: str, checked: bool) -> Any:
 
 
 def _check_powers(expression: Any) -> None:
-    """Raises Refused for 0^0, which SymPy calls 1. The bounds of check_value hold for what is evaluated here."""
+    """Raises Refused for 0^0, which SymPy evaluates to 1. check_value has bounded everything that is evaluated here."""
     from sympy import Pow
 
     for power in getattr(expression, "atoms", lambda _: ())(Pow):
@@ -489,7 +490,7 @@ def is_function(structure: Any) -> bool:
 
 
 def is_name(structure: Any) -> bool:
-    """A variable, a function of variables, or a point of variables."""
+    """Whether it is a variable, a function of variables, or a point of variables."""
     if isinstance(structure, Items):
         return all(map(is_name, structure.items))
     return bool(getattr(structure, "is_Symbol", False)) or is_function(structure)
@@ -501,23 +502,23 @@ def symbols(structure: Any) -> set[str]:
     return {symbol.name for symbol in getattr(structure, "free_symbols", ())}
 
 
-# Values of two expressions at 60 digits; expressions with variables are evaluated at fixed points.
+# Values of two expressions with 60 digits. Expressions with variables are evaluated at fixed points.
 
 
-LEAST_POINTS = 3  # points at which two expressions with variables must both have a value to be compared
+LEAST_POINTS = 3  # two expressions with variables must both have a value at this many points to be compared
 _DIGITS = 60
 _SAME = Fraction(1, 10**45)  # tolerance for exact values: relative, below 1 absolute
 _POINTS = 6
-_MAX_BITS = 50_000  # of a value's integer part, and of its fraction
+_MAX_BITS = 50_000  # most bits of a value's integer part, and of its fraction
 
 Value = tuple[Fraction, Fraction]
 """Real and imaginary part."""
 
 
 def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
-    """Values of two expressions at fixed points of their variables, if any, without points at which neither has a value.
+    """Values of two expressions, at fixed points if they have variables. Leaves out points at which neither has a value.
 
-    Empty if at some point only one of them has a value.
+    Empty if only one of them has a value at some point.
     """
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
     found = []
@@ -533,7 +534,7 @@ def values_of(a: Any, b: Any) -> list[tuple[Value, Value]]:
 
 
 def equal_values(a: Value, b: Value, decimals: bool) -> bool:
-    """Equality of exact values up to rounding (absolute below 1), or of decimals up to the sixth place (relative below 1)."""
+    """Whether exact values are equal up to rounding (absolute below 1), or decimals up to the sixth place (relative below 1)."""
     distance, size = size_of((a[0] - b[0], a[1] - b[1])), max(size_of(a), size_of(b))
     return distance <= (SAME_DECIMALS * min(1, size) if decimals else _SAME * max(1, size))
 
@@ -547,7 +548,7 @@ def times(a: Value, b: Value) -> Value:
 
 
 def _coordinate(point: int, number: int) -> Fraction:
-    """Rationals of either sign, from 0.3 to 2.7 in size, with no relation between them."""
+    """The coordinate of variable `number` at `point`: an unsystematic rational of either sign, between 0.3 and 2.7 in absolute value."""
     size = Fraction(300 + (7919 * (point + 1) + 104729 * (number + 1) * (point + 2)) % 2400, 1000) + Fraction(1, 1009 + 2 * number)
     return size if (point + number) % 2 == 0 else -size
 
@@ -575,17 +576,16 @@ def _fraction(number: Any) -> Fraction | None:
     return Fraction(int(-mantissa if sign else mantissa)) * Fraction(2) ** int(exponent)
 
 
-# Whether two answers are mathematically equal.
+# Decides whether two answers are mathematically equal.
 #
-# Both are read into structures (megarl.rewards.answers), whose expressions are compared by value (megarl.rewards.answers). The verdict
-# depends on the two texts alone and takes bounded time.
+# Both are read into structures, whose expressions are compared by value. The verdict depends on the two texts alone and takes bounded time.
 #
-# math-verify's own `verify` (0.9.0) is not used. It takes what stands right of "=" as the answer and drops the left ("7 = 5" is 5). It
-# calls 2^{\infty} equal to some numbers, which differ between processes, since SymPy's simplification depends on the order of hashes. It
-# rounds decimals to 6 places whatever their size (0.0000001 is 0.0000002).
+# math-verify's own `verify` (0.9.0) is not used, for three reasons. It takes the right side of "=" as the answer and drops the left
+# ("7 = 5" is 5). It calls 2^{\infty} equal to some numbers; these differ between processes, since SymPy's simplification depends on the
+# order of hashes. It rounds decimals to 6 places whatever their size (0.0000001 equals 0.0000002).
 
 
-_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # of a base: 1010_2
+_NUMERAL = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))", re.ASCII)  # a number in another base: 1010_2
 _BASES = {name: str(base) for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
 _BASES |= {"sixteen": "16"}
 _BASE_IN_WORDS = re.compile(r"_\s*\{?\s*\\text\w*\s*\{\s*(?:base\s+)?([a-z]+|\d{1,2})\s*\}\s*\}?")
@@ -593,15 +593,15 @@ _MODULO = re.compile(r"\s*(?:\\p?mod|\\bmod|\(\\?mod)(?![a-z]).*")
 _CHOICE_WITH_TEXT = re.compile(
     r"(?:\\text\w*\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\))(?:\\?[ ,;:~]|\\quad)+(?!(?:or|and)\b|[\\({]*[A-J]\b).+"
 )
-_MEASURED = re.compile(  # AB = 5, \angle ABC = 60, [ABC] = 12: a name of points, which the grammar reads as a product
+_MEASURED = re.compile(  # AB = 5, \angle ABC = 60, [ABC] = 12: the grammar reads the names of points as products
     r"\A(?:m?\s*\\(?:measured)?angle\s*|\\overline\s*\{|[|\[])?[A-Z]{2,4}[|\]}]?\s*=\s*(?=[^=]+\Z)"
 )
 _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
 def equal(reference: str, candidate: str) -> bool:
-    """Mathematical equality of two cleaned answers. Raises Refused if the candidate is outside the limits, or not finite though the
-    reference is."""
+    """Whether two cleaned answers are mathematically equal. Raises Refused if the candidate is outside the limits, or if it is infinite and
+    the reference is finite."""
     if candidate == reference:
         return True
     word = word_of(reference)
@@ -614,7 +614,7 @@ def equal(reference: str, candidate: str) -> bool:
     if not _MODULO.search(reference):  # 236 \pmod{1000}
         candidate = _MODULO.sub("", candidate)
     (gold, gold_percent), (found, percent) = _percent(reference), _percent(candidate)
-    if gold_percent != percent:  # 50% is 0.5, or 50 if the question asked for percent
+    if gold_percent != percent:  # 50% is 0.5; it is 50 if the question asked for percent
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
     gold, found = _without_base(gold, found)
     decided = plain_equal(plain_number(gold), plain_number(found))
@@ -632,8 +632,8 @@ def _percent(answer: str) -> tuple[str, bool]:
 
 
 def _without_base(gold: str, found: str) -> tuple[str, str]:
-    """Both without a numeral's base (1010_2). An answer without one has the reference's, which the question has fixed; a reference without
-    one is decimal. Raises Refused if the bases differ."""
+    """Both answers without the base of a numeral (1010_2). A candidate without a base has the reference's, which the question has fixed. A
+    reference without a base is decimal. Raises Refused if the bases differ."""
     gold, found = (_BASE_IN_WORDS.sub(lambda base: f"_{{{_BASES.get(base[1], base[1])}}}", text) for text in (gold, found))
     numerals = [_NUMERAL.fullmatch(text) for text in (gold, found)]
     base, stated = (int(numeral[2] or numeral[3]) if numeral else 10 for numeral in numerals)
@@ -646,7 +646,7 @@ def _without_base(gold: str, found: str) -> tuple[str, str]:
 
 
 def _hundredth(gold: str, found: str, gold_percent: bool) -> tuple[str, str]:
-    """Both as numbers; a percentage is divided by a hundred."""
+    """Both answers, with the one in percent divided by a hundred."""
     return (rf"\frac{{{gold}}}{{100}}", found) if gold_percent else (gold, rf"\frac{{{found}}}{{100}}")
 
 
@@ -670,19 +670,19 @@ def _same_sequences(gold: Any, found: Any) -> bool:
     if "{" in (gold.opening, found.opening) or gold.opening == found.opening == "":
         return gold.opening in ("{", "") and found.opening in ("{", "") and _matched(gold.items, found.items)
     brackets = {gold.opening + gold.closing, found.opening + found.closing}
-    point = brackets == {"()", ""} and not _is_interval(gold)  # 2,5 may be the point (2,5), but no interval
+    point = brackets == {"()", ""} and not _is_interval(gold)  # 2,5 may be the point (2,5), but not an interval
     if len(brackets) > 1 and not point and not (gold.opening == "" and brackets == {"", "[]"}):
         return False
     return len(gold.items) == len(found.items) and all(map(_same, gold.items, found.items))
 
 
 def _is_interval(items: Items) -> bool:
-    """Whether items in round brackets cannot be a point: an end is infinite."""
+    """Whether items in round brackets must be an interval, because an end is infinite."""
     return any(getattr(item, "is_infinite", False) for item in items.items)
 
 
 def _as_sequence(structure: Any) -> Items:
-    """The items of a set by the grammar (as of ±2), or the structure as a single item."""
+    """The items of a set that the grammar has made (±2 is one), or the structure as a single item."""
     if isinstance(structure, Items):
         return structure
     items = list(structure.args) if getattr(structure, "is_FiniteSet", False) else [structure]
@@ -703,7 +703,7 @@ def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
 
 
 def _same_chains(gold: Any, found: Any) -> bool:
-    if not isinstance(found, Chain):  # the reference is x = 5, the answer 5
+    if not isinstance(found, Chain):  # the reference is x = 5 and the answer is 5
         return gold.operators == ["="] and is_name(gold.sides[0]) and _same(gold.sides[1], found)
     if not isinstance(gold, Chain):
         return _leads_to(gold, found)
@@ -716,8 +716,8 @@ def _same_chains(gold: Any, found: Any) -> bool:
 
 
 def _leads_to(gold: Any, found: Chain) -> bool:
-    """Whether a chain of equations ends in the answer, and every side before it names the answer or has its value. It may go on with
-    what the answer is about (1/3 ≈ 0.333)."""
+    """Whether a chain of equations ends in the answer `gold`, and every side before it names the answer or has its value. The chain may go
+    on with an approximation (1/3 ≈ 0.333)."""
     if len(found.sides) > 1 and found.operators[-1] == "~" and not _same(gold, found.sides[-1]) and _about(gold, found.sides[-1]):
         found = Chain(found.sides[:-1], found.operators[:-1])
     if any(operator not in ("=", "~") for operator in found.operators) or not _same(gold, found.sides[-1]):
@@ -734,7 +734,8 @@ def _is_name_of(name: Any, structure: Any) -> bool:
 
 
 def _joins_names(structure: Any) -> bool:
-    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1. (2x = 6 does not say 6.)"""
+    """Whether it is a sum of variables or a function of some, as in m + n = 371 and \\sin x = 1. (2x is neither: 2x = 6 does not state
+    6.)"""
     if getattr(structure, "is_Add", False):
         return all(argument.is_Symbol for argument in structure.args)
     return bool(getattr(structure, "is_Function", False) and structure.free_symbols)
@@ -774,7 +775,7 @@ def _same_objects(gold: Any, found: Any) -> bool:
         return True
     import sympy
 
-    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals itself and nothing else
+    if found.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # an infinity equals only itself
         return found in (sympy.oo, -sympy.oo) and found == gold
     if found.is_Rational and gold.is_Rational:
         return found == gold

@@ -1,4 +1,4 @@
-"""Programs that must pass tests: they run in a sandbox (megarl.sandbox), which is given the tests' inputs alone."""
+"""Rewards programs that pass tests. They run in a sandbox (megarl.sandbox), which gets only the inputs of the tests."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megarl.rewards.verify import MAX_TEXT_CHARS
 from megarl.sandbox import tested
 from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
 
-# The tests of a programming problem, in the forms in which data sets have them, and whether results are those that are wanted.
+# Reads the tests of a programming problem in the formats of common data sets, and compares results with the expected ones.
 
 
-MOST_BYTES = 1 << 29  # of a problem's tests, unpacked
-MOST_OUTPUT_BYTES = 1 << 26  # of a problem's results
-_OF_TEXTS = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")  # a pickle's operations
+MOST_BYTES = 1 << 29  # most bytes of a problem's tests, unpacked
+MOST_OUTPUT_BYTES = 1 << 26  # most bytes of a problem's results
+_OF_TEXTS = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")  # the operations of a pickle that push a text
 _BESIDE_TEXTS = ("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP")
 
 
 class Cases(NamedTuple):
-    inputs: list[Any]  # texts for standard input; for a function its lists of arguments
-    outputs: list[Any]  # texts; for a function its results: any of them is right
+    inputs: list[Any]  # texts for standard input; for a function, lists of arguments
+    outputs: list[Any]  # texts; for a function, lists of results, any of which is right
     function: str | None  # None: the program reads standard input
 
     def passed(self, test: int, result: str) -> bool:
-        """Args: result: what a program printed, or JSON of what the function returned."""
+        """Whether `result` is right for `test`. Args: result: what the program printed, or JSON of what the function returned."""
         if self.function is None:
             return same_output(result, self.outputs[test])
         try:
@@ -46,8 +46,8 @@ class Cases(NamedTuple):
 
 
 def cases_of(answer: str) -> Cases:
-    """From JSON of LiveCodeBench's columns; of {"inputs", "outputs", "fn_name"} as APPS, TACO and verl's rows have them; or of a list of
-    {"input", "output"}. Raises ValueError."""
+    """Reads tests. Formats: JSON of LiveCodeBench's columns; {"inputs", "outputs", "fn_name"} as in APPS, TACO and verl's rows; or a list
+    of {"input", "output"}. Raises ValueError."""
     found = _json(answer, "the tests")
     if isinstance(found, dict) and "public_test_cases" in found:
         public, private = (_cases(found.get(f"{kind}_test_cases"), f"{kind}_test_cases") for kind in ("public", "private"))
@@ -77,7 +77,7 @@ def size_bytes(output: Any) -> int:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Of a function: a line of JSON for each, or a list of them."""
+    """The arguments of a function's call: one line of JSON for each, or a list of them."""
     found = [_json(line, "an input") for line in given.split("\n")] if isinstance(given, str) else given
     if not isinstance(found, list):
         raise ValueError(f"an input of a function must be lines of JSON, or a list of arguments, not {found!r}")
@@ -85,7 +85,7 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _results(given: Any, wanted: Any) -> list[Any]:
-    """APPS has a function's results in a list, or not, where its arguments are a list."""
+    """The results that count as right. If arguments are a list, APPS may wrap a function's result in a list or not."""
     if isinstance(given, str):
         return [_json(wanted, "an output") if isinstance(wanted, str) else wanted]
     return [wanted, *(wanted if isinstance(wanted, list) and len(wanted) == 1 else [])]
@@ -98,7 +98,7 @@ def _apart(cases: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _cases(text: Any, column: str) -> list[Any]:
-    """A list in JSON; or that in a text, pickled, compressed by zlib and in base 64."""
+    """A list of tests from JSON, or from JSON that was pickled, compressed by zlib and encoded in base 64."""
     if not isinstance(text, str):
         raise ValueError(f"{column} must be text")
     if not text.lstrip().startswith(("[", "{")):
@@ -110,7 +110,7 @@ def _cases(text: Any, column: str) -> list[Any]:
 
 
 def unpacked(text: str, column: str, most_bytes: int = MOST_BYTES) -> str:
-    """The text that is pickled in it; anything else that may be pickled is refused, and so is more than `most_bytes`. Raises ValueError."""
+    """The text that `text` holds in base 64, compressed and pickled. Raises ValueError for any other content or more than `most_bytes`."""
     try:
         unpacking = zlib.decompressobj()
         data = unpacking.decompress(base64.b64decode(text, validate=True), most_bytes)
@@ -122,7 +122,7 @@ def unpacked(text: str, column: str, most_bytes: int = MOST_BYTES) -> str:
 
 
 def _pickled_text(data: bytes) -> str:
-    """Read and not run: an unpickler would call what a pickle names, and fill as much memory as a number in it says. Raises ValueError."""
+    """Reads the pickle without unpickling: that could call any function and allocate any amount of memory. Raises ValueError."""
     found: list[str] = []
     for operation, value, _ in pickletools.genops(data):
         if operation.name in _OF_TEXTS:
@@ -142,7 +142,7 @@ def _json(text: Any, what: str) -> Any:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """As LiveCodeBench compares: line by line without blanks around them, as texts or else as decimal numbers."""
+    """Compares as LiveCodeBench does: line by line without surrounding blanks, as texts or else as decimal numbers."""
     found, expected = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(found) == len(expected) and all(map(_same_line, found, expected))
 
@@ -159,31 +159,31 @@ def _same_line(found: str, wanted: str) -> bool:
 
 NAME = "code"  # as reward.name
 _INSIDE = Path(tested.__file__)
-_ROOM_MIB = 256  # of all that the tests of a program give
-_JSON_GROWTH = 8  # at most, of a text as JSON
-_GRACE_S = 5.0  # for the sandbox to start and end
+_ROOM_MIB = 256  # most memory for temporary files, output and report of a program
+_JSON_GROWTH = 8  # most by which a text grows as JSON
+_GRACE_S = 5.0  # time for the sandbox to start and end
 _PROBE = "a = int(input())\nprint(a + len(input().split()))"
 
 
 def check_sandbox(setting: str) -> None:
-    """Raises ConfigError where there is no sandbox that hides the host's files, the tests' results among them."""
+    """Raises ConfigError if bubblewrap is missing, which hides the host's files, and so the tests' results, from programs."""
     if shutil.which(BWRAP) is None:
         raise ConfigError(f"{setting}: programs run in bubblewrap, which is not installed: {BWRAP} is not in PATH")
 
 
 def program_in(text: str) -> str:
-    """What is between the last two lines with a fence, as LiveCodeBench takes it; empty if there are no two."""
+    """The text between the last two lines with a code fence, as in LiveCodeBench; empty if there are fewer than two."""
     lines = text.split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
 
 
 class CodeReward:
-    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0; `workers_of(config)` programs run at
-    a time. Parts of the score: the share of `tests` that passed before the first one without a result, and whether the program is missing
-    (`no_program`), `crashed`, was too `slow`, or printed too much (`long`).
+    """Scores 1 if the program in a response passes all tests of the reference (see cases_of), else 0. `workers_of(config)` programs run at
+    a time. Parts of the score: `tests`, the share of tests that passed before the first one without a result; and whether the program is
+    missing (`no_program`), `crashed`, was too `slow`, or printed too much (`long`).
 
-    A score is a failed one only where a program without a line cannot run either. Use as `async with`, in one event loop.
+    Scoring counts as failed only if an empty program cannot run either. Use as `async with`, in one event loop.
     """
 
     def __init__(self, config: RewardConfig, part: Part):
@@ -220,7 +220,7 @@ class CodeReward:
             tests = await asyncio.to_thread(cases_of, request.answer)
             if found := await self._scored(program, tests):
                 return found
-            ended = await self._run("", tests)  # the program may have removed what was said of it: is one without a line told of?
+            ended = await self._run("", tests)  # a program may delete its own report; does an empty one give a report?
             if not ended.output:
                 why = f"the sandbox does not run programs: {ended.why or 'no result'}; {ended.errors}"
                 return self._part.failed("exit", why, request)
@@ -239,16 +239,16 @@ class CodeReward:
             "most_bytes": most_bytes(tests),
         }
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # A program may stop the process that tests it, so the time for a test is kept from outside, too.
+        # A program may stop the process that tests it, so the time limit of a test is also enforced from outside.
         lines, line_s = len(tests.inputs) + 1, self._code.test_timeout_s + _GRACE_S
         return await self._jail.run([PYTHON, "-I", str(_INSIDE)], json.dumps(task), environment, None, lines, line_s)
 
 
 def _score(ended: Ended, tests: Cases) -> Score | None:
-    """None if nothing was said. A program can overwrite what is said of it, to no avail: only right results pass."""
+    """The score; None without a report. A program can overwrite the report, but gains nothing: only right results pass."""
     if not ended.output:
         return None
-    _, *lines = ended.output.split("\n", len(tests.inputs) + 1)  # each but the last, in which there is nothing, of one test
+    _, *lines = ended.output.split("\n", len(tests.inputs) + 1)  # one line for each test, then an empty one
     most = _JSON_GROWTH * most_bytes(tests)
     count, passed, why = len(tests.inputs), 0, "slow" if ended.kind == "deadline" else "crashed"
     for test in range(count):
@@ -264,7 +264,7 @@ def _score(ended: Ended, tests: Cases) -> Score | None:
 
 
 def most_bytes(tests: Cases) -> int:
-    """Of all results of a program together."""
+    """Most bytes of all results of a program together."""
     return 2 * sum(map(size_bytes, tests.outputs)) + (1 << 20)
 
 

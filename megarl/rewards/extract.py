@@ -1,15 +1,15 @@
-"""Finds the final answer in a text, in time linear in its length, without parsing or evaluating anything."""
+"""Finds the final answer in a text, in linear time. It neither parses nor evaluates expressions."""
 
 from __future__ import annotations
 
 import re
 
 MAX_ANSWER_CHARS = 512
-_MAX_BOXES = 8  # that are joined to the last one
+_MAX_BOXES = 8  # most boxes that are joined to the last one
 
 _BOXES = ("\\boxed", "\\fbox", "\\framebox")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-_BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answer, the list of both
+_BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answer: the list of both
     r"[\s$]*(?:,|;|(?:,\s*)?(?:and|or)\b|(?:,\s*)?\\text\s*\{\s*(?:and|or)\s*\})[\s$]*(?:[A-Za-z]\w?\s*=\s*)?[\s$]*"
 )
 _UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
@@ -20,7 +20,7 @@ _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
 _NUMBER_WITH_UNIT = re.compile(
     rf"(-?{_NUMBER})\s+({_MATH_WORDS}[A-Za-z]{{2,}}[A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^\{{?[23]\}}?|[\u00b2\u00b3])?", re.ASCII
 )
-_SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # no unit
+_SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # words that mark a sentence, not a unit
 _FEW_WORDS = re.compile(r"[A-Za-z][a-z'-]*(?: [A-Za-z][a-z'-]*){0,2}")
 # A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
 _START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
@@ -34,7 +34,7 @@ _CLOSING = ("$", "\\]", "\\)", "```", "*", "__")
 _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-_FONT = re.compile(  # \\textbf{113}, {113}: what they enclose is the answer if they enclose all of it
+_FONT = re.compile(  # \\textbf{113}, {113}: if they enclose the whole answer, they are removed
     r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph|bf|rm|it)\s*)?\{"
 )
 _DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
@@ -45,13 +45,13 @@ _SPAN = re.compile(r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
-_LEADING = re.compile(  # "16, not 14", "14 (fourteen)": what comes first, before a remark
+_LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
     rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|\(\s*(?=[A-Za-z]{{2}}))"
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
 _OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
 _CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
-# "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value states none.
+# "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value does not state one.
 DENIED = re.compile(
     r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
     r"|at\s+(?:least|most)|than|fewer|up\s+to|exceeds?|either|whether|if|unless|without"
@@ -96,23 +96,23 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank, or the end of it that is no longer than an answer may be."""
+    """The last line that is not blank, cut from the left to the greatest length of an answer."""
     end = text.rstrip()[-MAX_ANSWER_CHARS:]
     inside = _without_closing(end)
     return (inside if "\n" in end[len(inside) :] else end).rsplit("\n", 1)[-1]
 
 
 def _without_closing(text: str) -> str:
-    """The text without closing delimiters at its end. (A search from the left would take time quadratic in their number.)"""
+    """The text without closing delimiters at its end. (A search from the left would take quadratic time.)"""
     while shorter := next((text[: -len(mark)].rstrip() for mark in _CLOSING if text.endswith(mark)), ""):
         text = shorter
     return text
 
 
 def last_number(text: str) -> str:
-    """The last number of the last line, if that is prose. Commas between groups of three digits are thousands separators.
+    """The last number of the last line, if the line is prose. Commas between groups of three digits are thousands separators.
 
-    Empty if the number is part of something, like the 5 of 2^5, (3, 5), 1e5 and \\frac{1}{5}.
+    Empty if the number is part of an expression or a list, like the 5 in 2^5, (3, 5), 1e5 and \\frac{1}{5}.
     """
     line = _BOLD.sub(r"\1", last_line(text))
     if not _PROSE.search(line):
@@ -125,9 +125,9 @@ def last_number(text: str) -> str:
 
 
 def last_expression(text: str) -> str:
-    """The expression that the last line states, if that is prose: "The value is $2\\sqrt3$.", "**Vertex: (-3, 4)**", cleaned.
+    """The expression that the last line states, cleaned, if the line is prose: "The value is $2\\sqrt3$.", "**Vertex: (-3, 4)**".
 
-    Several in a row, as in "$3$ or $-3$", are a list. Empty if something else follows, or if the clause denies it.
+    Several in a row, as in "$3$ or $-3$", are a list. Empty if anything but a remark follows, or if the clause denies it.
     """
     line = _BOLD.sub(r"\1", last_line(text)).strip("* ")
     if not _PROSE.search(line):
@@ -171,7 +171,7 @@ def _without_remark(answer: str) -> str:
 
 
 def last_running_number(text: str) -> str:
-    """The last number of the last line, a list such as "7,7,6,7,2" in which every comma separates. Empty if there is none."""
+    """The last number of the last line, which is a list such as "7,7,6,7,2": every comma separates. Empty if there is none."""
     return _last_match(_RUNNING_NUMBER, text)
 
 
@@ -201,14 +201,14 @@ def _unwrapped(answer: str) -> str:
     depth = 1
     for character in answer[font.end() : -1]:
         depth += (character == "{") - (character == "}")
-        if depth == 0:  # it closes before the end
+        if depth == 0:  # the brace closes before the end
             return answer
     return clean(answer[font.end() : -1]) if depth == 1 else answer
 
 
 def boxed_answers(text: str) -> list[str]:
-    """The content of the last box, cleaned, after those of the boxes before it that "and", "or" or a comma joins to it. Empty without a
-    box; a box that is empty or never closed has an empty content."""
+    """The content of the last box, cleaned. Contents of earlier boxes come before it if "and", "or" or a comma joins them to it. Empty list
+    without a box; a box that is empty or never closed has an empty content."""
     last = _last_box(text)
     if last < 0:
         return []
@@ -226,26 +226,26 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def _line_before(text: str, end: int) -> str:
-    """From the beginning of its line, or of its sentence, to `end`."""
+    """The text from the beginning of the line or sentence to `end`."""
     return text[max(0, end - MAX_ANSWER_CHARS) : end].rsplit("\n", 1)[-1].rsplit(". ", 1)[-1]
 
 
 def _last_box(text: str) -> int:
     """Where the last box begins, or the box around it; -1 if there is none."""
     last = max(text.rfind(box) for box in _BOXES)
-    if last < 0 or not _BOX.match(text, last):  # or \\boxedfoo
+    if last < 0 or not _BOX.match(text, last):  # not a box, or another command such as \\boxedfoo
         return -1
     around = _BOX.finditer(text, max(0, last - MAX_ANSWER_CHARS), last)
     return next((box.start() for box in around if box.end() + len(_boxed(text, box.start())) > last), last)
 
 
 def _line(text: str, start: int) -> str:
-    """From `start` to the end of its line, cut just beyond the allowed length."""
+    """The text from `start` to the end of its line, cut just beyond the allowed length."""
     return text[start : start + MAX_ANSWER_CHARS + 1].split("\n", 1)[0]
 
 
 def _boxed(text: str, start: int) -> str:
-    """Content of the box that opens at `start`; empty if it is a factor of a product or not closed within the allowed length."""
+    """The content of the box at `start`; empty if the box is a factor of a product or not closed within the allowed length."""
     line = text[max(0, start - MAX_ANSWER_CHARS) : start].rsplit("\n", 1)[-1]
     box = _BOX.match(text, start)
     assert box is not None
@@ -276,21 +276,21 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str:
 
 
 _LETTER = r"\(?([A-J])(?![A-Za-z0-9'])"
-_HEDGED = r"\)?\s*(?:,|/|&|or\b|and\b)\s*\(?(?-i:[A-HJ]|I(?!\s+[a-z]))(?![A-Za-z])"  # several letters choose nothing
+_HEDGED = r"\)?\s*(?:,|/|&|or\b|and\b)\s*\(?(?-i:[A-HJ]|I(?!\s+[a-z]))(?![A-Za-z])"  # more letters follow: then no letter is chosen
 _SAID = re.compile(
     rf"answer(?:\s{{1,8}}is)?\s{{0,8}}:?[\s*_$]{{0,16}}(?:\\boxed\{{)?(?:\\text(?:bf)?\{{)?\s{{0,8}}{_LETTER}(?!{_HEDGED})", re.IGNORECASE
 )
 _PRONOUN = re.compile(r"\s+[a-z]")
 _BOXED = re.compile(rf"(?:\\text(?:bf)?\{{)?\s*{_LETTER}\s*\)?[.:]?\s*\}}?")
 _ALONE = re.compile(r"[\s*_$`(\[{]*([A-J])[\s*_$`)\]}.:]*")
-_CHOICE_WITHIN = 4096  # characters from the end in which the choice must be
+_CHOICE_WITHIN = 4096  # the choice must be among this many last characters
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that is all of the last line, else in the last \\boxed{}, else after the last "answer is" or "Answer:"; empty if there is
-    none.
+    """The letter that a response chooses: the whole last line, else in the last \\boxed{}, else after the last "answer is" or "Answer:".
+    Empty if there is none.
 
-    MMLU-Pro's own extraction takes the first "answer is", then any capital letter that stands alone ("I" among them), then a random one.
+    MMLU-Pro's own extraction is laxer: the first "answer is", then any capital letter that stands alone (such as "I"), then a random one.
     """
     end = text[-_CHOICE_WITHIN:]
     if alone := _ALONE.fullmatch(last_line(end)):

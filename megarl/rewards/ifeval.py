@@ -1,4 +1,4 @@
-"""IFEval (arXiv:2311.07911): whether a response follows the instructions of its prompt, graded by the authors' code as lm-eval keeps it."""
+"""IFEval (arXiv:2311.07911): grades whether a response follows its prompt's instructions, by the authors' code in lm-eval."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SENTENCES = "tokenizers/punkt_tab/english"
 
 class _Graders(NamedTuple):
     measures: ModuleType  # lm_eval.tasks.ifeval.utils
-    instructions: dict[str, Any]  # of each type by its id, such as "punctuation:no_comma"
+    instructions: dict[str, Any]  # id, such as "punctuation:no_comma" -> class of the instruction
 
 
 def check_installed(setting: str) -> None:
-    """Raises ConfigError that says what is missing, and the command that installs it. Args: setting: what needs it, as key=value."""
+    """Raises ConfigError that names missing packages and the command that installs them. Args: setting: the "key=value" that needs them."""
     if absent := [name for name in _PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{setting}: needs the packages of the extra ifeval ({', '.join(absent)} not found): pip install -e '.[ifeval]'")
     import nltk
@@ -41,8 +41,8 @@ def check_installed(setting: str) -> None:
 
 @cache
 def _graders() -> _Graders:
-    """The library's folder for IFEval, without the packages around it. These would load datasets, pandas and more, which the graders do not
-    use. That takes five seconds, and most of the memory that a worker may have. Language detection, which draws by lot, is given a seed."""
+    """lm-eval's folder for IFEval, imported without the packages around it. Those would load datasets, pandas and more, which the graders
+    do not use, for five seconds and most of a worker's memory. Seeds the language detection, which is random by default."""
     check_installed(f"reward.name={NAME}")
     (root,) = find_spec("lm_eval").submodule_search_locations  # type: ignore[union-attr, misc]
     hollow = {name: folder for name, folder in (("lm_eval", root), ("lm_eval.tasks", f"{root}/tasks")) if name not in sys.modules}
@@ -62,8 +62,8 @@ def _graders() -> _Graders:
 
 
 def reference(answer: str) -> str:
-    """The instructions of a row, checked: JSON of an object with instruction_id_list and kwargs, without the nulls that rows from the hub
-    have for all other instructions' arguments. Raises ValueError."""
+    """Checks the instructions of a row. Returns JSON of an object with instruction_id_list and kwargs. Drops nulls, which rows from the hub
+    have for the arguments of all other instructions. Raises ValueError."""
     found = json.loads(answer)
     names, given = (found.get(key) if isinstance(found, dict) else None for key in ("instruction_id_list", "kwargs"))
     if not isinstance(names, list) or not isinstance(given, list) or not 0 < len(names) == len(given):
@@ -72,7 +72,7 @@ def reference(answer: str) -> str:
 
 
 def _arguments(name: Any, given: Any) -> dict[str, Any]:
-    """The arguments of an instruction; what is missing the library would draw by lot."""
+    """The checked arguments of an instruction. All must be given, since the library would choose missing ones at random."""
     known = _graders().instructions
     if name not in known:
         raise ValueError(f"{name!r} is none of the {len(known)} instructions: {', '.join(known)}")
@@ -92,21 +92,21 @@ def _arguments(name: Any, given: Any) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """A number of a column with nulls may come as a float."""
+    """`value` as an int if it is whole: a column with nulls may have turned integers into floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def instructions(answer: str) -> int:
-    """How many a row has."""
+    """How many instructions a row has."""
     return len(json.loads(answer)["instruction_id_list"])
 
 
 def ifeval_reward(text: str, answer: str) -> dict[str, float]:
-    """1 if all instructions of `answer` (see `reference`) are followed strictly, and MEASURES: whether all are, and which share, strictly
-    and loosely (with the first line, the last line, asterisks left out).
+    """1 if the response follows all instructions of `answer` (see `reference`) strictly, else 0. Also gives MEASURES: whether all are
+    followed, and which share of them, both strictly and loosely (ignoring the first line, the last line, or asterisks).
 
-    Two of the data set's 541 rows ask for a "letter" that is none (# and !), for which the authors' code draws another by lot: here it is
-    always the same one.
+    Two of the data set's 541 rows ask for a "letter" that is not one (# and !). For those the authors' code chooses a letter at random;
+    here it is always the same one.
     """
     measures, row = _graders().measures, json.loads(answer)
     example = measures.InputExample(key=0, prompt="", **row)

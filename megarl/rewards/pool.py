@@ -22,22 +22,23 @@ from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.sandbox.process import own_line
 
 OF_VERIFIERS = ("response", "answer")
-CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # where reward.workers is null
+CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # used if reward.workers is null
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
 def workers_of(config: RewardConfig) -> int:
-    """How many responses are scored at a time. By default few enough of this host's cores for engines and generator to keep theirs."""
+    """How many responses are scored at a time. By default it leaves most of this host's cores to engines and generator."""
     return config.workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_WORKER))
 
 
 class RewardPool(WorkerPool):
-    """Scores responses in `workers_of(config)` processes, by one of VERIFIERS or by the user's function `package.module:name`, which gets
-    `parameters` (see rewards.score.parameters_of).
+    """Scores responses in `workers_of(config)` processes. The scorer is one of VERIFIERS, or the user's function `package.module:name`,
+    which gets the fields `parameters` (see rewards.score.parameters_of).
 
-    A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has brought down two workers; it then
-    scores `config.failed_score`, and the score says so. Any other mistake of the function raises, since a run must not learn from it. What
-    the function prints goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event loop.
+    A call fails if it raises ValueError, takes longer than `config.timeout_s`, runs out of memory, or has ended two workers. The response
+    then scores `config.failed_score`, and its Score records the failure. Any other exception is a mistake in the function and is raised,
+    since a run must not learn from it. Output of the function goes to `log_folder`/reward.<number>.log. Use as `async with`, in one event
+    loop.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class RewardPool(WorkerPool):
         log_folder: Path | None = None,
         part: Part | None = None,
     ):
-        """`part` of the reward, if `config.name` is not all of it."""
+        """`part`: the part of the reward to score; by default `config.name` is the whole reward."""
         self._part, self._parameters = part or single(config), parameters
         name = self._part.name
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
         limits = (workers_of(config), config.timeout_s, config.memory_mib)
-        own = name not in VERIFIERS  # the launcher has imported it, so here too it may read files and keys
+        own = name not in VERIFIERS  # the launcher has already imported it, so reading files and keys is no new risk here
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(
             logged,
@@ -88,7 +89,7 @@ class RewardPool(WorkerPool):
 
 
 class RewardMistake(RunError):
-    """Ends the run because the user's function failed on a response; `told` says how."""
+    """Ends the run because of a mistake in the user's function. `told` describes it."""
 
     def __init__(self, part: Part, told: str, request: ScoreRequest):
         self.told = f"{part.setting}: {told}"
@@ -99,13 +100,13 @@ class RewardMistake(RunError):
 # Rewards by the user's own async function, which may await a judge.
 
 
-BLOCKED_S = 0.2  # without a turn for anything else of the event loop
-WINDOW_S, OFTEN_S = 5.0, 1.0  # OFTEN_S of WINDOW_S: many short turns block it too
+BLOCKED_S = 0.2  # seconds in which nothing else in the event loop got a turn
+WINDOW_S, OFTEN_S = 5.0, 1.0  # blocking for OFTEN_S within WINDOW_S counts too, in many short turns
 
 
 class RewardInLoop:
-    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. A function that blocks the
-    loop, since it does not await what takes time, is reported (`warn`), and again when it has blocked it for twice as long.
+    """Calls the function in the event loop, for all responses at once, each for at most `config.timeout_s`. If the function blocks the
+    loop, `warn` reports it. The next report follows once it has blocked the loop for twice as long.
 
     Failures and mistakes are handled as in RewardPool, but there is no memory limit.
     """
@@ -121,7 +122,7 @@ class RewardInLoop:
     ):
         self._timeout_s, self._function, self._parameters = config.timeout_s, function, parameters
         self._part, self._warn, self._now_s = part or single(config), warn, now_s
-        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # a warning follows from here on
+        self._blocked_s, self._often_s = BLOCKED_S, OFTEN_S  # thresholds of the next warning
         self._window_began_s, self._held_s = -math.inf, 0.0
 
     async def score(self, request: ScoreRequest) -> Score:
@@ -184,5 +185,5 @@ class _Timed:
             sent = raised = None
             try:
                 sent = yield awaited
-            except BaseException as error:  # a cancellation, among others, which is the work's to handle
+            except BaseException as error:  # such as a cancellation, which `work` must handle
                 raised = error

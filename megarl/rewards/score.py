@@ -1,4 +1,4 @@
-"""What a verifier gets and returns; what a user's own function may take and return."""
+"""What a verifier or a user's own function takes and returns."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class ScoreRequest(msgspec.Struct, frozen=True):
 
     response: str  # the policy's text in its last turn; also called `text`
     answer: str  # the reference answer
-    prompt: str = ""  # as the model saw it
+    prompt: str = ""  # the prompt as the model saw it
     row: dict[str, Any] = {}  # the prompt's whole row of the data set
     prompt_token_ids: list[int] = []
-    token_ids: Sequence[int] = ()  # the response's, all turns, including end-of-text
-    version: int = -1  # newest weight version among its tokens: how many steps had been done
+    token_ids: Sequence[int] = ()  # of the whole response: all turns, including end-of-text
+    version: int = -1  # newest weight version among its tokens, which is the number of steps done by then
     sample_index: int = 0  # the sample's number within its prompt, from 0
-    truncated: bool = False  # it was cut at the maximum length
-    source: str = ""  # the prompt's, in data.train.sources or eval.suites
+    truncated: bool = False  # whether the response was cut at the maximum length
+    source: str = ""  # name of the prompt's source in data.train.sources or eval.suites
 
 
 _FIELDS = {"text": "response", **{name: name for name in ScoreRequest.__struct_fields__}}
-# What verl's functions are given, of rows in verl's format.
+# The arguments of verl's reward functions, for rows in verl's format.
 _OF_VERL: dict[str, Callable[[ScoreRequest], Any]] = {
     "solution_str": lambda request: request.response,
     "ground_truth": lambda request: _inner(request.row, "reward_model", "ground_truth", request.answer),
@@ -60,7 +60,7 @@ _FROM_TRL = (
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A response's reward. With `failures`, it is a substitute score, or has some in it."""
+    """A response's reward. With `failures`, all or a part of it is a substitute score."""
 
     reward: float
     parts: dict[str, float] = {}
@@ -68,9 +68,9 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
-    """Names of the fields that `function` asks for, in its order; all fields if it takes **kwargs. Args: setting: its "key=value".
+    """The fields that the parameters of `function` name, in its order; all fields if it takes **kwargs. Args: setting: its "key=value".
 
-    Raises ConfigError for parameters that name no field, or that cannot be passed by name.
+    Raises ConfigError for a parameter that is not a field, or that cannot be passed by name.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -87,7 +87,7 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
 
 
 def _from_trl(function: Callable[..., Any]) -> str:
-    """How a function for TRL, which passes all by name, and as **kwargs the row's other columns, is called from one for a response."""
+    """An error message for a reward function written for TRL: it shows a function that calls it for one response."""
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.name in _OF_TRL]
     columns = [p.name for p in parameters if p.name not in _OF_TRL and p.kind is not p.VAR_KEYWORD and p.default is p.empty]
@@ -99,14 +99,14 @@ def _from_trl(function: Callable[..., Any]) -> str:
 
 
 def arguments_of(request: ScoreRequest, parameters: Sequence[str]) -> list[Any]:
-    """The values of `parameters`; arrays as lists."""
+    """The values of the fields `parameters`, with arrays as lists."""
     values = [_OF_VERL[name](request) if name in _OF_VERL else getattr(request, _FIELDS[name]) for name in parameters]
     return [value.tolist() if isinstance(value, array) else value for value in values]
 
 
 def score_of(found: Any) -> Score:
-    """The Score of a function's result: a number, or a dict or dataclass of numbers with one named "score". Raises TypeError for
-    anything else."""
+    """The Score that a function's result stands for: a number, or a dict or dataclass of numbers with one named "score". Raises TypeError
+    for anything else."""
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
         found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     if not isinstance(found, dict):
@@ -118,7 +118,7 @@ def score_of(found: Any) -> Score:
 
 
 def _number(value: Any, wanted: str) -> float:
-    """Accepts truth values and scalars of NumPy and torch, but no text, not even "1"."""
+    """Accepts booleans and scalars of NumPy and torch, but no text, not even "1"."""
     scalar = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
     if not isinstance(scalar, numbers.Real):
         raise TypeError(f"it must give {wanted}, not {_shown(value)}")
@@ -148,16 +148,16 @@ def _near(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-# What a reward is made of: one score, or the weighted sum of several.
+# The parts of a reward: one score, or the weighted sum of several.
 
 
-ROLE = "roles."  # begins the name of a score that a model of `roles` gives
+ROLE = "roles."  # prefix of the name of a score that a model of `roles` gives
 _EXAMPLE_CHARS = 200
 
 
 @dataclass(frozen=True)
 class Part:
-    """One score of a response. `part` is its name in reward.parts; empty if it is all of the reward."""
+    """One score of a response. `part` is its name in reward.parts; empty if it is the whole reward."""
 
     name: str  # as reward.name
     failed_score: float
@@ -175,7 +175,7 @@ class Part:
         return self.name.removeprefix(ROLE) if self.name.startswith(ROLE) else None
 
     def failed(self, kind: str, reason: str, request: ScoreRequest) -> Score:
-        """The score of a response that could not be scored."""
+        """The substitute score of a response that could not be scored."""
         return Score(self.failed_score, failures=[Failure(kind, reason, excerpt(request.response), self.part)])
 
 
@@ -184,7 +184,7 @@ def single(config: RewardConfig) -> Part:
 
 
 def parts_of(config: RewardConfig) -> list[Part]:
-    """The parts of the reward: those of reward.parts, or reward.name alone."""
+    """The parts of the reward: reward.parts, or reward.name alone."""
     found = [
         Part(
             own.name,
@@ -200,7 +200,7 @@ def parts_of(config: RewardConfig) -> list[Part]:
 
 
 def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
-    """The parts of what scores held-out responses: to a benchmark's prompts its own, to all others the same."""
+    """The parts of the score of held-out responses. A benchmark has its own grader; all other suites share one reward."""
     if (own := config.eval.suites.get(suite)) and own.benchmark:
         return [Part(GRADERS[own.benchmark], 0.0, key=f"eval.suites.{suite}.benchmark={own.benchmark}, graded by reward.name")]
     if config.eval.reward is None:
@@ -209,7 +209,7 @@ def parts_in_evaluation(config: RunConfig, suite: str = "") -> list[Part]:
 
 
 def all_parts(config: RunConfig) -> list[Part]:
-    """Those of training and of all evaluations."""
+    """The parts of the rewards of training and of all evaluations."""
     benchmarks = [name for name, suite in config.eval.suites.items() if suite and suite.benchmark]
     evaluated = [part for name in ("", *benchmarks) for part in parts_in_evaluation(config, name)]
     return [*parts_of(config.reward), *evaluated]
@@ -217,7 +217,7 @@ def all_parts(config: RunConfig) -> list[Part]:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """Scores a response by all parts at once."""
+    """Scores a response by all parts concurrently."""
 
     parts: Sequence[tuple[Part, Callable[[ScoreRequest], Awaitable[Score]]]]
 
@@ -227,7 +227,8 @@ class WeightedSum:
 
 
 def weighted_sum(scored: Sequence[tuple[Part, Score]]) -> Score:
-    """Each part's own parts come below its name; one without a name is all of the reward."""
+    """The weighted sum of the parts' scores. A part without a name is the whole reward; other parts prefix their own parts with their
+    name."""
     named = {part.part: score.reward for part, score in scored if part.part}
     inner = {f"{part.part}/{name}".lstrip("/"): value for part, score in scored for name, value in score.parts.items()}
     failures = [failure for _, score in scored for failure in score.failures]
@@ -243,19 +244,19 @@ def bounded(reward: float, parts: Mapping[str, float]) -> float:
 
 
 def excerpt(response: str) -> str:
-    """The beginning of a response, to be shown in an error."""
+    """The beginning of a response, for error messages."""
     return response if len(response) <= _EXAMPLE_CHARS else response[:_EXAMPLE_CHARS] + "…"
 
 
-# What training takes off a response's score: penalties for length. Evaluations and the metric reward/mean are of scores alone.
+# Length penalties, which only training subtracts. Evaluations and the metric reward/mean use scores without penalties.
 
 
 def trained_score(score: float, tokens: int, finish_reason: str, config: RunConfig) -> float:
-    """What training uses in the place of `score`. A response that was cut loses `reward.unfinished_penalty`, or has
-    `reward.unfinished_score`, which may be more than its own. Of the longest allowed response the last `reward.overlong_tokens` cost
-    `reward.overlong_penalty` in all, each the same (DAPO, arXiv:2503.14476, equation 13)."""
+    """The reward that training uses instead of `score`. A response that was cut loses `reward.unfinished_penalty`, or gets
+    `reward.unfinished_score`, even if that is more than its score. Each of the last `reward.overlong_tokens` tokens below the length limit
+    costs the same, in all `reward.overlong_penalty` (DAPO, arXiv:2503.14476, equation 13)."""
     reward = config.reward
-    if finish_reason == "length":  # never a difference to the fixed score: rounding would prefer one cut response to another
+    if finish_reason == "length":  # exactly the fixed score: rounding would prefer one cut response to another
         score = score - reward.unfinished_penalty if reward.unfinished_score is None else reward.unfinished_score
     if not reward.overlong_tokens:
         return score
@@ -264,7 +265,7 @@ def trained_score(score: float, tokens: int, finish_reason: str, config: RunConf
 
 
 def trained_reward(branches: Sequence[SampleSummary], config: RunConfig) -> float:
-    """Of an episode, all of whose branches have its reward: the most is lost by which any of them is cut or too long."""
+    """`trained_score` of an episode. All its branches have the same reward; the branch with the largest penalty counts."""
     return min(trained_score(sample.reward, sample.tokens, sample.finish_reason, config) for sample in branches)
 
 
@@ -274,7 +275,7 @@ def has_signal(samples: Sequence[SampleSummary], config: RunConfig) -> bool:
 
 
 def shapes(config: RunConfig) -> bool:
-    """Whether there are penalties at all."""
+    """Whether any length penalty is set."""
     reward = config.reward
     return reward.unfinished_penalty > 0 or reward.unfinished_score is not None or reward.overlong_tokens > 0
 
@@ -288,18 +289,18 @@ def problems(config: RunConfig) -> Iterable[str]:
         yield f"reward.unfinished_score={reward.unfinished_score:g}: must be null with {taken}"
 
 
-# Counts failed scores and failed episodes by kind, and says when there are too many.
+# Counts failed scores and failed episodes by kind, and tells when there are too many.
 
 
 METRICS = {"timeout": "reward/timeouts", "error": "reward/errors", "memory": "reward/out_of_memory", "exit": "reward/exits"}
 FAILED_FRACTION, FAILED_EPISODES = "reward/failed_fraction", "rollout/failed_fraction"
-_FAILED_KIND = "rollout/failed_"  # begins the key of the share of episodes that failed in one way
+_FAILED_KIND = "rollout/failed_"  # prefix of the key for the share of episodes that failed in one way
 
 Scored = Sample | SampleSummary
 
 
 def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
-    """How many of the samples' scores failed, by kind and by part of the reward, and which share of the samples that is."""
+    """The number of samples whose scoring failed, by kind and by part of the reward, and the share of such samples."""
     failures = [failure for sample in samples for failure in sample.failures if _of_score(failure)]
     kinds, parts = (Counter(getattr(failure, name) for failure in failures) for name in ("kind", "part"))
     by_kind: dict[str, float] = {key: kinds[kind] for kind, key in METRICS.items()}
@@ -309,7 +310,7 @@ def failure_metrics(samples: Sequence[Scored]) -> dict[str, float]:
 
 
 def teacher_failures(samples: Sequence[Scored]) -> dict[str, float]:
-    """How many of the samples each teacher on engines has failed to judge."""
+    """For each teacher on engines, how many of the samples it has failed to judge."""
     failures = [failure for sample in samples for failure in sample.failures if _of_teacher(failure)]
     return {f"distill/{part.removeprefix(ROLE)}/failed": count for part, count in Counter(failure.part for failure in failures).items()}
 
@@ -319,7 +320,7 @@ def _of_teacher(failure: Failure) -> bool:
 
 
 def of_episode(failure: Failure) -> bool:
-    """Whether the episode itself has failed, not its scoring."""
+    """Whether the episode itself has failed, and not only its scoring."""
     return failure.part.startswith(EPISODE)
 
 
@@ -333,14 +334,14 @@ def failed_episodes(samples: Sequence[Scored]) -> list[Failure]:
 
 
 def episode_metrics(samples: Sequence[Scored]) -> dict[str, float]:
-    """Which share of the episodes failed."""
+    """The share of the episodes that failed."""
     return {FAILED_EPISODES: len(failed_episodes(samples)) / max(1, sum(not sample.branch for sample in samples))}
 
 
 def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -> str | None:
-    """Why the run must stop, if more than `rollout.max_failed_fraction` of the samples' episodes failed: kinds, limit and an example.
+    """If more than `rollout.max_failed_fraction` of the episodes failed, the reason why the run must stop: kinds, limit and an example.
 
-    Those that sampled nothing do not count: nothing is learned of them, and rollout.args.max_unanswered is their limit.
+    Episodes that sampled nothing do not count here: nothing is learned from them, and rollout.args.max_unanswered limits them.
     """
     failures = [failure for failure in failed_episodes(samples) if failure.kind != UNANSWERED]
     episodes = sum(not sample.branch for sample in samples)
@@ -354,8 +355,8 @@ def too_many_failed_episodes(config: RolloutConfig, samples: Sequence[Scored]) -
 def too_many_failures(
     config: RewardConfig, samples: Sequence[Scored], parts: Sequence[Part] | None = None, teachers: Iterable[str] = ()
 ) -> str | None:
-    """Why the run must stop: more than `reward.max_failed_fraction` of the scores, of one part's scores, or of a teacher's answers failed.
-    It has kinds, the limit and an example. `parts`: of the reward, if it is not that of training."""
+    """The reason why the run must stop, if more than `reward.max_failed_fraction` of the scores failed, of one part's scores, or of a
+    teacher's answers. It has kinds, the limit and an example. `parts`: the parts of the reward, by default those of training."""
     asked = [(part.part, part.setting) for part in parts or parts_of(config)] + [(f"{ROLE}{name}", f"{ROLE}{name}") for name in teachers]
     for name, setting in asked:
         failures = [failure for sample in samples for failure in sample.failures if failure.part == name]
@@ -367,12 +368,12 @@ def too_many_failures(
 
 
 def describe_failures(rows: Sequence[Mapping[str, float]]) -> str:
-    """The failures that rows of metrics count, in words; empty if there are none."""
+    """The failures counted in rows of metrics, in words; empty if there are none."""
     return _described({key: sum(row.get(key, 0) for row in rows) for key in METRICS.values()})
 
 
 def describe_failed_episodes(rows: Sequence[Mapping[str, float]]) -> str:
-    """Which share of the episodes failed in rows of metrics, all and by kind, in words; empty if none did."""
+    """The share of failed episodes in rows of metrics, in total and by kind, in words; empty if none failed."""
     if not any(row.get(FAILED_EPISODES) for row in rows):
         return ""
     kinds = dict.fromkeys(key for row in rows for key in row if key.startswith(_FAILED_KIND) and key != FAILED_EPISODES)
@@ -388,11 +389,11 @@ def _described(counts: Mapping[str, float]) -> str:
 
 
 def told(failure: Failure) -> str:
-    """Its kind, and the part of the reward that it is of."""
+    """The kind of a failure, and the part of the reward that it concerns."""
     return f"{failure.kind} of {failure.part}" if failure.part else failure.kind
 
 
 def short(reason: str, errors: str = "") -> str:
-    """Why an episode failed, as Failure.reason: with the last line of what its program wrote to standard error."""
+    """Why an episode failed, for Failure.reason. Ends with the last line of `errors`, its program's standard error."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
     return excerpt(f"{reason}: {last}" if last else reason)

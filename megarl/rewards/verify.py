@@ -50,7 +50,7 @@ def last_number_reward(text: str, answer: str) -> float:
     return float(_equal_or_refused(clean(answer), last_running_number(text)))
 
 
-VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # as a user's own function they give a number, or a dict with "score"
+VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # each returns a number, or a dict with "score", as a user's own function does
     "math": math_reward,
     "last_number": last_number_reward,
     "choice": choice_reward,
@@ -59,7 +59,8 @@ VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # as a user's own function 
 
 
 def _unmarked_answers(text: str) -> list[str]:
-    """The last line if it is an expression; the number or expression at its end if it is prose."""
+    """Candidates for an answer that is not marked: the last line if it is an expression, or the number or expression at the end of
+    prose."""
     line = last_line(text)
     return list(dict.fromkeys((clean(line), last_number(text), last_expression(text)))) if _clean_characters(line) else []
 
@@ -82,10 +83,10 @@ def _equal_or_refused(reference: str, candidate: str) -> bool:
         return False
 
 
-# maj@k: whether the answer that most of k samples give is right.
+# maj@k: whether the most frequent answer among k samples is right.
 
 
-Vote = Hashable  # an answer; True: the right one; None: the sample gives none
+Vote = Hashable  # an answer; True: the right answer; None: the sample gives no answer
 
 
 def _final_answer(text: str) -> str:
@@ -99,8 +100,8 @@ ANSWERS: dict[str, Callable[[str], str]] = {"math": _final_answer, "last_number"
 
 
 def vote(grader: str, text: str, right: bool) -> Vote:
-    """What a response to a prompt votes for. Right answers are one, however they are written; wrong ones are one if their numbers or their
-    texts are equal."""
+    """The answer that a response votes for. All right answers are one vote, however they are written. Wrong answers are the same vote if
+    their numbers or their texts are equal."""
     if right:
         return True
     answer = ANSWERS[grader](text) if len(text) <= MAX_TEXT_CHARS else ""
@@ -109,12 +110,12 @@ def vote(grader: str, text: str, right: bool) -> Vote:
 
 
 def majority(votes: Sequence[Vote]) -> float:
-    """The chance that the answer with the most votes, drawn by lot from those with equally many, is right."""
+    """The probability that the answer with the most votes is right. Ties are broken at random."""
     counts = Counter(vote for vote in votes if vote is not None)
     first = [answer for answer, count in counts.items() if count == max(counts.values())]
     return (True in first) / len(first) if first else 0.0
 
 
 def majority_at(k: int, votes: Sequence[Vote]) -> float:
-    """The mean of `majority` over as many draws of k votes as there are without using one twice."""
+    """The mean of `majority` over disjoint groups of k votes, as many as there are."""
     return fmean(majority(votes[first : first + k]) for first in range(0, len(votes) - k + 1, k))

@@ -28,7 +28,7 @@ _INSTRUCTIONS = {
     "length_constraints:number_words": {"num_words": 9, "relation": "at least"},
 }
 _FOLLOWED = "This is the FIRST of two sentences, and it is English. This is the other one."
-# Right pairs that make SymPy do its late imports before the clock runs and side effects are forbidden.
+# Right answers. They make SymPy do its late imports before the clock runs and side effects are forbidden.
 _WARM_UP = {
     "math": [
         ("\\boxed{x^2+2x+1}", "(x+1)^2"),
@@ -40,7 +40,7 @@ _WARM_UP = {
     "choice": [("the answer is (B)", "B")],
     "ifeval": [(_FOLLOWED, json.dumps({"instruction_id_list": list(_INSTRUCTIONS), "kwargs": list(_INSTRUCTIONS.values())}))],
 }
-# SymPy evaluates these to make numbers from text; latex2sympy uses that for what its grammar took for a number.
+# SymPy evaluates these expressions to make numbers from text. latex2sympy does so for everything its grammar reads as a number.
 _NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")
 _FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "tempfile.", "urllib.", "sqlite3.", "signal.", "gc.")
 _HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # by Python's imports
@@ -54,7 +54,7 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
         process.limit_resources(memory_mib, files_writable=True)
         process.serve(function, timeout_s)
         return
-    logging.disable(logging.CRITICAL)  # math-verify logs model output that it cannot parse, in any quantity
+    logging.disable(logging.CRITICAL)  # math-verify logs all model output that it cannot parse
     from megarl.rewards.verify import VERIFIERS
 
     verify = VERIFIERS[verifier]
@@ -67,8 +67,8 @@ def main(verifier: str, parameters: str, memory_mib: str, timeout_s: str, parent
 
 
 def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str, Any] | str]:
-    """Wraps the user's function: takes the values of `parameters`, returns a Score, or its mistake as text. ValueError is not a mistake
-    and is raised."""
+    """Wraps the user's function. The result takes the values of `parameters`, and returns a Score, or the description of a mistake in the
+    function as text. It raises ValueError, which is not a mistake."""
     function = attribute(path)
 
     def reward(*values: Any) -> dict[str, Any] | str:
@@ -88,7 +88,7 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
 
 
 def score(verify: Callable[[str, str], Any], text: str, answer: str) -> dict[str, Any]:
-    """The verifier's score. Raises ValueError if it fails on this text, MemoryError."""
+    """The verifier's score. Raises ValueError if the verifier fails on this text, and MemoryError."""
     try:
         return msgspec.to_builtins(score_of(verify(text, answer)))
     except MemoryError:
@@ -98,9 +98,9 @@ def score(verify: Callable[[str, str], Any], text: str, answer: str) -> dict[str
 
 
 def _forbid_side_effects() -> None:
-    """Forbids new processes, connections, deleting and writing files, and evaluating any Python but SymPy's numbers from text.
+    """Forbids to start processes, connect, delete or write files, and evaluate Python, except SymPy's numbers from text.
 
-    This is a second line of defence; the first is that no answer is passed to anything that evaluates Python.
+    This is the second line of defence. The first is that no answer is passed to anything that evaluates Python.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

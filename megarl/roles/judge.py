@@ -1,6 +1,6 @@
 """Scores by a judge on engines: a model that reads responses and writes a verdict.
 
-Its input quotes hostile text, and its output depends on that. So only the last verdict in its answer counts. Numbers out of range and
+Its input quotes hostile text, and its output depends on that. So only the last verdict in its answer counts, numbers out of range and
 unknown words are failures, and lengths are limited.
 """
 
@@ -28,10 +28,10 @@ _FIELD = re.compile(r"\{[a-z_]+\}")
 
 
 class Template:
-    """A text with fields such as {response}, encoded with a value for each.
+    """A text with fields such as {response}. `encode` fills them in and tokenises the result.
 
-    Values may be hostile. So the name of a special token in a value is plain text, which cannot end or open a turn. Only special tokens of
-    the text itself count. Otherwise the ids are those of the whole text: a token may span the border between it and a value.
+    Values may be hostile. So the name of a special token in a value is plain text, which cannot end or open a turn. Only special tokens in
+    the template itself count. Otherwise the ids equal those of the whole text: a token may span the border between template and value.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, fields: Sequence[str]):
@@ -39,7 +39,7 @@ class Template:
         special = tokenizer.special_tokens
         marks = sorted(special, key=len, reverse=True)
         cuts = re.compile("|".join(map(re.escape, [*(f"{{{field}}}" for field in fields), *marks])))
-        self._pieces: list[int | str | tuple[str]] = []  # a special token, text, the name of a field
+        self._pieces: list[int | str | tuple[str]] = []  # ids of special tokens, texts, and names of fields
         end = 0
         for found in cuts.finditer(text):
             self._pieces += [text[end : found.start()], special[found[0]] if found[0] in special else (found[0][1:-1],)]
@@ -60,8 +60,8 @@ class Template:
 
 
 def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
-    """A user's message and, if there is a second, the assistant's, in the tokenizer's chat template. Raises ConfigError, also if the chat
-    template leaves out a field of these."""
+    """A user's message, and the assistant's if there is a second one, in the tokenizer's chat template. Raises ConfigError, also if the
+    template leaves out a field of the messages."""
     template, roles = load_chat_template(tokenizer.source, f"{key}={CHAT}"), ("user", "assistant")
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents)]
     try:
@@ -73,12 +73,12 @@ def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
     return text
 
 
-UNDECIDED = "undecided"  # the part of a pairwise score with the share of its comparisons that had no verdict
+UNDECIDED = "undecided"  # part of a pairwise score: the share of comparisons without a verdict
 _SHOWN_CHARS = 200
 
 
 class NoVerdict(Exception):
-    """Why the judge gave no verdict. `kind`: that of a Failure (base/rollout_types.py)."""
+    """The judge gave no verdict, for a `reason`. `kind`: of the Failure (base/rollout_types.py)."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -86,7 +86,7 @@ class NoVerdict(Exception):
 
 
 class Judge:
-    """A request to an engine that is lost goes to another, or waits until one is back."""
+    """Scores responses. A request to a lost engine goes to another engine, or waits until one is back."""
 
     def __init__(self, role: ServedRole, fleet: Fleet):
         """Raises ConfigError."""
@@ -99,15 +99,15 @@ class Judge:
         self._sampling = Sampling(settings.max_tokens, settings.temperature, stop_token_ids=self._tokenizer.eos_ids)
 
     async def score(self, part: Part, request: ScoreRequest) -> Score:
-        """A response's score by itself."""
+        """The score of a single response."""
         try:
             return Score(await self._ask(prompt=request.prompt, response=request.response, answer=request.answer))
         except NoVerdict as error:
             return part.failed(error.kind, str(error), request)
 
     async def compare(self, part: Part, prompt: str, answer: str, responses: Sequence[str]) -> list[Score]:
-        """The scores of a prompt's responses: the share of comparisons that each has won. Comparisons without a verdict do not count. A
-        response without any verdict has failed."""
+        """The scores of a prompt's responses: for each, the share of comparisons that it has won. Comparisons without a verdict do not
+        count. A response without any verdict has failed."""
         games = [game for pair in pairs(len(responses), self._settings.opponents) for game in (pair, pair[::-1])]
 
         async def play(first: int, second: int) -> float | NoVerdict:
@@ -128,7 +128,7 @@ class Judge:
 
     async def _ask(self, **values: str) -> float:
         """Raises NoVerdict."""
-        ids = await asyncio.to_thread(self._template.encode, **values)  # what it quotes may be long
+        ids = await asyncio.to_thread(self._template.encode, **values)  # in a thread, since the quoted text may be long
         if len(ids) >= self._room:
             raise NoVerdict("error", f"{self._key}: {len(ids)} tokens to read, where its context has room for {self._room}")
         try:
@@ -155,7 +155,7 @@ def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
 
 
 def verdict_score(text: str, settings: RoleConfig) -> float | None:
-    """The score of the last verdict in the text. None if there is no verdict, or if it is neither a number in range nor a known word."""
+    """The score of the last verdict in the text. None without a verdict, or if it is neither a number in range nor a known word."""
     found = [match[1] for match in re.finditer(settings.verdict or "", text)]
     if not found or found[-1] is None:
         return None

@@ -1,4 +1,4 @@
-"""Opens the engines of the models beside the policy, and the scores that these give."""
+"""Opens the engines of the models beside the policy, and their scorers and teachers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Scorer = RewardModel | Judge
 
 
 async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False) -> dict[str, Fleet]:
-    """The engines of each role; returns when they take requests. `resources` closes their clients. Elastic fleets can lose engines."""
+    """Opens the engines of each role, and returns when they take requests. `resources` closes the clients. `elastic` fleets may lose
+    engines."""
     fleets: dict[str, Fleet] = {}
     for role in plan.served:
         keys = rendezvous.engine_key, rendezvous.engine_admin_key
@@ -43,7 +44,7 @@ def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> 
 
 
 def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
-    """The teachers on engines, if there are any."""
+    """The teachers on engines; None if there are none."""
     form = teacher_format(plan.config)
     found = [Teacher(role, fleets[role.name], form.top_k) for role in plan.served if role.role == TEACHER]
     return Teachers(found, form) if found else None
@@ -64,7 +65,7 @@ def check_served(role: ServedRole, policy: Tokenizer) -> None:
 
 
 def check_role_weights(role: ServedRole) -> None:
-    """Raises ConfigError if a local checkpoint has no weights, or damaged files: SGLang would find that out only when it starts."""
+    """Raises ConfigError if a local checkpoint has no weights or damaged files. SGLang would notice only when it starts."""
     folder = Path(role.settings.path)
     if not folder.is_dir():
         return

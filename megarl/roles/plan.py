@@ -1,4 +1,4 @@
-"""The models beside the policy: checks of their settings, and the shapes of those on engines."""
+"""The models beside the policy: checks their settings, and finds the shapes of the models on engines."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from megarl.roles.settings import (
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _PROCESSES = "trainer generator engine reward tool sft evaluate export hub evaluator evaluation eval_engine"
-TAKEN = tuple(_PROCESSES.split())  # names of other processes
-TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is of lengths
+TAKEN = tuple(_PROCESSES.split())  # names that other processes have
+TAKEN_PARTS = ("penalty",)  # the metric reward/penalty/mean is the length penalty
 # The reward models that SGLang has: a linear map to one score, or Qwen2.5-Math-RM's two layers.
 TWO_LAYERS = "Qwen2ForRewardModel"
 SERVED = (*(f"{family}{CLASSIFICATION}" for family in ("Llama", "Qwen2", "Qwen3")), TWO_LAYERS)
 BEFORE = ("sft", "reward-model", "export")  # commands that need no models beside the policy
 _OF_ENGINES = ("engines", "tp", "ep", "max_concurrency", "kv_cache_tokens", "mem_fraction", "server_args", "timeout_s")
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
-_KEYS = {  # beside role, path and on; a role on engines also has the engines' settings
+_KEYS = {  # role -> its keys besides role, path and on; a role on engines also has the engines' settings
     CRITIC: (),
     REWARD_MODEL: ("template",),
     JUDGE: ("template", *_OF_JUDGE),
@@ -75,7 +75,7 @@ def pairwise(config: RunConfig, part: Part) -> bool:
 
 
 def pairs(count: int, opponents: int | None) -> list[tuple[int, int]]:
-    """Pairs of responses, each once: all of them, or each response and the next `opponents` in a circle."""
+    """Pairs of responses, each once: all pairs, or each response with the next `opponents` responses in a circle."""
     furthest = count // 2 if opponents is None else min(opponents, count // 2)
     return sorted({(min(i, j), max(i, j)) for i in range(count) for step in range(1, furthest + 1) for j in [(i + step) % count] if i != j})
 
@@ -102,7 +102,7 @@ def check_roles(config: RunConfig) -> Iterator[str]:
 
 
 def _foreign_keys(key: str, settings: RoleConfig, role: str, on_engines: bool) -> Iterator[str]:
-    """Problems of settings that only another role has, or the same role at another place."""
+    """Problems with settings that only another role has, or the same role in another place."""
     allowed = ("role", "path", "on", "sft", *_KEYS[role], *(_OF_ENGINES if on_engines else ()))
     default = RoleConfig()
     for name in (field.name for field in fields(settings)):
@@ -147,7 +147,7 @@ def _check_judge(config: RunConfig, key: str, settings: RoleConfig) -> Iterator[
 
 
 def _check_fields(key: str, template: str, *needed: str) -> Iterator[str]:
-    """Missing fields, and misspelt ones, which would be read as plain text."""
+    """Problems with fields that are missing, or misspelt and so read as plain text."""
     if missing := [name for name in needed if name not in template]:
         yield f"{key}.template={template!r}: must contain {' and '.join(missing)}"
         return
@@ -186,7 +186,7 @@ _CHECKS = {
 
 
 def check_reward(config: RunConfig) -> Iterator[str]:
-    """Problems of reward parts that nothing scores, or that have a wrong name."""
+    """Problems with reward parts that nothing scores, or that have an invalid name."""
     for name in (name for name, part in config.reward.parts.items() if part is not None):
         if not NAME.fullmatch(name) or name in TAKEN_PARTS:
             yield f"reward.parts.{name}: its name must be letters, digits, - and _, and none of {', '.join(TAKEN_PARTS)}"
@@ -216,8 +216,8 @@ def _check_unscored(config: RunConfig, part: Part, in_evaluation: bool) -> Itera
 
 
 def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...]:
-    """The models on engines, if the command needs any. One that megarl sft or reward-model will make from model.path counts as there until
-    the run starts. Raises ConfigError with all problems of their checkpoints."""
+    """The models on engines, if the command needs any. A checkpoint that megarl sft or reward-model will make from model.path counts as
+    present until the run starts. Raises ConfigError with all problems of the checkpoints."""
     found, problems = [], []
     needed = {part.role for part in parts_in_evaluation(config)} if command == "eval" else config.roles.keys()
     for name, settings in roles_of(config).items() if command not in BEFORE else ():
@@ -244,19 +244,19 @@ def find_served(config: RunConfig, command: str | None) -> tuple[ServedRole, ...
 
 
 def makers(config: RunConfig) -> dict[str, str]:
-    """Folder → the command that makes the checkpoint there."""
+    """Folder -> the command that makes the checkpoint there."""
     own = {settings.path: "sft" for settings in roles_of(config).values() if settings.sft}
     return {config.sft.output: "sft", config.reward_model.output: "reward-model", **own}
 
 
 def to_be(config: RunConfig, maker: str, settings: RoleConfig) -> ModelSpec:
-    """The shape of what the command `maker` will make."""
+    """The shape of the model that the command `maker` will make."""
     spec = load_spec(flat(settings.sft).get("model.path") or config.model.spec or config.model.path, own_family=config.model.family)
     return spec.with_scalar_head() if maker == "reward-model" else spec
 
 
 def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
-    """The problem, if the model that the command `maker` will make cannot be in this role."""
+    """A problem if the model that the command `maker` will make does not fit this role."""
     architecture = family(spec).ARCHITECTURES[0]
     if maker == "reward-model":
         architecture = architecture.replace(CAUSAL_LM, CLASSIFICATION)
@@ -265,7 +265,7 @@ def _made_otherwise(maker: str, spec: ModelSpec, role: str) -> Iterable[str]:
 
 
 def _misplaced(architecture: str, role: str) -> str:
-    """Why a model of the architecture cannot be in this role; empty if it can."""
+    """Why a model of this architecture cannot have this role; empty if it can. To be put after the architecture's name."""
     if role == REWARD_MODEL:
         return "" if architecture in SERVED else f"; SGLang's reward models are {', '.join(SERVED)}"
     scores = architecture.endswith(CLASSIFICATION) or architecture == TWO_LAYERS
@@ -273,12 +273,12 @@ def _misplaced(architecture: str, role: str) -> str:
 
 
 def _spec(settings: RoleConfig, role: str, key: str) -> ModelSpec:
-    """Raises ConfigError for an architecture that cannot be in this role."""
+    """The model's shape. Raises ConfigError for an architecture that does not fit this role."""
     from megarl.data.tokenizer import read_json  # not at the top: the GPU kit has no tokenizers
 
     values = read_json(settings.path, "config.json")
     if not values.get("architectures"):
-        return load_spec(settings.path, key)  # the error says what is wrong
+        return load_spec(settings.path, key)  # raises the error that says what is wrong
     architecture = values["architectures"][0]
     if why := _misplaced(architecture, role):
         raise ConfigError(f"{key}={settings.path}: is a {architecture}{why}")

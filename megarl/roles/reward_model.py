@@ -21,8 +21,8 @@ Encode = Callable[[ScoreRequest], list[int]]
 
 
 class RewardModel:
-    """A score is a failure if it is not finite, or above MAX_REWARD in size. So is a request that an engine refuses, or does not answer in
-    time. A request to an engine that is lost goes to another, or waits until one is back."""
+    """A failed score is one that is not finite or has an absolute value above MAX_REWARD. A request that an engine refuses, or does not
+    answer in time, is a failure too. A request to a lost engine goes to another engine, or waits until one is back."""
 
     def __init__(self, role: ServedRole, fleet: Fleet, policy: Tokenizer):
         """`policy`: the policy's tokenizer. Raises ConfigError."""
@@ -33,7 +33,7 @@ class RewardModel:
         self._encode = reading(role, policy)
 
     async def score(self, part: Part, request: ScoreRequest) -> Score:
-        ids = await asyncio.to_thread(self._encode, request)  # the response may be long
+        ids = await asyncio.to_thread(self._encode, request)  # in a thread, since the response may be long
         if not ids:
             raise RunError(
                 f"{part.setting}: it was given no tokens; a rollout's own ScoreRequest needs token_ids, or set {self._key}.template"

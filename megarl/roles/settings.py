@@ -1,4 +1,4 @@
-"""The schema's section on the models that take part in a run beside the policy."""
+"""The schema's section on the models of a run beside the policy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.config.limits import INPUT, above, at_least, between, one_of, second
 
 CRITIC, REWARD_MODEL, JUDGE, TEACHER, REFERENCE = "critic", "reward_model", "judge", "teacher", "reference"
 TRAINER, ENGINES = "trainer", "engines"
-# role → where it may be, the usual place first
+# role -> where it may be, the usual place first
 PLACES = {CRITIC: (TRAINER,), REWARD_MODEL: (ENGINES,), JUDGE: (ENGINES,), TEACHER: (ENGINES, TRAINER), REFERENCE: (TRAINER,)}
 POINTWISE, PAIRWISE = "pointwise", "pairwise"
-CHAT = "chat"  # template of a reward model: the chat template of its tokenizer
+CHAT = "chat"  # value of `template`: the chat template of the model's tokenizer
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RoleConfig:
 
 
 def flat(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """RoleConfig.sft as dotted keys with their values. It may be written dotted or nested; the last of several values counts."""
+    """Dotted key -> value in RoleConfig.sft, which may be written dotted or nested. The last of several values counts."""
     found: dict[str, Any] = {}
     for name, value in overrides.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -25,12 +25,12 @@ from megarl.plan.resolve import RunPlan
 from megarl.trainer.distributed import init_distributed, shutdown_distributed
 from megarl.trainer.step import MegatronTrainer
 
-# Reward models from pairs of responses, of which one is preferred (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, (1)).
+# Reward models learn from pairs of responses, one preferred (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, (1)).
 #
 #     loss = mean over pairs of -log sigmoid(d),  d = score(chosen) - score(rejected) - margin
 #
-# A pair's responses may be in different microbatches and on different ranks. So all scores are computed before the optimizer step. The step
-# uses a sum of scores with constant weights, the loss's derivatives, so its gradient is that of the loss.
+# The responses of a pair may be in different microbatches and on different ranks. So all scores are computed before the optimizer step. The
+# step then uses a sum of scores with constant weights, which are the derivatives of the loss. Its gradient is that of the loss.
 
 
 class PairLoss(NamedTuple):
@@ -54,8 +54,8 @@ def bradley_terry(scores: Tensor, margins: Tensor) -> PairLoss:
 
 
 def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
-    """A sequence for scoring. One more token is added, and is the only one in the loss: the value at its place is the sequence's score.
-    `weight` of its score in `weighted_values`."""
+    """A sequence for scoring. It has one additional token, the only one in the loss: the value at its position is the sequence's score.
+    `weight`: of the score in `weighted_values`."""
     length = len(token_ids) + 1
     mask = np.arange(length) == length - 1
     return TrainSequence(
@@ -64,12 +64,12 @@ def to_score(token_ids: list[int], weight: float = math.nan) -> TrainSequence:
 
 
 def weighted_values(values: Tensor, microbatch: Microbatch) -> LossOutput:
-    """The sum of the values [t] with the tokens' advantages as weights."""
+    """The sum of the values [t], weighted by the tokens' advantages."""
     mask = microbatch.loss_mask
     return LossOutput((torch.where(mask, microbatch.advantages, 0.0) * values).sum(), {"tokens": mask.sum()})
 
 
-# Trains a reward model on pairs of responses, with the trainer of the RL run.
+# The training itself.
 
 
 FOLDER = "reward_model"  # in run_dir
@@ -117,7 +117,7 @@ def run_reward_model_rank(plan: RunPlan, rank: int) -> None:
 
 
 def begin(trainer: MegatronTrainer, plan: RunPlan) -> None:
-    """Sets the first weights: those that a run would begin with, and a new head unless they belong to a reward model."""
+    """Loads the weights that a run would begin with, and adds a new head unless they are a reward model's."""
     config = plan.config
     if not plan.weights.are_there:  # the plan has checked that they may be random
         trainer.init_random(config.seed)
@@ -132,7 +132,7 @@ class PairScorer:
         self._tokenizer, self._context_tokens = load_tokenizer(plan.config.model), plan.spec.max_position_embeddings
 
     def train(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """Makes one optimizer step; returns metrics of the weights before it."""
+        """Makes one optimizer step. Returns metrics of the weights before it."""
         tokens, scores, margins = self._score(pairs)
         found = bradley_terry(scores, margins)
         weighted = [to_score(ids, weight) for ids, weight in zip(tokens, found.weights.flatten().tolist(), strict=True)]
@@ -142,13 +142,13 @@ class PairScorer:
 
     def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Empty without pairs."""
-        each = list(map(pairs.__getitem__, range(len(pairs))))  # a made-up dataset has no slices
+        each = list(map(pairs.__getitem__, range(len(pairs))))  # a synthetic dataset has no slices
         parts = [each[first : first + self._size] for first in range(0, len(each), self._size)]
         found = [(len(part), bradley_terry(*self._score(part)[1:]).metrics) for part in parts]
         return {name: fmean((each[name] for _, each in found), [count for count, _ in found]) for name in found[0][1]} if found else {}
 
     def _score(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], Tensor, Tensor]:
-        """(token ids of chosen and rejected in turn, scores [B, 2], margins [B])."""
+        """(token ids, alternately of chosen and rejected; scores [B, 2]; margins [B])."""
         tokens = [ids for pair in pairs for ids in pair_tokens(pair, self._tokenizer, self._context_tokens)]
         scores = [float(row[-1]) for row in self._trainer.token_values([to_score(ids) for ids in tokens])]
         margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)

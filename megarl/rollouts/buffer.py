@@ -1,4 +1,4 @@
-"""Decides which finished groups make up the batch of a step: the receiving end of the rollouts channel."""
+"""Decides which finished groups make up the batch of a step. This is the receiving end of the rollouts channel."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megarl.base.rollout_types import Ordinal, Version
 from megarl.data.order import Mixture
 from megarl.messaging.messages import GroupReady
 
-# Records the state of every prompt of a run: trained on, dropped, rested, finished and held for training, or none of these.
+# The ledger records the state of every prompt of a run: trained on, dropped, rested, finished but not yet trained on, or none of these.
 #
-# Each checkpoint holds the ledger beside the weights that it belongs to. After a resume, prompts that are not in it are generated (again),
-# so nothing else has to be saved for each prompt to be trained on, dropped, or left out by the curriculum, exactly once.
+# Each checkpoint holds the ledger and the weights of the same step. After a resume, the prompts that the ledger lacks are generated, some
+# of them again. So the ledger is all that a run must save to train on, drop or rest each prompt exactly once.
 
 
 LEDGER_FILE = "ledger.msgpack"
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    consumed_below: Ordinal = 0  # all prompts below it have been trained on or dropped, or have rested
-    consumed_beyond: list[Ordinal] = []  # and so have these
+    consumed_below: Ordinal = 0  # every prompt below this has been trained on, dropped or rested
+    consumed_beyond: list[Ordinal] = []  # further prompts that have been trained on, dropped or rested
     groups: list[GroupReady] = []  # finished, but not yet trained on
-    dropped: list[Ordinal] = []  # all those of the run
-    untold: list[GroupReady] = []  # of these, the ones that no batch has reported yet
-    rested: list[Ordinal] = []  # all those of the run that the curriculum has left out
-    outside: list[Ordinal] = []  # all those of the run whose pass rate was outside the curriculum's band
+    dropped: list[Ordinal] = []  # all dropped prompts of the run
+    untold: list[GroupReady] = []  # dropped groups that no batch has reported yet
+    rested: list[Ordinal] = []  # all prompts of the run that the curriculum has left out
+    outside: list[Ordinal] = []  # all prompts of the run whose pass rate was outside the curriculum's band
     rejected: list[Ordinal] = []  # finished, found too old, and not yet trained on or dropped
-    rested_untold: int = 0  # rested prompts that no batch has reported yet
+    rested_untold: int = 0  # number of rested prompts that no batch has reported yet
 
     def trained(self) -> set[Ordinal]:
         """All prompts that have been trained on."""
@@ -55,7 +55,8 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Consumed:
-    """The set of ordinals that have been trained on or dropped, or have rested. It stays small, since they come nearly in order."""
+    """The set of ordinals that have been trained on, dropped or rested. It takes little memory, since ordinals are added nearly in
+    order."""
 
     def __init__(self, below: Ordinal = 0, beyond: Sequence[Ordinal] = ()):
         self.below = below
@@ -72,26 +73,27 @@ class Consumed:
 
 
 class RolloutBuffer:
-    """Pure logic: nothing waits here. The caller says which groups began and finished; the buffer makes batches and rejects groups.
+    """Makes batches from finished groups, and rejects groups that are too old. Never waits: the caller reports which groups began and
+    finished.
 
-    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it. Each source has as many as
-    `mixture` gives it from prompt s * prompts_per_step to before (s + 1) * prompts_per_step. The groups with the lowest ordinals come
-    first. The age of a group is then s minus the oldest weight version among its tokens.
+    The batch of step s consists of `prompts_per_step` finished groups, chosen when the trainer asks for it. Each source contributes as many
+    groups as `mixture` assigns to it among prompts s * prompts_per_step to (s + 1) * prompts_per_step - 1. Within a source, the groups with
+    the lowest ordinals come first. The age of a group is s minus the oldest weight version among its tokens.
 
-    With `max_staleness` m, a finished group older than m is rejected (`reject`): it is dropped and generated again. A group of age m or
-    more, finished or not, is due: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
-    due group that is still being generated (`take` returns None). Long rollouts are then neither starved by short ones nor thrown away for
-    their length. If more groups of a source are due than fit into a batch, the rest is rejected at the next step.
+    With `max_staleness` m, a finished group older than m is rejected (`reject`): it is discarded and generated again. A group of age m or
+    more is due, finished or not: if it is not used now, it will be too old at the next step. Due groups go first, and a batch waits for a
+    due group that is still being generated (`take` returns None). So short rollouts cannot keep long ones out of the batch, and a rollout
+    is not discarded merely for being long. If more groups of a source are due than fit into a batch, the next step rejects the rest.
 
-    Progress: while the trainer waits for a batch its version does not change. Groups that begin from then on have age 0, are neither
-    rejected nor due, and every group that is waited for is already being generated. So a batch is full after finitely many rollouts,
-    whatever was rejected before.
+    Every batch fills up. While the trainer waits for a batch, its version does not change. Groups that begin from then on have age 0, so
+    they are neither rejected nor due. Every group that the batch waits for is already being generated. So the batch is full after finitely
+    many rollouts, whatever was rejected before.
 
     A group that the generator has dropped (`GroupReady.dropped`) is done: it is neither in a batch nor generated again. `report_dropped`
-    gives it out once a prompt beyond it has been trained on, so that each step reports the prompts dropped between its own. (None stays
-    unreported, since the last prompt of a run is not dropped: another would follow it.)
+    returns it once a prompt with a higher ordinal has been trained on, so that each step reports the prompts dropped between its own. Every
+    dropped group is reported: the last prompt of a run is never a dropped one, since another prompt would follow it.
 
-    Time: each event costs one look at its group, and a heap keeps the order; nothing is scanned.
+    Each event takes time for its own group only: a heap keeps the order, and nothing is scanned.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class RolloutBuffer:
         judge: Callable[[GroupReady], GroupReady] = lambda group: group,
         mixture: Mixture | None = None,
     ):
-        """`judge`: the generator's rule. It is applied again to the groups in the ledger, since settings may have changed."""
+        """`judge`: the rule by which the generator drops groups. It is applied again to the ledger's groups, since settings may have
+        changed."""
         self._prompts_per_step, self._max_staleness, self._mixture = prompts_per_step, max_staleness, mixture or Mixture()
         self._consumed = Consumed(ledger.consumed_below, ledger.consumed_beyond)
         self._running: dict[Ordinal, Version] = {}
@@ -111,15 +114,15 @@ class RolloutBuffer:
         self._finished_by_version: dict[Version, set[Ordinal]] = defaultdict(set)
         sources = len(self._mixture.names)
         self._finished_of = [0] * sources
-        self._order: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps of finished ordinals; may hold some that were removed since
-        self._rejected: set[Ordinal] = set()  # until they begin again
-        self._ever_rejected = set(ledger.rejected)  # until they are trained on or dropped
+        self._order: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps; some ordinals may be removed
+        self._rejected: set[Ordinal] = set()  # ordinals that have not begun again
+        self._ever_rejected = set(ledger.rejected)  # ordinals that have not been trained on or dropped
         self._dropped, self._rested, self._outside = list(ledger.dropped), list(ledger.rested), list(ledger.outside)
-        self._rested_since = ledger.rested_untold  # the last batch
-        self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap
+        self._rested_since = ledger.rested_untold  # rested prompts since the last batch
+        self._untold = [(group.ordinal, group) for group in ledger.untold]  # heap of dropped groups that no batch has reported
         heapq.heapify(self._untold)
         self._highest: Ordinal = max(ledger.trained(), default=-1)
-        self._dropped_since = 0  # the last batch
+        self._dropped_since = 0  # dropped groups since the last batch
         for group in ledger.groups:
             self._take_in(judge(group))
 
@@ -137,7 +140,7 @@ class RolloutBuffer:
         if version is None:
             raise RuntimeError(f"prompt {group.ordinal} came without having been begun; it is {self._state(group.ordinal)}")
         _discard(self._running_by_version, version, group.ordinal)
-        if group.outside and group.ordinal not in self._ever_rejected:  # the first scores count (data/order.py)
+        if group.outside and group.ordinal not in self._ever_rejected:  # only a prompt's first scores count (data/order.py)
             self._outside.append(group.ordinal)
         self._take_in(group)
 
@@ -149,12 +152,12 @@ class RolloutBuffer:
             self._rested_since += 1
 
     def take_rested(self) -> int:
-        """How many prompts have rested since this was last asked."""
+        """How many prompts have rested since the last call."""
         rested, self._rested_since = self._rested_since, 0
         return rested
 
     def reject(self, step: int) -> list[Ordinal]:
-        """Drops the finished groups that are too old for the batch of `step`. Returns their ordinals, to be generated again."""
+        """Discards the finished groups that are too old for the batch of `step`. Returns their ordinals, which must be generated again."""
         if self._max_staleness is None:
             return []
         stale = [version for version in self._finished_by_version if version < step - self._max_staleness]
@@ -170,7 +173,7 @@ class RolloutBuffer:
         return all(found >= wanted for found, wanted in zip(self._finished_of, self._wanted(step)))
 
     def take(self, step: int) -> list[GroupReady] | None:
-        """The batch of `step`, sorted by ordinal; None while it must wait. Call `reject` first."""
+        """The batch of `step`, sorted by ordinal, or None while it is not complete. Call `reject` first."""
         if not self.full(step):
             return None
         wanted = self._wanted(step)
@@ -189,15 +192,15 @@ class RolloutBuffer:
         return [self._consume(ordinal) for ordinal in sorted(chosen)]
 
     def report_dropped(self) -> list[GroupReady]:
-        """The dropped groups below the highest prompt that was trained on, each once, sorted by ordinal."""
+        """The dropped groups with ordinals below the highest prompt that was trained on, sorted by ordinal. Returns each group once."""
         found = []
         while self._untold and self._untold[0][0] < self._highest:
             found.append(heapq.heappop(self._untold)[1])
         return found
 
     def give_up(self, step: int, most: int | None) -> list[GroupReady]:
-        """The dropped groups that no batch has reported, if at least `most` prompts were generated for the batch of `step` and did not fill
-        it; otherwise none."""
+        """If at least `most` prompts were generated for the batch of `step` and did not fill it, the dropped groups that no batch has
+        reported; otherwise none."""
         generated = len(self._finished) + self._dropped_since
         if most is None or not self._dropped_since or self.full(step) or generated < most:
             return []
@@ -233,7 +236,7 @@ class RolloutBuffer:
         return self._mixture.counts(step * self._prompts_per_step, (step + 1) * self._prompts_per_step)
 
     def _due(self, by_version: dict[Version, set[Ordinal]], step: int) -> list[list[Ordinal]]:
-        """The ordinals, by source, that would be too old for the step after `step`."""
+        """[source][…] the ordinals that would be too old for the step after `step`."""
         found: list[list[Ordinal]] = [[] for _ in self._mixture.names]
         if self._max_staleness is None:
             return found
@@ -275,7 +278,7 @@ class RolloutBuffer:
 
 
 def _discard(by_version: dict[Version, set[Ordinal]], version: Version, ordinal: Ordinal) -> None:
-    """Removes an ordinal, and its version when that has none left: a run has many versions."""
+    """Removes `ordinal`, and also its version if no ordinal is left there: a run has many versions."""
     by_version[version].discard(ordinal)
     if not by_version[version]:
         del by_version[version]

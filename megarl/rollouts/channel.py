@@ -1,4 +1,4 @@
-"""The rollouts channel: groups from the generator as they finish, batches to every trainer rank.
+"""The rollouts channel: brings finished groups from the generator to the trainer, and batches of them to every trainer rank.
 
     generator                                   trainer rank 0
     begins where the ledger ends       ←        GenerateFrom(first, skip, …), once
@@ -48,16 +48,17 @@ from megarl.observe.status import StatusBoard, TraceWriter
 from megarl.rewards.score import has_signal
 from megarl.rollouts.buffer import RolloutBuffer
 
-# The form of groups between generator and trainer: numbers as bytes, cut and joined without looking into them.
+# How groups travel from generator to trainer: their numbers are bytes, which are cut and joined but never parsed on the way.
 #
-# A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids; each sample's has its token ids,
-# log-probs, sizes of kept sets, what teachers say, policy mask (where the environment has written tokens), routing and kept sets. The
-# summary says how long each is. A data-parallel rank's share of a batch is the pieces of its samples, end to end, each group's prompt
-# before the first of them. Pieces are multiples of 4 bytes, so that no number of a share is unaligned.
+# A group travels as a summary, its texts, and pieces of bytes. The first piece has the prompt's token ids. Each sample's piece has its
+# token ids, log-probs, sizes of kept sets, teachers' numbers, policy mask (if the environment has written tokens), routing and kept sets.
+# The summary gives the length of each. A data-parallel rank's share of a batch is the pieces of its samples, end to end. The prompt of a
+# group comes before the group's first sample. The length of each piece is a multiple of 4 bytes, so that every number of a share is
+# aligned.
 
 
 _ALIGNED = 4
-_ANSWER_CHARS = 10_000  # of a reference answer, for people: the tests of a program may have megabytes
+_ANSWER_CHARS = 10_000  # how much of a reference answer is kept for display: the tests of a program may have megabytes
 _decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
 _decode_texts = msgspec.msgpack.Decoder(GroupTexts).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -71,7 +72,10 @@ def pack(
     idle_s: float = 0.0,
     scoring_s: tuple[float, float] = (0.0, 0.0),
 ) -> GroupReady:
-    """`begun` under that version: the oldest of a group without tokens. Raises: ValueError if a sample's arrays differ in length."""
+    """Packs `group`, which began under weight version `begun`. That is its oldest version if it has no tokens.
+
+    Raises: ValueError if a sample's arrays differ in length.
+    """
     samples = [sample.summary() for sample in group.samples]
     prompt = group.prompt
     return GroupReady(
@@ -99,7 +103,7 @@ def summary_of(group: GroupReady) -> GroupSummary:
 
 
 def judged(group: GroupReady, config: RunConfig) -> GroupReady:
-    """The group, with its verdict for the curriculum. A dropped group keeps all but its numbers."""
+    """The group with its verdict for the curriculum. A dropped group loses its numbers, and nothing else."""
     curriculum, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
     samples = summary_of(group).samples
     if any_unanswered(samples):
@@ -129,7 +133,7 @@ def _piece_bytes(sample: SampleSummary) -> int:
 
 
 def join(groups: Sequence[GroupReady], sizes: Sequence[int], places: Sequence[int]) -> bytearray:
-    """The share that has the samples at `places` of the batch, in this order. `sizes`: how many samples each group has."""
+    """The share with the samples at `places` of the batch, in this order. `sizes`: the number of samples of each group."""
     pieces = (groups[group].pieces[piece] for group, piece in _walk(sizes, places))
     return bytearray().join(pieces)
 
@@ -143,7 +147,7 @@ def share_bytes(groups: Sequence[GroupSummary], places: Sequence[int]) -> int:
 
 
 def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarray) -> dict[int, SampleNumbers]:
-    """The numbers of the samples in a share (uint8), by their places; views of its memory."""
+    """The numbers of the samples in `share` (uint8), by their places in the batch. They are views of its memory."""
     found: dict[int, SampleNumbers] = {}
     at, prompt, place = 0, np.empty(0, np.int32), iter(places)
     for group, piece in _walk([len(group.samples) for group in groups], places):
@@ -171,12 +175,12 @@ def split(groups: Sequence[GroupSummary], places: Sequence[int], share: np.ndarr
                 numbers[teachers:mask].tobytes(),
             )
         at += size
-    assert at == len(share), f"a share of {len(share)} bytes, where summaries speak of {at}"
+    assert at == len(share), f"a share has {len(share)} bytes, but by the summaries it has {at}"
     return found
 
 
 def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(group, piece) of a share, piece by piece; piece 0 is the prompt's."""
+    """Yields (group, piece) for each piece of a share, in order. Piece 0 of a group is its prompt."""
     group, first, told = 0, 0, -1
     for place in places:
         while place >= first + sizes[group]:
@@ -188,11 +192,11 @@ def _walk(sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, in
         yield group, place - first + 1
 
 
-LATER_S = 600.0  # how much later rank 0 may come to a batch than the others, since it also reports the step before
+LATER_S = 600.0  # rank 0 may come to a batch this much later than the other ranks, since it also reports the step before
 
 
 class BatchExecutor(Protocol):
-    """The trainer's executor, as the receiving end uses it."""
+    """What the receiving end needs of the trainer's executor."""
 
     rank: int
     curr_step: int
@@ -201,11 +205,11 @@ class BatchExecutor(Protocol):
 
     @property
     def replicas(self) -> list[list[int]]:
-        """[dp][…] the ranks that train on the same samples."""
+        """[dp][…] the ranks of each data-parallel replica, which train on the same samples."""
         ...
 
     def assign(self, batch: Batch) -> list[list[int]]:
-        """[dp][…] which samples of a batch, by their places in `samples`, each of them trains on. All ranks find the same."""
+        """[dp][…] the places in `batch.samples` of the samples that each replica trains on. All ranks return the same."""
         ...
 
     def put_batch(self, batch: Batch, waited_s: float) -> None: ...
@@ -214,7 +218,7 @@ class BatchExecutor(Protocol):
 
 
 class RolloutsSender:
-    """The end at the generator. The rollout stream sends each group as soon as it finishes, whatever the controller's loop does."""
+    """The generator's end. The rollout stream sends each group as soon as it finishes, independently of the controller's loop."""
 
     def __init__(self, link: Hub):
         self.link = link
@@ -237,11 +241,11 @@ class RolloutsSender:
 
 
 class _Resend(msgspec.Struct, frozen=True, tag=True):
-    """Sent in place of a batch: all ranks have to offer their weights once more first."""
+    """Sent instead of a batch when all ranks must first offer their weights again."""
 
 
 class _Header(msgspec.Struct, frozen=True, tag=True):
-    """What rank 0 tells all ranks about a batch."""
+    """What rank 0 broadcasts about a batch."""
 
     step: int
     groups: list[msgspec.Raw]  # encoded GroupSummary
@@ -250,14 +254,14 @@ class _Header(msgspec.Struct, frozen=True, tag=True):
     due_wait_s: float
     rejected: int
     buffered: int
-    dropped: list[msgspec.Raw]  # as `groups`
+    dropped: list[msgspec.Raw]  # encoded GroupSummary
     rested: int
     reward_s: float
     rollout_s: float
 
 
 class _Received(msgspec.Struct, frozen=True, tag="_Header"):
-    """The same, decoded: the fields of a Batch."""
+    """A decoded _Header. Its fields are those of a Batch."""
 
     step: int
     groups: list[GroupSummary]
@@ -277,12 +281,12 @@ _decode_received = msgspec.msgpack.Decoder(_Received).decode
 
 
 def batch_of(header: _Header) -> Batch:
-    """The batch as every rank receives it, without the numbers of its tokens."""
+    """The batch of `header`, as every rank receives it: without the numbers of its tokens."""
     return Batch(**msgspec.structs.asdict(_decode_received(_encode(header))))
 
 
 class Inlet(Protocol):
-    """The trainer's end of the link, as `Intake` uses it."""
+    """What `Intake` needs of the trainer's end of the link."""
 
     def drain(self, kind: type[Any]) -> Iterable[Any]: ...
 
@@ -290,24 +294,25 @@ class Inlet(Protocol):
 
 
 class Intake:
-    """What rank 0 decides, without waiting: everything that has arrived goes into the buffer, which makes up batches.
+    """Rank 0's decisions, none of which wait. It puts everything that has arrived into the buffer, which makes up the batches.
 
-    At its start it says which prompts are to be generated. `max_generated`: if this many prompts did not fill a batch, the batch is empty
-    and names the dropped prompts.
+    The constructor tells the generator which prompts to generate. `max_generated`: if this many prompts did not fill a batch, the batch is
+    empty and names the dropped prompts.
     """
 
     def __init__(self, link: Inlet, buffer: RolloutBuffer, max_generated: int | None = None):
         self._link, self.buffer, self._max_generated = link, buffer, max_generated
-        self._rejected = 0  # since the last batch
-        self._full_since: float | None = None  # since when the buffer has enough groups for the batch that is awaited
-        self._idle_s = 0.0  # of the generator, up to the last batch
+        self._rejected = 0  # groups rejected since the last batch
+        self._full_since: float | None = None  # when the buffer first had enough groups for the awaited batch
+        self._idle_s = 0.0  # the generator's idle time up to the last batch
         ledger = buffer.ledger()
         held = sorted([*ledger.consumed_beyond, *(group.ordinal for group in ledger.groups)])
         unused = sorted([*ledger.dropped, *ledger.rested])
         link.send(GenerateFrom(ledger.consumed_below, held, unused, ledger.outside, ledger.rejected))
 
     def look(self, step: int, now_s: float) -> tuple[_Header, list[GroupReady], list[GroupReady]] | None:
-        """The batch of `step` with its groups and those dropped, if it can be made up now. Groups that are too old are generated again."""
+        """The header of the batch of `step`, its groups, and the dropped groups; None if it is not complete. Rejects groups that are too
+        old."""
         self.take_in()
         if stale := self.buffer.reject(step):
             self._link.send(Regenerate(stale))
@@ -321,9 +326,9 @@ class Intake:
         return None
 
     def take_in(self) -> None:
-        """Puts everything that has arrived into the buffer. A group is announced before it finishes, and messages go on arriving: so
-        finished groups are collected first, and the announcements collected after them include theirs. A prompt rests because of groups
-        that have finished before: so those that rest are collected before these."""
+        """Puts everything that has arrived into the buffer, in an order that keeps causes before effects, since messages go on arriving.
+        A group is announced before it finishes, so finished groups are collected before announcements. A prompt rests because of groups
+        that have finished, so rested prompts are collected before finished groups."""
         for rested in self._link.drain(PromptsRested):
             self.buffer.rest(rested.ordinals)
         ready = self._link.drain(GroupReady)
@@ -351,15 +356,15 @@ class Intake:
 class RolloutsReceiver:
     """The end at every trainer rank. `buffer` is None except on rank 0.
 
-    Rank 0 broadcasts the summaries of a batch: lengths, scores, versions. From these all ranks find the same advantages, denominators and
-    microbatches, and so which samples each data-parallel rank trains on (`assign`). Rank 0 sends each of those the numbers of its samples
-    and no others, to the first of the ranks that share them, which passes them on. Nothing of a token is looked at on the way. Meanwhile a
-    thread receives the groups of later steps, so that a batch that is asked for after them is in memory already.
+    Rank 0 broadcasts the summaries of a batch: lengths, scores, versions. From these all ranks compute the same advantages, denominators
+    and microbatches, and so the same assignment of samples to data-parallel ranks (`assign`). For each data-parallel rank, rank 0 sends the
+    numbers of its samples to the first of the ranks that share them, which passes them on. Nobody parses the numbers on the way. Meanwhile
+    a thread receives the groups of later steps, so the next batch may already be in memory when it is asked for.
 
-    The other ranks wait for a batch's size while rank 0 waits for rollouts, longer than any other collective may take. So batches travel
-    in process groups of their own, over gloo, where no GPU spins meanwhile.
+    While rank 0 waits for rollouts, the other ranks wait for a batch's size, longer than any other collective may take. So batches have
+    process groups of their own. These use gloo, so that no GPU spins during the wait.
 
-    When the run is to stop, rank 0 broadcasts that there is no batch, so that all ranks stop after the same step.
+    When the run must stop, rank 0 broadcasts that there is no batch, so that all ranks stop after the same step.
     """
 
     def __init__(
@@ -373,7 +378,7 @@ class RolloutsReceiver:
     ):
         self.link = link
         self._timeout_s, self._stop = timeout_s, stop or StopRequest()
-        self._resend = resend  # sends the weights again, for an engine that has come back
+        self._resend = resend  # sends the weights again, for an engine that has been restarted
         self._groups: _Groups | None = None  # None until the first batch is asked for
         self._intake: Intake | None = None
         if buffer is not None:
@@ -381,8 +386,8 @@ class RolloutsReceiver:
             self._intake = Intake(link, buffer, max_generated)
 
     def recv(self, executor: BatchExecutor) -> None:
-        """Hands the executor the batch of `executor.curr_step` and the seconds it waited for it. Time spent sending weights again is not
-        among them: `WeightsSender.send` reports it."""
+        """Gives the executor the batch of `executor.curr_step`, and how many seconds it waited. The wait excludes the time for sending
+        weights again, which `WeightsSender.send` reports."""
         waited_s, began = 0.0, time.monotonic()
         while isinstance(agreed := self._agreed(executor), _Resend):
             waited_s += time.monotonic() - began
@@ -394,8 +399,8 @@ class RolloutsReceiver:
             executor.put_batch(agreed, waited_s=waited_s + time.monotonic() - began)
 
     def _agreed(self, executor: BatchExecutor) -> Batch | _Resend | None:
-        """Rank 0's answer, with this rank's share of a batch's numbers. Collective."""
-        if self._groups is None:  # rank 0's own deadline comes first, and says what it waits for
+        """What rank 0 has broadcast. A batch has the numbers of this rank's samples. Collective."""
+        if self._groups is None:  # longer than rank 0's own deadline, whose message says what rank 0 waits for
             self._groups = _Groups(executor.rank, executor.replicas, self._timeout_s + LATER_S)
         groups, dropped, body = [], [], b""
         if executor.rank == 0:
@@ -416,7 +421,7 @@ class RolloutsReceiver:
         return msgspec.structs.replace(batch, numbers=split(batch.groups, own, share))
 
     def ledger(self) -> bytes:
-        """The ledger for a checkpoint, encoded, with everything that has arrived by now."""
+        """The encoded ledger for a checkpoint. It covers everything that has arrived by now."""
         intake = self._rank_0_intake
         intake.take_in()
         return intake.buffer.ledger().encode()
@@ -427,7 +432,7 @@ class RolloutsReceiver:
         return self._intake
 
     def _next_batch(self, executor: BatchExecutor) -> tuple[_Header, list[GroupReady], list[GroupReady]] | _Resend | None:
-        """Waits for the batch of this step. Returns it with its groups and those dropped, and None when the run is to stop."""
+        """Waits for the batch of this step. Returns its header, its groups and the dropped groups, or None when the run must stop."""
         step, intake = executor.curr_step, self._rank_0_intake
         deadline, awaited = time.monotonic() + self._timeout_s, f"batch {step} from generator.0"
         with executor.status.waiting("generator.0", awaited), executor.trace.span(f"wait for batch {step}"):
@@ -435,7 +440,7 @@ class RolloutsReceiver:
                 if self._stop.asked:
                     return None
                 wanted = self.link.poll(WeightsWanted)
-                if wanted is not None and wanted[1].version == step:  # otherwise a newer version has been sent meanwhile
+                if wanted is not None and wanted[1].version == step:  # otherwise the ranks have sent a newer version meanwhile
                     return _Resend()
                 if (found := intake.look(step, time.monotonic())) is not None:
                     return found
@@ -445,7 +450,7 @@ class RolloutsReceiver:
 
 
 class _Groups:
-    """The process groups that batches travel in, over gloo. Made by all ranks together; `replicas` as BatchExecutor has them."""
+    """The gloo process groups for batches. Collective: all ranks construct them together. `replicas`: see BatchExecutor."""
 
     def __init__(self, rank: int, replicas: list[list[int]], timeout_s: float):
         self.dp = next(dp for dp, ranks in enumerate(replicas) if rank in ranks)
@@ -457,7 +462,7 @@ class _Groups:
             self._of_replicas = [self._group(ranks) if len(ranks) > 1 else None for ranks in replicas][self.dp]
 
     def _group(self, ranks: list[int] | None) -> dist.ProcessGroup | None:
-        """The group of these ranks, or of all if None are named; None if this rank is not a member."""
+        """The process group of `ranks`; None stands for all ranks. Returns None if this rank is not a member."""
         group = dist.new_group(ranks, backend="gloo", timeout=self._timeout, group_desc="batches")
         return group if isinstance(group, dist.ProcessGroup) else None
 
@@ -470,7 +475,7 @@ class _Groups:
         return whole.numpy().tobytes()
 
     def scatter(self, shares: list[Callable[[], bytearray]], size: int) -> np.ndarray:
-        """Returns this rank's share, which has `size` bytes. Rank 0 makes each share when it sends it."""
+        """Returns this rank's share, of `size` bytes. Rank 0 builds each share only when it sends it."""
         own = torch.empty(size, dtype=torch.uint8)
         if self._rank == 0:
             for dp, head in enumerate(self._heads):

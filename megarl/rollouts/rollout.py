@@ -1,4 +1,4 @@
-"""Sets up the rollout that rollout.name names, with the run's engines, verifier and tools, and checks what it returns."""
+"""Sets up the rollout that rollout.name sets, with the run's engines, verifier and tools, and checks the samples it returns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from megarl.rollouts.environments import base, loading
 from megarl.rollouts.environments.loading import ToolProcesses
 from megarl.teachers.engines import Teachers
 
-# Opens what scores a run's responses: verifiers, functions of the user's own, models of `roles`. Measures how long it is waited for.
+# Opens what scores a run's responses: verifiers, the user's functions, models of `roles`. Measures how long rollouts wait for scores.
 
 
 ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
@@ -53,7 +53,7 @@ ScoreOne = Callable[[ScoreRequest], Awaitable[Score]]
 
 @dataclass(frozen=True)
 class Scoring:
-    """`one` scores a response, as soon as it is finished. `comparing` are the parts that need all responses to a prompt."""
+    """`one` scores a response as soon as it is finished. The parts in `comparing` need all responses to a prompt."""
 
     one: ScoreOne
     comparing: Sequence[tuple[Part, Judge]] = ()
@@ -76,8 +76,8 @@ class Scoring:
 
 
 class ScoringClock:
-    """How long rollouts have waited for scores, apart from decoding: the integral of the share of the rollouts in flight that do nothing
-    else. While all of them do, it runs as fast as the wall's."""
+    """Measures how long rollouts have waited for scores while they decoded nothing. It integrates, over time, the share of the rollouts in
+    flight that do nothing but wait for a score. While all of them do, it runs as fast as the wall clock."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic):
         self._now_s, self._waited_s, self._since = now_s, 0.0, now_s()
@@ -90,14 +90,14 @@ class ScoringClock:
         return self._waited_s
 
     def count(self, rollouts: int = 0, waiting: int = 0) -> None:
-        """Adds to the number of rollouts in flight, and of those that wait."""
+        """Adds to the numbers of rollouts in flight (`rollouts`) and of waiting rollouts (`waiting`)."""
         self.waited_s()
         self._rollouts += rollouts
         self._waiting += waiting
 
 
 class RolloutClock:
-    """The state of one rollout for `clock`: it waits while its responses are scored and none is decoded."""
+    """Tells `clock` whether one rollout waits: some of its responses are being scored and none is being decoded."""
 
     def __init__(self, clock: ScoringClock):
         self._clock, self._decoding, self._scoring = clock, 0, 0
@@ -145,12 +145,12 @@ async def open_scoring(
     logs: Path,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Scoring:
-    """`scorers`: of the roles on engines. `resources` ends the worker processes, which log to the folder `logs`."""
+    """`scorers`: the scorers of roles on engines. `resources` ends the worker processes, which log to the folder `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     comparing = [(part, scorer) for part in parts if pairwise(config, part) and isinstance(scorer := scorers[part.role or ""], Judge)]
     alone = [part for part in parts if not pairwise(config, part)]
     opened = [(part, await open_part(config, part, scorers, resources, logs, warn)) for part in alone]
-    whole = next((score for part, score in opened if not part.part), None)  # without reward.parts there is nothing to add up
+    whole = next((score for part, score in opened if not part.part), None)  # without reward.parts, one score is the whole reward
     return Scoring(whole or WeightedSum(opened).score, comparing)
 
 
@@ -166,7 +166,7 @@ async def open_part(
     logs: Path,
     warn: Callable[[str], None] = lambda text: None,
 ) -> ScoreOne:
-    """What one part of the reward scores a response by."""
+    """The function that computes one part of the reward of a response."""
     if part.name == UNSCORED:
         return _unscored
     if part.role is not None:
@@ -187,7 +187,7 @@ class Rollout(Protocol):
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group: ...
 
 
-Tell = Callable[[Failure, Ordinal], None]  # what has failed, and the prompt's number
+Tell = Callable[[Failure, Ordinal], None]  # takes what has failed, and the prompt's ordinal
 
 
 def _untold(failure: Failure, ordinal: Ordinal) -> None: ...
@@ -202,11 +202,11 @@ class CheckedRollout:
     context: base.RolloutContext
     timeout_s: float
     vocab_size: int
-    replays_mask: bool = False  # whether samples need what their tokens were drawn from
-    compare: Compare | None = None  # adds to rewards what the samples of a prompt score against each other
-    judge: Compare | None = None  # adds what teachers say of the samples
+    replays_mask: bool = False  # whether samples need the kept sets that their tokens were drawn from
+    compare: Compare | None = None  # adds to rewards the scores of a prompt's samples against each other
+    judge: Compare | None = None  # adds the teachers' log-probs to the samples
     clock: ScoringClock = field(default_factory=ScoringClock)
-    tell: Tell = _untold  # called at once with what fails
+    tell: Tell = _untold  # called at once with each failure
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
         """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
@@ -235,7 +235,7 @@ class CheckedRollout:
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
     def _watched(self, clock: RolloutClock, ordinal: Ordinal) -> base.RolloutContext:
-        """The context of one call, which says what it waits for, and which scores fail."""
+        """The context of one call. It counts decoding and scoring on `clock`, and reports failed scores to `tell`."""
 
         async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
             with clock.decoding():
@@ -256,7 +256,7 @@ class CheckedRollout:
 
 
 async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExitStack, elastic: bool = False, name: str = POLICY) -> Fleet:
-    """Opens clients of all engines of that name, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose
+    """Opens clients of all engines of `name`, and waits until each takes requests. `resources` closes them. An `elastic` fleet can lose
     engines."""
     config = plan.config
     engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls(name)]
@@ -275,7 +275,7 @@ def fleet_groups(plan: RunPlan) -> list[FleetGroup]:
 
 
 def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClient:
-    """The client of one of the policy's engines. Construct it inside the event loop."""
+    """The client of one engine of the policy. Construct it inside the event loop."""
     config, keys = plan.config, (rendezvous.engine_key, rendezvous.engine_admin_key)
     routing = RoutingFormat.of(plan.spec) if config.trainer.routing_replay else None
     kept_of = plan.spec.vocab_size if config.rollout.replays_mask else None
@@ -284,11 +284,11 @@ def engine_client(plan: RunPlan, rendezvous: Rendezvous, url: str) -> EngineClie
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The rollouts of a run, scored by `reward`, and those of held-out prompts, which eval.reward may score in another way."""
+    """The rollouts of training prompts, scored by `reward`, and of held-out prompts, which eval.reward may score in another way."""
 
     training: Rollout
     held_out: Rollout
-    clock: ScoringClock = field(default_factory=ScoringClock)  # of `training`
+    clock: ScoringClock = field(default_factory=ScoringClock)  # how long rollouts of `training` have waited for scores
 
 
 async def open_rollouts(
@@ -303,8 +303,8 @@ async def open_rollouts(
     logs: Path | None = None,
     tell: Tell = _untold,
 ) -> Rollouts:
-    """The rollouts of a run, with their reward workers and tool processes, which `resources` ends, and which log to `logs` (None: those of
-    the run). `scorers`, `teachers`: the roles on engines. Without `training`, those of held-out prompts alone are wanted."""
+    """The rollouts of a run, with their reward workers and tool processes. `resources` ends these processes. They log to the folder `logs`;
+    None: the run's folder. `scorers`, `teachers`: the roles on engines. Without `training`, opens only what held-out prompts need."""
     config = plan.config
     rollout = loading.load_rollout(config, tokenizer)
     logs = logs or Path(config.run_dir) / "logs"

@@ -1,4 +1,4 @@
-"""The rollout stream keeps rollouts in flight, and sends each group as soon as it has finished."""
+"""The rollout stream keeps rollouts in flight, and sends each group as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megarl.messaging.messages import GroupReady
 from megarl.messaging.waiting import Background, Pulse
 from megarl.rollouts.channel import RolloutsSender, pack
 
-# Decides which prompt begins next, and when: the sending end of the rollouts channel.
+# Decides which prompt begins next, and when. This is the sending end of the rollouts channel.
 
 
 class Admission:
-    """Pure logic: nothing waits here. Each source's prompts begin in the order of their ordinals, rejected ones first.
+    """Decides without ever waiting. The prompts of each source begin in the order of their ordinals, rejected ones first.
 
-    Depth bound: a run has a place for each prompt that it trains on, and `mixture` says whose source's. With c = `run_ahead`, place j
-    (j = 0, 1, …) may be taken under weights of version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin under
-    version s - c or newer: c = 0 is the synchronous loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt gives its
-    place to the next one of its source, which may begin at once; so does one that `curriculum` has rest, without having begun. The run has
-    `end` places, however many prompts that takes.
+    Depth bound: a run has one place for each prompt that it trains on, and `mixture` assigns each place to a source. With c = `run_ahead`,
+    place j (j = 0, 1, …) may be taken under weights of version v if j < (v + c + 1) * prompts_per_step. So the prompts of step s begin
+    under version s - c or newer: c = 0 is the synchronous loop, 1 is LlamaRL's one step behind, K a bounded queue. A dropped prompt leaves
+    its place to the next prompt of its source, which may begin at once. So does a prompt that `curriculum` rests before it has begun. The
+    run has `end` places, however many prompts it takes to fill them.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Admission:
         self.max_in_flight = max_in_flight  # it may change at any time
         self._mixture, self.curriculum = mixture or Mixture(), curriculum
         sources = len(self._mixture.names)
-        self._again: list[list[Ordinal]] = [[] for _ in range(sources)]  # heaps
-        self._draws = [0] * sources  # the next one of each source
-        self._taken = [0] * sources  # places of each source
+        self._again: list[list[Ordinal]] = [[] for _ in range(sources)]  # [source] heaps of prompts to generate again
+        self._draws = [0] * sources  # [source] its next prompt
+        self._taken = [0] * sources  # [source] places that it has taken
         self._skip: Collection[Ordinal] = ()
         self._rested: list[Ordinal] = []
         self.in_flight = 0
 
     def generate_from(self, first: Ordinal, skip: Iterable[Ordinal], dropped: Collection[Ordinal] = ()) -> None:
-        """Generates every ordinal from `first` on, except those in `skip`, until the run has as many as it trains on. `dropped`: which of
-        the others were dropped, or have rested."""
+        """Generates every ordinal from `first` on, except those in `skip`, until the run has all prompts that it trains on. `dropped`: the
+        ordinals in `skip` or below `first` that were dropped or have rested."""
         self._skip = frozenset(skip)
         self._draws = self._mixture.counts(0, first)
         self._taken = list(self._draws)
@@ -57,7 +57,7 @@ class Admission:
 
     @property
     def begun(self) -> int:
-        """Prompts that have begun, not counting rejected and dropped ones."""
+        """How many prompts have begun, without rejected and dropped ones."""
         return sum(self._taken)
 
     @property
@@ -67,11 +67,11 @@ class Admission:
 
     @property
     def empty_share(self) -> float:
-        """The share of places in flight that are empty."""
+        """The share of the places in flight that are empty."""
         return max(0.0, 1 - self.in_flight / self.max_in_flight)
 
     def held_back(self, version: Version) -> bool:
-        """Whether a prompt is left to begin, but needs newer weights."""
+        """Whether prompts are left to begin, but need weights newer than `version`."""
         return not self.exhausted and not self._deep_enough(version)
 
     def begin(self, version: Version) -> list[Ordinal]:
@@ -88,7 +88,7 @@ class Admission:
         return begun
 
     def take_rested(self) -> list[Ordinal]:
-        """The prompts that have not begun, since they rest; each is given out once."""
+        """The prompts that the curriculum has rested before they began. Returns each once."""
         rested, self._rested = self._rested, []
         return rested
 
@@ -101,7 +101,7 @@ class Admission:
         self._taken[self._mixture.source(ordinal)] -= 1
 
     def again(self, ordinals: Iterable[Ordinal]) -> None:
-        """Queues prompts to be generated again, because they finished too late."""
+        """Queues prompts to be generated again, since their groups were too old."""
         for ordinal in ordinals:
             source = self._mixture.source(ordinal)
             heapq.heappush(self._again[source], ordinal)
@@ -112,12 +112,12 @@ class Admission:
         return min(self._mixture.ordinal(source, taken) for source, taken in enumerate(self._taken))
 
     def _deep_enough(self, version: Version) -> bool:
-        if version < 0:  # the engines have no weights of the run yet
+        if version < 0:  # the engines do not have weights of the run yet
             return False
         return self._run_ahead is None or self._place() < (version + self._run_ahead + 1) * self._prompts_per_step
 
     def _pop(self, source: int) -> Ordinal | None:
-        """The source's next prompt; None while its row is generated for an earlier epoch, which decides whether it rests."""
+        """The source's next prompt. None while its row is still being generated for an earlier epoch, which decides whether it rests."""
         if self._again[source]:
             return heapq.heappop(self._again[source])
         while True:
@@ -137,9 +137,9 @@ class RolloutStream:
     """Begins a prompt whenever `admission` allows it, under the weights that the engines serve then.
 
     It waits for a free place in flight, and for weights that are new enough (`put_version`). It sends groups in the order in which they
-    finish; `sent` counts them. Those that `judge` drops are replaced by further prompts. Idle time is measured by place: a place in flight
-    is idle while a prompt could begin there only under newer weights, or while an update keeps prompts from beginning or engines from
-    running. It counts by its share of all places.
+    finish; `sent` counts them. Further prompts replace those that `judge` drops. Idle time is the integral of the share of idle places. A
+    place in flight is idle while it needs newer weights to begin a prompt, or while an update keeps prompts from beginning or engines from
+    running.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RolloutStream:
         scoring_s: Callable[[], float] = lambda: 0.0,
         now_s: Callable[[], float] = time.monotonic,
     ):
-        """`scoring_s`: how long rollouts have waited for scores by now (see ScoringClock)."""
+        """`scoring_s`: returns how long rollouts have waited for scores so far (see ScoringClock)."""
         self.admission, self._roll_out, self._channel, self._judge = admission, roll_out, channel, judge
         self._background, self._pulse, self._scoring_s, self._now_s = background, pulse, scoring_s, now_s
         self.version: Version = -1
@@ -176,7 +176,7 @@ class RolloutStream:
             await self._pulse.until(lambda: self._state() != seen)
 
     def put_version(self, version: Version) -> None:
-        """Called when the engines serve `version` from now on."""
+        """To be called when the engines begin to serve `version`."""
         self.version, self._held, self._still = version, False, False
         self._pulse.beat()
 
@@ -192,13 +192,13 @@ class RolloutStream:
         await self._pulse.until(lambda: self.admission.in_flight == 0)
 
     def stand_still(self) -> None:
-        """Called when the engines are paused, until the next `put_version`."""
+        """To be called when the engines are paused. They count as paused until the next `put_version`."""
         self._still = True
         self._pulse.beat()
 
     @property
     def finished(self) -> int:
-        """How many prompts of the run have finished, including those before a resume, but not rejected and dropped ones."""
+        """How many prompts of the run have finished. Includes those before a resume, excludes rejected and dropped ones."""
         return self.admission.begun - self.admission.in_flight
 
     @property
@@ -240,7 +240,7 @@ class RolloutStream:
             self._pulse.beat()
 
     def _state(self) -> tuple[int, ...]:
-        """The state that decides whether a prompt may begin, and how many places are idle."""
+        """Everything that decides whether a prompt may begin and how many places are idle."""
         return self.admission.in_flight, self.admission.begun, self.admission.max_in_flight, self.version, self._held, self._still
 
     def _note_idleness(self) -> None:
@@ -249,7 +249,7 @@ class RolloutStream:
         self._idle_share, self._idle_since = self._share_idle(), now
 
     def _share_idle(self) -> float:
-        """The share of places in flight that wait for weights."""
+        """The share of the places in flight that wait for weights."""
         if self._still:
             return 1.0
         waits = (self._held and not self.admission.exhausted) or self.admission.held_back(self.version)

@@ -1,8 +1,8 @@
-"""The first process of a sandboxed program: sets limits, leads its calls out of the sandbox, and ends with the program's exit status.
+"""The first process of a sandboxed program: sets limits, forwards its calls out of the sandbox, and ends with the program's exit status.
 
 The sandbox's own Python runs it, so it is a single file that imports only the standard library.
 Arguments: a JSON object with `limits` (RLIMIT_… name: value), `socket`, `port`, `kind` ("bwrap" | "namespace" | "limits"), `home` (a folder
-that becomes the program's own) and `size_bytes` (of it, and of /dev/shm), and the command.
+that becomes the program's own) and `size_bytes` (size limit of `home` and of /dev/shm); then the command.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ import struct
 import sys
 
 _NEW_NAMESPACES = {"mount": 0x20000, "UTS": 0x4000000, "IPC": 0x8000000, "user": 0x10000000, "PID": 0x20000000, "network": 0x40000000}
-_ANY_NAMESPACE = sum(_NEW_NAMESPACES.values()) | 0x2000000 | 0x80  # cgroups and times, too
+_ANY_NAMESPACE = sum(_NEW_NAMESPACES.values()) | 0x2000000 | 0x80  # also cgroup and time namespaces
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 _MOUNT_SETATTR, _AT_RECURSIVE, _AT_FDCWD = 442, 0x8000, -100
 _MS_REMOUNT = 1 << 5
 _MOST_INODES = 1 << 16
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_PDEATHSIG, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 22, 24, 36, 38  # of prctl
-_FILTER = 2  # of PR_SET_SECCOMP
+_PDEATHSIG, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 22, 24, 36, 38  # operations of prctl
+_FILTER = 2  # mode of PR_SET_SECCOMP
 _JOIN_SESSION_KEYRING = 1
 
-# Numbers of system calls: x86-64, AArch64. No agent needs them, and each is a way past a limit or out of the sandbox. They give memory that
-# no process owns (System V's, files without names, keys), a pool of the whole host (io_setup's), other families of sockets, namespaces with
-# limits of their own, or work by the kernel.
+# Numbers of system calls on x86-64 and AArch64. Agents do not need them, and each is a way around a limit or out of the sandbox. They
+# provide memory that belongs to no process (System V, files without names, keys), a pool of the whole host (io_setup), other families of
+# sockets, namespaces with limits of their own, or work by the kernel.
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _REFUSED = {
     errno.ENOSYS: {
@@ -42,7 +42,7 @@ _REFUSED = {
         "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
         "io_setup": (206, 0), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
         "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-        "clone3": (435, 435),  # its flags are in memory, where no filter looks
+        "clone3": (435, 435),  # its flags are in memory, which filters cannot read
     },
     errno.EPERM: {
         "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
@@ -53,19 +53,19 @@ _UNSHARE, _CLONE, _SOCKET, _SOCKETPAIR, _FALLOCATE, _IOCTL = (272, 97), (56, 220
 _PRCTL, _SET_DUMPABLE = (157, 167), 4
 _INTERNET = (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 _FAMILIES = (socket.AF_UNIX, *_INTERNET)
-_KEEP_SIZE = 1  # fallocate then takes no notice of RLIMIT_FSIZE
-_RESERVE, _RESERVE_64 = 0x40305828, 0x4030582A  # FS_IOC_RESVSP…, which do the same
+_KEEP_SIZE = 1  # with this flag, fallocate ignores RLIMIT_FSIZE
+_RESERVE, _RESERVE_64 = 0x40305828, 0x4030582A  # FS_IOC_RESVSP…, which also ignore it
 _TYPE_INTO_TERMINAL = 0x5412  # TIOCSTI
-_LOAD, _EQUAL, _SET, _RETURN = 0x20, 0x15, 0x45, 0x06  # of BPF: load a word, jump if equal, jump if any bit is set
+_LOAD, _EQUAL, _SET, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: load a word, jump if equal, jump if any bit is set, return
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x50000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # places in seccomp_data; the lower halves of the arguments
-_OTHER_NUMBERS = 0x40000000  # of the x32 interface
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; of arguments, the lower halves
+_OTHER_NUMBERS = 0x40000000  # system call numbers of the x32 interface
 
 
 def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
-    """The program for seccomp (struct sock_filter[], linux/seccomp.h). Empty on machines whose system calls it does not know.
+    """The seccomp program (struct sock_filter[], linux/seccomp.h). Empty on machines whose system calls are unknown here.
 
-    `families`: of sockets that can be made. Pairs of Unix sockets always can.
+    `families`: of sockets that may be created. Pairs of Unix sockets are always allowed.
     """
     if platform.machine() not in _ARCHITECTURES:
         return b""
@@ -80,7 +80,7 @@ def system_call_filter(families: "tuple[int, ...]" = _FAMILIES) -> bytes:
     for numbers, allowed in ((_SOCKET, families), (_SOCKETPAIR, _FAMILIES)):
         known = [(_EQUAL, len(allowed) - place, 0, int(family)) for place, family in enumerate(allowed)]
         code += _looking_at(numbers[which], _FIRST, [*known, _refuse(errno.EAFNOSUPPORT)])
-    # A process that cannot be dumped hides its memory from other users. Programs that ask for this get a success, but no effect.
+    # A process that is not dumpable hides its memory from the watch. A program that asks for this is told it succeeded, without effect.
     hide = [(_EQUAL, 0, 3, _SET_DUMPABLE), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, 0), _refuse(0)]
     code += _looking_at(_PRCTL[which], _FIRST, hide)
     code += _looking_at(_FALLOCATE[which], _SECOND, [(_SET, 0, 1, _KEEP_SIZE), _refuse(errno.EOPNOTSUPP)])
@@ -95,12 +95,12 @@ def _refuse(error: int) -> "tuple[int, int, int, int]":
 
 
 def _looking_at(number: int, place: int, code: list) -> list:
-    """`code` with an argument of the system call `number`, and its number again afterwards."""
+    """For the system call `number`: loads the argument at `place`, runs `code`, then loads the number again."""
     return [(_EQUAL, 0, len(code) + 2, number), (_LOAD, 0, 0, place), *code, (_LOAD, 0, 0, _NUMBER)]
 
 
 def _call(name: str, *arguments: object) -> int:
-    """Of the C library. Raises OSError."""
+    """Calls a function of the C library. Raises OSError."""
     wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     found = getattr(ctypes.CDLL(None, use_errno=True), name)(*wide)
     if found < 0:
@@ -109,7 +109,7 @@ def _call(name: str, *arguments: object) -> int:
 
 
 def _filter_system_calls(families: "tuple[int, ...]" = _FAMILIES) -> None:
-    """Raises OSError where the kernel has no seccomp."""
+    """Installs the filter in this process. Raises OSError if the kernel has no seccomp."""
     if code := system_call_filter(families):
         program = ctypes.create_string_buffer(code)
         struct_ = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
@@ -118,9 +118,9 @@ def _filter_system_calls(families: "tuple[int, ...]" = _FAMILIES) -> None:
 
 
 def _leave_host(home: str, size_bytes: int) -> None:
-    """Goes on in namespaces of its own: a loopback device and nothing else, no System V IPC, no other processes, no devices but those of
-    `_own_devices`, and all files but `home` and /dev/shm read-only, which are new and memory. Returns in the first process there. Raises
-    OSError where the kernel forbids it."""
+    """Moves to new namespaces: only a loopback device, no System V IPC, no other processes, only the devices of `_own_devices`. All files
+    are read-only except `home` and /dev/shm, which are new and in memory. Returns in the first process of the namespaces. Raises OSError if
+    the kernel forbids it."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", sum(_NEW_NAMESPACES.values()))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -143,14 +143,14 @@ def _leave_host(home: str, size_bytes: int) -> None:
             _call("mount", b"tmpfs", folder.encode(), b"tmpfs", plain, options)
     for secret in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
         _call("mount", b"/dev/null", secret.encode(), None, _MS_BIND, None)
-    os.chdir(os.getcwd())  # it may be what is mounted over
+    os.chdir(os.getcwd())  # it may now be hidden by a mount
     _drop_capabilities()
 
 
 def _drop_capabilities() -> None:
-    """Drops root's capabilities, or those that come with a namespace. Programs that it starts have none either."""
+    """Drops root's capabilities, or those that come with a namespace, also for programs that this process starts."""
     number = 0
-    with contextlib.suppress(OSError):  # the number is past the last capability, or the user has none
+    with contextlib.suppress(OSError):  # the number is above the last capability, or the user has no capabilities
         while number < 64:
             _call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
             number += 1
@@ -158,7 +158,7 @@ def _drop_capabilities() -> None:
 
 
 def _own_devices() -> None:
-    """A /dev of its own: a read-only file system lets its user write to disks, terminals and other devices as before."""
+    """Mounts a new /dev. A read-only file system alone would still let its user write to disks, terminals and other devices."""
     there = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES if os.path.exists(f"/dev/{name}")}
     _call("mount", b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64k,mode=0755")
     for name, opened in there.items():
@@ -175,8 +175,8 @@ def _own_devices() -> None:
 
 
 def _end_as(child: int) -> None:
-    """Waits for the program, and reaps orphans meanwhile. Then ends the processes that the program left behind, and exits with its status.
-    After a SIGTERM it ends all of them at once."""
+    """Waits for the program, and reaps orphans meanwhile. Then kills processes that the program left behind, and exits with its status. On
+    SIGTERM, kills all of them at once."""
     status = None
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -197,8 +197,8 @@ def _end_as(child: int) -> None:
 
 
 def _children() -> "list[int]":
-    """Ends all of them. It must be fast, to catch a process that forks and ends again and again; the kernel's list of children makes it
-    so."""
+    """The ids of all children of this process. It must be fast, to catch a process that forks and exits again and again, so it reads the
+    kernel's list of children if there is one."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(each) for each in file.read().split()]
     found = []
@@ -215,7 +215,7 @@ def _limit(settings: dict) -> None:
         hard = resource.getrlimit(number)[1]
         least = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (least, least))
-    if settings["kind"] == "namespace":  # Unix sockets have places among the host's files, which no namespace of a network bounds
+    if settings["kind"] == "namespace":  # a network namespace does not bound Unix sockets, which are files of the host
         _filter_system_calls(_INTERNET)
 
 
@@ -235,7 +235,7 @@ async def _main(settings: dict, command: "list[str]") -> int:
         outer_reader, outer_writer = await asyncio.open_unix_connection(settings["socket"])
         await asyncio.gather(_pipe(reader, outer_writer), _pipe(outer_reader, writer))
 
-    if settings["socket"]:  # the sandbox has a network of its own, in which nobody else listens
+    if settings["socket"]:  # in the sandbox's own network, nobody else listens
         await asyncio.start_server(lead_out, "127.0.0.1", settings["port"])
     try:
         program = await asyncio.create_subprocess_exec(*command, preexec_fn=lambda: _limit(settings))
@@ -243,18 +243,18 @@ async def _main(settings: dict, command: "list[str]") -> int:
         print(f"{command[0]}: {error}", file=sys.stderr)
         return 127
     status = await program.wait()
-    return status if status >= 0 else 128 - status  # as shells tell of a signal
+    return status if status >= 0 else 128 - status  # a signal, in the form of shells
 
 
 def _enter(settings: dict) -> None:
-    """Returns in the process that starts the program."""
+    """Enters the sandbox. Returns in the process that starts the program."""
     _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if settings["kind"] == "bwrap":  # which has done all this
+    if settings["kind"] == "bwrap":  # bwrap has already done all this
         return
     if settings["kind"] == "namespace":
         _leave_host(settings["home"], settings["size_bytes"])
     _call("prctl", _CHILD_SUBREAPER, 1, 0, 0, 0)
-    with contextlib.suppress(OSError):  # a kernel without keyrings
+    with contextlib.suppress(OSError):  # the kernel has no keyrings
         _call("syscall", 219 if platform.machine() == "aarch64" else 250, _JOIN_SESSION_KEYRING, None)
     _filter_system_calls()
     if child := os.fork():

@@ -1,4 +1,4 @@
-"""Runs a user's program as an episode's process: with limits on time, memory and files, and, by bubblewrap, without network and without the
+"""Runs a user's program for an episode, with limits on time, memory and files. With bubblewrap, the program has neither the network nor the
 host's files."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.sandbox import inside
 
 AUTO, BWRAP, NAMESPACE, LIMITS = "auto", "bwrap", "namespace", "limits"
 _INSIDE = Path(inside.__file__)
-PYTHON = os.path.abspath(sys.executable)  # started by a relative path, it may lead through folders that a bwrap does not have
+PYTHON = os.path.abspath(sys.executable)  # not a relative path, which may lead through folders that bwrap does not show
 _INNER = (PYTHON, "-I", "-S", str(_INSIDE))
 _SOCKET = "/run/endpoint.sock"
 _PORT = 8000  # inside a sandbox, where nothing else listens
@@ -36,35 +36,35 @@ _LOOK_S = 0.5
 _TAIL_BYTES = 4096
 _MOST_FILES = 1024
 _MOST_PROCESSES = 256
-_MOST_CHANNELS = 2048  # sockets, pipes and terminals: the kernel keeps up to 0.4 MiB for each, which counts for no process
+_MOST_CHANNELS = 2048  # sockets, pipes and terminals: for each, up to 0.4 MiB of kernel memory count for no process
 _MOST_THREADS = 4096
-_INODE_BYTES = 1024  # of a file that is memory, beside what is in it
-_THREAD_BYTES = 32 << 10  # its stack in the kernel and the like
+_INODE_BYTES = 1024  # memory of a file in memory, besides its contents
+_THREAD_BYTES = 32 << 10  # kernel memory of a thread, such as its stack
 _MAPPING_BYTES = 256
 _OF_STATUS = ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")  # in /proc/PID/status
 _LOOK_AGAIN_S = 0.05
 _PIECE = 1 << 18
-_MOST_LEFT = 16  # pieces: more than a pipe holds
+_MOST_LEFT = 16  # number of pieces, more than a pipe holds
 _GRACE_S = 0.1
 _ENDS_S = 5.0
-# In a bwrap. Root of the host could write the kernel's settings in /proc/sys. One of these names a program that the kernel runs on the
-# host. The other two are bwrap's own, of memory without a limit.
+# Read-only in a bwrap. In /proc/sys, the host's root could write the kernel's settings; one of them names a program that the kernel runs on
+# the host. The other two are bwrap's own file systems, in memory without a limit.
 _READ_ONLY = ("/proc", "/dev", "/")
 _HIDDEN = ("/proc/keys", "/proc/key-users")
 _NEEDED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/localtime", "/etc/passwd")
 
 
 class Ended(NamedTuple):
-    """How a program ended. `why` is empty where it did so by itself and with exit status 0."""
+    """How a program ended. `why` is empty if it ended by itself with exit status 0."""
 
     why: str
     kind: str  # "" | "exit" | "deadline" | "limits"
-    output: str  # what it printed on standard output; the end of it, if that is more than `Jail.output_bytes`
+    output: str  # its standard output, or the last `Jail.output_bytes` of it
     errors: str  # the end of its standard error
 
 
 class _Printed:
-    """The end of a program's output. It comes through a pipe, because nothing bounds the size of a file that a program has open."""
+    """The end of a program's output. It is read from a pipe, since the size of a file that a program has open cannot be bounded."""
 
     def __init__(self, most_bytes: int, running: _Running):
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -73,7 +73,7 @@ class _Printed:
         asyncio.get_running_loop().add_reader(self._reading, self._read)
 
     def _read(self) -> bool:
-        """Whether more output may come."""
+        """Reads available output. Returns whether more may come."""
         try:
             piece = os.read(self._reading, _PIECE)
         except BlockingIOError:
@@ -88,7 +88,7 @@ class _Printed:
         return True
 
     def close(self) -> str:
-        """Reads all of the output, once the program has ended. Processes that have left its session may run on."""
+        """Reads the rest of the output, once the program has ended. Processes that have left its session may still run."""
         for _ in range(_MOST_LEFT):
             if not self._read():
                 break
@@ -98,7 +98,7 @@ class _Printed:
 
 
 class _Running:
-    """A running program. `wrong` says why it must be ended; `ended` is set at once."""
+    """A running program. If it must be killed, `wrong` is the reason, and `ended` is set."""
 
     def __init__(self, most_bytes: int, lines: int | None, line_s: float | None):
         self.wrong, self.late, self.ended = "", False, asyncio.Event()
@@ -110,7 +110,7 @@ class _Running:
         self.ended.set()
 
     def note(self, piece: bytes) -> None:
-        """The new output, on either of its outputs."""
+        """Counts new text on standard output or standard error."""
         self._left_bytes -= len(piece)
         if self._left_bytes < 0:
             self.end(f"it printed more than {self._most_bytes >> 20} MiB")
@@ -123,7 +123,7 @@ class _Running:
         self._timer = asyncio.get_running_loop().call_later(self.line_s, self._warn)
 
     def _warn(self) -> None:
-        """If the event loop was held up, pending output is read first."""
+        """Called at the deadline of a line. First lets the event loop read pending output, in case it was blocked."""
         self._timer = asyncio.get_running_loop().call_later(_GRACE_S, self._expire)
 
     def _expire(self) -> None:
@@ -137,28 +137,28 @@ class _Running:
 
 @dataclass
 class Jail:
-    """The program starts in `folder`, which it can read. In a bwrap it can read nothing else of the host but programs and libraries. There
-    it writes to a /tmp and a /dev/shm of its own, in memory. In a namespace it writes to /dev/shm and a new folder, its TMPDIR, in memory
-    too. Otherwise it writes to that folder, and wherever its user can."""
+    """A sandbox. The program starts in `folder`, which it can read. In a bwrap it can read only programs and libraries of the host besides,
+    and writes to its own /tmp and /dev/shm in memory. In a namespace it can read the host's files, and writes to /dev/shm and a new folder,
+    its TMPDIR, both in memory. With LIMITS it writes to such a folder and wherever its user can."""
 
     kind: str  # BWRAP | NAMESPACE: reads the host's files, no network | LIMITS: files and network as its user has them
-    memory_mib: int  # of all its processes together; checked every half second. No single process can ever have more
-    file_mib: int  # of each file, and of what is memory of TMPDIR and of /dev/shm as a whole
+    memory_mib: int  # of all its processes together, checked every half second; also the limit of each process
+    file_mib: int  # of each file; also of TMPDIR and of /dev/shm as a whole, if they are in memory
     deadline_s: float
     folder: Path | None = None
-    paths: Sequence[Path] = ()  # more that can be read
+    paths: Sequence[Path] = ()  # further readable paths
     output_bytes: int = 1 << 20
-    printed_bytes: int = 16 << 20  # on both outputs together, before it is ended
-    _watched: dict[int, _Running] = field(default_factory=dict)  # by the ids of their first processes
+    printed_bytes: int = 16 << 20  # most output on both streams together; more ends it
+    _watched: dict[int, _Running] = field(default_factory=dict)  # id of the first process -> the running program
     _watch: asyncio.Task[None] | None = None
 
     @property
     def networked(self) -> bool:
-        """Whether programs have the host's network; otherwise theirs has only the socket that they are run with."""
+        """Whether programs have the host's network. Otherwise they can reach only the socket of their run."""
         return self.kind == LIMITS
 
     def base_url(self, port: int) -> str:
-        """Where a program finds the host's socket, or this port of its own."""
+        """The URL at which a program reaches its endpoint: the host's socket, or `port`."""
         return f"http://127.0.0.1:{port if self.networked else _PORT}"
 
     async def run(
@@ -170,11 +170,11 @@ class Jail:
         lines: int | None = None,
         line_s: float | None = None,
     ) -> Ended:
-        """`given`: the standard input. Ends all processes of the program, whatever happens. It ends them too when the program has printed
-        `lines` lines, or takes longer than `line_s` from one line to the next."""
+        """Runs a program. `given`: its standard input. Kills all its processes at the end, whatever happens. It also ends when it has
+        printed `lines` lines, or when one line takes longer than `line_s`."""
         self._watch = self._watch or asyncio.create_task(self._keep_watch(), name="watch over agents' memory")
         if self._watch.done():
-            self._watch.result()  # raises the watch's error: without the watch nothing bounds the programs' memory
+            self._watch.result()  # raises the error of the watch, without which memory is not limited
         running = _Running(self.printed_bytes, lines, line_s)
         own = tempfile.mkdtemp(prefix="megarl-agent-")
         outputs = [_Printed(self.output_bytes, running), _Printed(_TAIL_BYTES, running)]
@@ -238,7 +238,7 @@ class Jail:
                 task.cancel()
             try:
                 if self.kind == LIMITS and not waits.done():
-                    process.terminate()  # its keeper then ends all, those that begin meanwhile among them
+                    process.terminate()  # its first process then kills all others, even those that start meanwhile
                     await asyncio.wait({waits}, timeout=_ENDS_S)
             finally:
                 if not waits.done() or process.returncode:
@@ -252,7 +252,7 @@ class Jail:
 
     def _command(self, command: Sequence[str], socket: Path | None, own: str, filter_: int) -> list[str]:
         limits = {
-            "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS: some runtimes, Node's among them, reserve addresses by the gigabyte
+            "RLIMIT_DATA": self.memory_mib << 20,  # not RLIMIT_AS, since runtimes such as Node reserve gigabytes of addresses
             "RLIMIT_FSIZE": self.file_mib << 20,
             "RLIMIT_CPU": int(self.deadline_s) + 1,
             "RLIMIT_NOFILE": _MOST_FILES,
@@ -280,7 +280,7 @@ class Jail:
         ]
 
     async def _keep_watch(self) -> None:
-        """Ends programs whose processes together have too much memory, are too many, or print too much."""
+        """Kills programs whose processes together use too much memory, or are too many."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._watched:
@@ -300,8 +300,8 @@ class Jail:
                     running.end("one of its processes hides what it has: its program's file cannot be read")
 
     def _kill(self, pid: int) -> None:
-        """Ends all of the program. In a sandbox of its own, that means the descendants of the first process. Otherwise it means its
-        session, and its processes that have left that."""
+        """Kills the whole program. In a sandbox with its own processes these are the descendants of the first process. Otherwise these are
+        its session, and its processes that have left the session."""
         for process in descendants(pid) if self.kind == LIMITS else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -310,7 +310,7 @@ class Jail:
 
 
 def unbounded(kind: str) -> str:
-    """What a program can still do in such a sandbox on this machine, as a warning to whoever starts a run."""
+    """What a program can still do in this kind of sandbox on this machine, as a warning for the user."""
     kept = (
         "memory_mib does not count buffers of its pipes and Unix sockets, file locks, watched events, and shared memory that no process "
         "maps any more; its processes may keep every core busy, each for deadline_s of CPU time"
@@ -330,8 +330,8 @@ def unbounded(kind: str) -> str:
 
 
 def kind_for(asked: str) -> str:
-    """The best kind of sandbox on this machine, if AUTO is asked for. Raises ConfigError if programs cannot be run in the kind that is
-    asked for."""
+    """The kind of sandbox to use: `asked`, or for AUTO the best on this machine. Raises ConfigError if programs cannot run in the kind that
+    is asked for."""
     if asked in (AUTO, BWRAP) and shutil.which(BWRAP) is not None:
         return BWRAP
     if asked == BWRAP:
@@ -356,7 +356,7 @@ def _settings(kind: str, limits: Mapping[str, int], socket: str, home: str, size
 
 @contextlib.contextmanager
 def _filter_file() -> Iterator[int]:
-    """A file from which bubblewrap reads the filter of system calls."""
+    """A file descriptor from which bubblewrap reads the system call filter."""
     reading, writing = os.pipe()
     try:
         os.write(writing, inside.system_call_filter())
@@ -367,7 +367,7 @@ def _filter_file() -> Iterator[int]:
 
 
 async def _feed(writing: int, given: bytes) -> None:
-    """Writes a program's standard input, as far as it is read, and closes it."""
+    """Writes a program's standard input, as far as the program reads it, and closes it."""
     loop, left = asyncio.get_running_loop(), memoryview(given)
     os.set_blocking(writing, False)
     try:
@@ -391,14 +391,14 @@ async def _feed(writing: int, given: bytes) -> None:
 
 @cache
 def _no_more_users() -> tuple[str, ...]:
-    """The arguments that keep a program from namespaces of its own, in which it could mount memory without a limit. bubblewrap has them
-    from 0.8 on."""
+    """bubblewrap's arguments that keep a program from creating namespaces, in which it could mount memory without a limit. bubblewrap has
+    them from 0.8 on."""
     offered = subprocess.run([BWRAP, "--help"], capture_output=True, text=True, check=False).stdout
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """All processes that `pid` has started, directly or not; none if it has ended."""
+    """All descendants of the process `pid`; none if it has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -407,21 +407,21 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class _Used:
-    """The resources of several processes together. Shared memory counts for each process, files in memory only once."""
+    """The resources of several processes together. Shared memory counts once per process, a file in memory only once."""
 
     processes: int = 0
     threads: int = 0
     own_bytes: int = 0
-    files: dict[object, int] = field(default_factory=dict)  # bytes that are memory and counted nowhere else
+    files: dict[object, int] = field(default_factory=dict)  # file -> its bytes in memory that are counted nowhere else
     channels: set[str] = field(default_factory=set)  # sockets, pipes and terminals
-    hidden: bool = False  # whether there is one whose files and mappings cannot be seen
+    hidden: bool = False  # whether a process hides its files and mappings
 
     @property
     def memory_bytes(self) -> int:
         return self.own_bytes + sum(self.files.values())
 
     def add(self, pid: int, may_hide: bool) -> None:
-        """Includes the kernel's memory for it: tables of pages and mappings, stacks of threads."""
+        """Adds a process, including the kernel's memory for it: page tables, mappings, stacks of threads."""
         self.processes += 1
         found: dict[object, int] = {}
         try:
@@ -431,7 +431,7 @@ class _Used:
             self.threads += threads
             self.own_bytes += (kib << 10) + threads * _THREAD_BYTES
             self.own_bytes += _memory_files(pid, found, self.channels) * _MAPPING_BYTES
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
             return
         except PermissionError:
             self.hidden = self.hidden or not (may_hide or _has_ended(pid))
@@ -449,16 +449,16 @@ def _used_by(pids: list[int]) -> dict[int, _Used]:
         while waiting:
             parent = waiting.pop()
             for child in children.get(parent, ()):
-                used.add(child, may_hide=parent == pid)  # that is the sandbox's own
+                used.add(child, may_hide=parent == pid)  # the direct child is the sandbox's own process
                 waiting.append(child)
         found[pid] = used
     return found
 
 
 def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int:
-    """Adds to `found` the bytes of what of its files is memory and counted nowhere else, each once: files made by memfd_create, shared
-    mappings of no file, what a file system of memory keeps for each file, and what waits in a network of its own. Adds its sockets, pipes
-    and terminals to `channels`. Returns how many mappings it has. Raises OSError, PermissionError where they are not to be seen."""
+    """Adds to `found` the bytes of its files that are in memory and counted nowhere else, each file once: files from memfd_create,
+    anonymous shared mappings, the overhead of files in memory, and unread data in its own network. Adds its sockets, pipes and terminals to
+    `channels`. Returns its number of mappings. Raises OSError or PermissionError if they cannot be seen."""
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(entry.path)
@@ -467,7 +467,7 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
                 found[there.st_ino] = there.st_blocks * 512
             elif target.startswith(("socket:", "pipe:")):
                 channels.add(target)
-            elif target.endswith("/ptmx"):  # one name for all of them
+            elif target.endswith("/ptmx"):  # all terminals have the same name
                 channels.add(f"{pid} {entry.name}")
     shared, mappings = list[list[str]](), 0
     with open(f"/proc/{pid}/maps", errors="replace") as maps:
@@ -491,7 +491,7 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
 
 
 def _waiting_bytes(sockets: Path) -> int:
-    """The bytes that were sent but not read, by the kernel's table of sockets (proc_net_tcp.rst). 0 if the kernel has no such table."""
+    """The bytes that were sent but not read, from the kernel's table of sockets (proc_net_tcp.rst). 0 if there is no such table."""
     if not sockets.exists():
         return 0
     queues = [line.split()[4].split(":") for line in sockets.read_text().splitlines()[1:]]
@@ -499,19 +499,19 @@ def _waiting_bytes(sockets: Path) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process has no memory any more. Nobody may look while a process begins another program, so this waits for a moment."""
+    """Whether the process has no memory any more. A process cannot be inspected during exec, so this waits for a moment."""
     time.sleep(_LOOK_AGAIN_S)
     with contextlib.suppress(OSError):
         os.scandir(f"/proc/{pid}/fd").close()
-        return True  # it can be seen at the next look
+        return True  # it can be inspected next time
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
     return True
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder in any state: a program may have nested folders deeper than Python can go, or closed them to their own user."""
+    """Removes a folder. A program may have nested folders too deeply for Python, or removed permissions from them."""
     try:
-        os.rmdir(folder)  # as most are empty
+        os.rmdir(folder)  # most folders are empty
     except OSError:
         subprocess.run(["sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder], capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""Calls one function in worker processes, for an asyncio program. A call may ruin its process; other calls still get their answers."""
+"""Calls one function in worker processes, for an asyncio program. If a call crashes its process, other calls still get their results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _WORKER = "import sys; sys.path.extend(sys.argv[1].split(':')); from {module} im
 
 
 class CallFailed(Exception):
-    """A call has no result. `kind` says why: it raised an "error", took too long ("timeout"), ran out of "memory", or brought its worker
-    down ("exit")."""
+    """A call has no result. `kind` says why: the function raised an "error", took too long ("timeout"), ran out of "memory", or ended its
+    worker ("exit")."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -56,18 +56,18 @@ class _Worker:
     def kill(self) -> None:
         self.writer.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call; nobody waits for it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call; do not wait for it
             self.process.wait(_KILLED_S)
 
 
 class WorkerPool:
     """Runs the main function of `module` in `workers` processes, each under a memory limit and a time limit per call.
 
-    `main(*arguments, memory_mib, timeout_s, parent)` serves requests by megarl.sandbox.process.serve; all its arguments are strings.
-    A call that takes longer than `timeout_s` fails, and its worker is replaced; a call that has brought down two workers fails too. Every
-    other call is answered, whatever happens to a worker. If no worker can be started, pending and later calls raise RunError, which
-    names the pool by `name`. Output and tracebacks of the functions go to `log_folder`/<name>.<number>.log, one file per worker, or to
-    standard error. `open` and `close` must be called in one event loop.
+    `main(*arguments, memory_mib, timeout_s, parent)` serves requests with megarl.sandbox.process.serve; all its arguments are strings.
+    A call that takes longer than `timeout_s` fails, and its worker is replaced. A call that has ended two workers fails too. Every other
+    call is answered, whatever happens to a worker. If no worker can be started, pending and later calls raise RunError, which names the
+    pool by `name`. Output and tracebacks of the functions go to `log_folder`/<name>.<number>.log, one file per worker, or to standard
+    error. Call `open` and `close` in one event loop.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class WorkerPool:
         as_here: bool = False,
         passed: Sequence[str] = (),
     ):
-        """`paths`: folders to import from, beside this package's. `as_here`: workers get this process's working directory and environment;
-        otherwise the root directory, and no environment but PATH and what is `passed`."""
+        """`paths`: folders to import from, besides this package's. `as_here`: workers have this process's working directory and
+        environment. Otherwise they have the root directory, and only PATH and the variables in `passed`."""
         self.name = name
         self.timed_out = 0  # calls that took too long
         self.replaced = 0  # workers lost for any reason
@@ -138,7 +138,7 @@ class WorkerPool:
                     worker.kill()
                     worker = None
                     self.replaced += 1
-        except Exception as error:  # nobody awaits this task while the pool is in use, so the callers must get the error
+        except Exception as error:  # nobody awaits this task while the pool is in use, so the error must go to the callers
             self._fail(RuntimeError(f"{self.name} worker failed: {error!r}"))
             raise
         finally:
@@ -146,7 +146,7 @@ class WorkerPool:
                 worker.kill()
 
     async def _take(self) -> deque[_Request]:
-        """A fair share of the waiting requests, at least one."""
+        """Takes a fair share of the waiting requests, at least one."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -154,7 +154,7 @@ class WorkerPool:
         return deque(self._waiting.popleft() for _ in range(share))
 
     async def _run(self, worker: _Worker, batch: deque[_Request]) -> bool:
-        """Answers the batch in order. Returns False if the worker is lost; unanswered requests then wait again, first in line."""
+        """Answers the batch in order. Returns False if the worker is lost. Unanswered requests are then put back at the front."""
         worker.writer.write(b"".join(request.line for request in batch))
         try:
             while batch:
@@ -170,11 +170,11 @@ class WorkerPool:
                 self._arrived.set()
 
     async def _reply(self, worker: _Worker) -> bytes | None:
-        """The next line; empty or cut short if the worker died; None if it took too long and was killed."""
+        """The next line; empty or incomplete if the worker died; None if it took too long and was killed."""
         loop = asyncio.get_running_loop()
         expired = False
 
-        def warn() -> None:  # if the event loop itself was held up, it must first read what has arrived
+        def warn() -> None:  # if the event loop was blocked, it must first read what has arrived
             nonlocal timer
             timer = loop.call_later(_GRACE_S, expire)
 
@@ -193,7 +193,8 @@ class WorkerPool:
         return None if expired else reply
 
     def _blame(self, batch: deque[_Request], worker: _Worker, timed_out: bool) -> None:
-        """The worker was busy with the first request of the batch, which fails if it timed out or has now lost its second worker."""
+        """Blames the first request of the batch, which the worker was busy with. It fails if it timed out or has ended its second
+        worker."""
         worker.kill()
         status = worker.process.returncode
         timed_out = timed_out or status == -signal.SIGXCPU
@@ -233,7 +234,7 @@ class WorkerPool:
         with theirs, open(log, "ab") if log else contextlib.nullcontext() as printed:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES + 1)
             # No await from here until the process is known: a cancellation at that moment would leave it behind.
-            # PYTHONHASHSEED is fixed: what depends on the order of a set must not differ between workers.
+            # PYTHONHASHSEED is fixed, so that results do not depend on the order of sets in each worker.
             passed = {name: os.environ[name] for name in self._passed if name in os.environ}
             inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
@@ -250,7 +251,7 @@ class WorkerPool:
 
 
 def _answer(request: _Request, reply: dict[str, Any]) -> None:
-    if request.result.done():  # its caller may have given up
+    if request.result.done():  # the caller may have cancelled it
         return
     if "error" in reply:
         request.result.set_exception(CallFailed(reply["kind"], reply["error"]))

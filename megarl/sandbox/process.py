@@ -1,4 +1,4 @@
-"""What the processes of a WorkerPool have in common: they die with their parent, keep within limits, and answer in order.
+"""Shared code of a WorkerPool's processes: they end with their parent, keep within limits, and answer in order.
 
 Requests come on standard input, each a line with a JSON array of arguments; replies go to standard output, each a line with a JSON
 object, {"result": …} or {"error": "why there is none", "kind": CallFailed.kind}.
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from megarl.base.processes import end_with_parent
 from megarl.config.limits import attribute
 
-# Shows an exception of a user's own function as its author wants to read it.
+# Shows an exception in a user's function in the form its author needs.
 
 
 _MOST_CHARS = 500  # limit of the exception's message, which may quote what a model wrote
@@ -35,18 +35,18 @@ def own_line(error: BaseException) -> str:
 
 
 _MAX_OPEN_FILES = 64
-MAX_REPLY_BYTES = 1 << 20  # without the newline
-_LEAST_FREE_BYTES = 64 << 20  # what the memory limit must leave for a call
+MAX_REPLY_BYTES = 1 << 20  # most bytes of a reply, without the newline
+_LEAST_FREE_BYTES = 64 << 20  # memory that the limit must leave for a call
 
 
 def prepare(parent: str) -> None:
-    """Makes this process end with `parent`, and ignore interrupts, which are the parent's. Call it first."""
+    """Makes this process end with `parent`, and ignore interrupts, which are meant for the parent. Call it first."""
     end_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def limit_resources(memory_mib: str, files_writable: bool) -> None:
-    """Raises MemoryError if the limit leaves no room for any call, so that the worker does not start."""
+    """Sets the limits. Raises MemoryError if they leave no room for any call, so that the worker does not start."""
     limit_bytes = int(memory_mib) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
@@ -73,8 +73,7 @@ def serve(function: Callable[..., Any], timeout_s: str) -> None:
 
 
 def _own_ends() -> tuple[BinaryIO, int]:
-    """Standard input and output, taken over for requests and replies: the function and its children get others, so they cannot
-    interfere."""
+    """Standard input and output, reserved for requests and replies. The function and its children get others, so they cannot interfere."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -82,7 +81,7 @@ def _own_ends() -> tuple[BinaryIO, int]:
 
 
 def reply(function: Callable[..., Any], arguments: list[Any]) -> str:
-    """The reply to a call. A ValueError is a verdict on the arguments; other exceptions are mistakes, printed on standard error."""
+    """The reply to a call. A ValueError is a result; other exceptions are mistakes, which are printed on standard error."""
     try:
         return json.dumps({"result": function(*arguments)})
     except ValueError as error:
@@ -105,13 +104,13 @@ def _write(file: int, line: str) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limits CPU time until the next request: unlike the pool's deadline, which counts wall time, this holds even without the pool."""
+    """Limits CPU time until the next request. Unlike the pool's deadline, which counts wall time, this holds even without the pool."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, resource.RLIM_INFINITY))
 
 
-# The process that calls any function `package.module:name`. It imports the function before the limits hold and the clock runs.
+# A process that calls any function `package.module:name`. It imports the function before limits and deadlines apply.
 
 
 def main(path: str, memory_mib: str, timeout_s: str, parent: str) -> None:

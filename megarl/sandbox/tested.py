@@ -1,9 +1,9 @@
-"""Runs a program on the inputs of tests, inside the sandbox, each in a process of its own. It imports the standard library alone.
+"""Runs a program on the inputs of tests, inside the sandbox, with a process for each. It imports only the standard library.
 
 Standard input: a JSON object with `code`, `function` (null: the program reads standard input), `inputs`, `test_timeout_s`, `timeout_s` and
 `most_bytes` (of all results together). Standard output: the line "ready", then a line for each test, up to the first without a result. A
 line is a JSON list: the outcome ("done", "crashed", "slow", "long"), and the program's output or the function's value as JSON. The right
-results are not known here.
+results are not known here, so a program cannot find them.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import time
 import types
 from typing import Any
 
-# As LiveCodeBench puts them before every program (lcb_runner/evaluation/testing_util.py).
+# LiveCodeBench imports these before every program (lcb_runner/evaluation/testing_util.py).
 _MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json builtins typing"
 ).split()
@@ -28,7 +28,7 @@ _PIECE = 1 << 16
 
 def main() -> None:
     task = json.load(sys.stdin)
-    sys.modules["__main__"] = program = types.ModuleType("__main__")  # where pickle, for one, looks for what the program defines
+    sys.modules["__main__"] = program = types.ModuleType("__main__")  # pickle, for example, looks here for the program's definitions
     space = program.__dict__
     exec("\n".join(f"from {name} import *" for name in _MODULES), space)
     exec("\n".join(f"import {name}" for name in _MODULES if name not in ("typing", "builtins")), space)
@@ -76,7 +76,7 @@ def _run(task: dict, given: Any, space: dict, end: float, room: int) -> "tuple[s
 
 
 def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]":
-    """Waits until the process has gone, even if another one still has its output open."""
+    """Reads until the process has ended, even if another process still has its output open."""
     pieces = bytearray()
     os.set_blocking(reading, False)
     waited_for = [reading, gone]
@@ -94,7 +94,7 @@ def _read(reading: int, gone: int, end: float, room: int) -> "tuple[str, bytes]"
         if not piece:
             if gone in ready:
                 return "done", bytes(pieces)
-            waited_for = [gone]  # its output is closed: only its end is left to wait for
+            waited_for = [gone]  # its output is closed, so only its end is awaited
 
 
 def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int) -> None:
@@ -111,7 +111,7 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
         sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
-        space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # as `from sys import *` has them
+        space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # the names that `from sys import *` gives
         try:
             exec(compile(task["code"], "<program>", "exec"), space)
             if called:
@@ -130,19 +130,19 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
 
 
 def _finish() -> None:
-    """As the interpreter ends: waits for threads, calls what was left to be called at exit, and writes what was printed."""
+    """Does what the interpreter does at its end: waits for threads, calls exit handlers, and flushes output."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.__stdout__):
         flush = getattr(file, "flush", lambda: None)
-        with contextlib.suppress(OSError, ValueError):  # it may be closed, or detached
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed or detached
             flush()
 
 
 def _plain(value: Any, outermost: bool = False) -> Any:
-    """What JSON says exactly, and a tuple where it is the whole result. Raises TypeError."""
+    """A value that JSON represents exactly. A tuple is allowed only as the whole result. Raises TypeError."""
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, str):

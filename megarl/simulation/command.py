@@ -1,4 +1,4 @@
-"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and says what limits its speed."""
+"""`megarl plan --simulate`: runs a config in virtual time, once or for all values of a sweep, and names what limits its speed."""
 
 from __future__ import annotations
 
@@ -33,36 +33,37 @@ from megarl.simulation.measured import measured
 from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, unseen
 from megarl.simulation.virtual import Stuck
 
-WARM_UP = 5  # steps that are not counted, at most a fifth of all
-EVERY_S = 5.0  # progress is said
-ROOM = 0.6  # of the requests that an engine could run; below that it has too few
+WARM_UP = 5  # first steps that do not count, but at most a fifth of all
+EVERY_S = 5.0  # interval of progress messages
+ROOM = 0.6  # below this share of the requests that it could run, an engine has too few
 CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Shares of the trainer and of waits leave out the first steps. The engines' share is of the whole time, with restarts."""
+    """The result of a simulated run. Shares of the trainer and of waits leave out the first steps; the engines' share covers the whole
+    time, with restarts."""
 
     step_p50_s: float
     step_p95_s: float
-    tokens_per_s: float  # trained on, over the whole run, with failures and restarts
+    tokens_per_s: float  # tokens trained on, over the whole run with failures and restarts
     trainer_busy: float
     engines_busy: float
-    requests: float  # that an engine runs at a time while it is busy, a mean
-    waits_for_batch: float  # of the trainer
-    waits_for_engines: float  # of the trainer, until they are ready for an update
-    waits_for_weights: float  # of places in flight
-    staleness: dict[str, float]  # share of the tokens by their age
-    rejected: int  # groups
-    discarded: float  # sampled and not trained on
-    length_bias: float  # of responses that the first half of the steps trains on, over those of as many prompts in their order, less 1
-    retracted: int  # requests, for lack of KV cache
+    requests: float  # mean number that an engine runs at a time while it is busy
+    waits_for_batch: float  # share of the trainer's time
+    waits_for_engines: float  # share of the trainer's time, until engines are ready for an update
+    waits_for_weights: float  # share of the time of places in flight
+    staleness: dict[str, float]  # age -> share of the tokens
+    rejected: int  # rejected groups
+    discarded: float  # share of sampled tokens that are not trained on
+    length_bias: float  # mean length of the first half's responses, relative to the first as many prompts, minus 1
+    retracted: int  # requests retracted for lack of KV cache
     engine_failures: int
     trainer_failures: int
-    goodput: float  # share of the time that was not undone by failures or spent on restarts
+    goodput: float  # share of the time not lost to failures and restarts
     steps: int
-    hours: float  # simulated
+    hours: float  # simulated time
 
 
 def summary(plan: RunPlan, totals: Totals) -> Summary:
@@ -99,7 +100,7 @@ def summary(plan: RunPlan, totals: Totals) -> Summary:
 def run(
     configure: Configure, *, sweep: Sequence[str] = (), source: str | None = None, output: str | None = None, as_json: bool = False
 ) -> None:
-    """Prints what a simulated run does, or a table with a row for each combination of the swept values.
+    """Prints the result of a simulated run, or a table with a row for each combination of swept values.
 
     `sweep`: key=value,value,… each. `source`: the folder of a run whose measured times replace the planner's. `output`: a folder for the
     simulated run, which `megarl report` opens. Raises ConfigError, RunError.
@@ -107,10 +108,10 @@ def run(
     combinations = _combinations(sweep)
     if output and sweep:
         raise ConfigError(f"--output {output}: must be left out with --sweep: it is for one simulated run")
-    plans = [configure(overrides) for overrides in combinations]  # all are checked before the first begins
+    plans = [configure(overrides) for overrides in combinations]  # checks all of them before the first begins
     _check(plans)
     found = []
-    gc.freeze()  # collections need not look again and again at what imports have made
+    gc.freeze()  # garbage collections then skip objects from imports
     for overrides, plan in zip(combinations, plans):
         began = time.monotonic()
         found.append(_one(plan, source, output))
@@ -135,7 +136,7 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
             totals = simulate(plan, models, told or unseen, follow=Progress())
         except (Stuck, Broken) as error:
             if output:
-                shutil.rmtree(output)  # it was made for this run
+                shutil.rmtree(output)  # the folder was made for this run
             raise RunError(f"the simulated run failed: {error}") from error
         if output:
             writer = MetricsWriter(output)
@@ -146,7 +147,7 @@ def _one(plan: RunPlan, source: str | None, output: str | None) -> Summary:
 
 
 class Progress:
-    """Says on stderr how far a simulated run is, every few seconds."""
+    """Prints the progress of a simulated run on stderr every few seconds."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
@@ -166,7 +167,7 @@ def _check(plans: Sequence[RunPlan]) -> None:
 
 
 def _written(plan: RunPlan, folder: Path, files: ExitStack) -> Tell:
-    """Writes the spans of a page's timeline."""
+    """Returns a function that writes the spans of the page's timeline."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -250,7 +251,7 @@ def _depth(config: RunConfig) -> str:
 
 
 def _could_run(plan: RunPlan) -> float:
-    """Requests that an engine has room for at a time, a mean over all engines."""
+    """The number of requests that an engine has room for at a time, a mean over all engines."""
     own = [(group.settings.engines, _room(plan, group.settings)) for group in plan.groups]
     return sum(engines * room for engines, room in own) / plan.engines
 
@@ -282,7 +283,7 @@ def mean_age(found: Summary) -> float:
 
 
 def table(combinations: Sequence[Sequence[str]], found: Sequence[Summary]) -> list[str]:
-    """A row for each combination, and which one to choose."""
+    """A row for each combination, and a line that says which one to choose."""
     rows: list[list[Any]] = [["settings", *COLUMNS]]
     rows += [[" ".join(overrides), *(show(one) for show in COLUMNS.values())] for overrides, one in zip(combinations, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -15,11 +15,11 @@ from megarl.base.rollout_types import Version
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import ABORT, Completion, Sampling
 
-# SGLang (0.5.23) takes in a request if the KV cache has room for it, and for a share of what each running request may still sample, of each
-# at most CLIPPED tokens (managers/schedule_policy.py:784). The share falls from MOST to LEAST within DECAY_STEPS; a retraction sets it to
-# the share that was sampled so far, and RETRACT_STEPS tokens for each (scheduler_components/new_token_ratio_tracker.py).
+# SGLang (0.5.23) admits a request if the KV cache has room for it and for a share of the tokens that each running request may still sample,
+# at most CLIPPED each (managers/schedule_policy.py:784). The share falls from MOST to LEAST within DECAY_STEPS. A retraction resets it to
+# the share sampled so far plus RETRACT_STEPS tokens for each request (scheduler_components/new_token_ratio_tracker.py).
 CLIPPED, MOST, LEAST, DECAY_STEPS, RETRACT_STEPS = 4096, 0.7, 0.098, 600, 20
-REFRESH = 0.05  # the time of a decoding step is worked out again when contexts have grown by this share
+REFRESH = 0.05  # the time of a decoding step is computed again when contexts have grown by this share
 _EPSILON = 1e-6  # of a token
 
 
@@ -27,32 +27,32 @@ _EPSILON = 1e-6  # of a token
 class Speed:
     """How fast one engine is."""
 
-    decode_s: Callable[[int, float], float]  # (running requests, tokens of context of each) → seconds per token
-    prefill_s: Callable[[float, float], float]  # (tokens, tokens of a sequence) → seconds
+    decode_s: Callable[[int, float], float]  # (running requests, mean tokens of context) -> seconds per token
+    prefill_s: Callable[[float, float], float]  # (tokens, tokens of a sequence) -> seconds
     cache_tokens: float
     most_running: int
 
 
 @dataclass(eq=False)
 class Work:
-    """The work left for one prompt, whichever engine does it, in units. `totals`: the lengths of its unfinished responses, in order."""
+    """The remaining work for one prompt, in units, on any engine. `totals`: the lengths of its unfinished responses, in order."""
 
     prompt: int
     totals: list[int]
-    unread: int  # of the prompt, which no engine has prefilled
-    limit: int  # at which a response is cut
+    unread: int  # units of the prompt that no engine has prefilled
+    limit: int  # length at which a response is cut
 
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """Requests that came together, and are answered together."""
+    """Requests that arrive together and are answered together."""
 
     done: asyncio.Future[None]
     left: int  # requests that have not ended
 
     def end(self, error: EngineUnreachable | None = None) -> None:
         self.left -= 1
-        if self.done.done():  # whoever waited for it has given up, or knows the error
+        if self.done.done():  # the caller has given up, or already has the error
             return
         if error is not None:
             self.done.set_exception(error)
@@ -63,10 +63,10 @@ class _Asked:
 @dataclass(eq=False, slots=True)
 class _Request:
     asked: _Asked
-    tokens: int  # it comes with
-    uncached: int  # of these, to be prefilled
-    most: int  # it samples, unless it is aborted
-    limit: int  # it may sample, as far as the engine knows
+    tokens: int  # units that it arrives with
+    uncached: int  # units of these that must be prefilled
+    most: int  # units that it samples, unless it is aborted
+    limit: int  # most units that it may sample, as far as the engine knows
     began: float = 0.0  # on the engine's clock, as if it had sampled all its tokens since
     versions: array[int] = field(default_factory=functools.partial(array, "i"))
     aborted: bool = False
@@ -76,31 +76,31 @@ class _Request:
         return self.began + self.most
 
     def settle(self, clock: float, version: Version) -> int:
-        """Notes the tokens that a running request has sampled by now, and returns how many are new; those are of `version`."""
+        """Notes the tokens that a running request has sampled by now. Returns how many are new; the new ones are of `version`."""
         new = max(0, min(self.most, int(clock - self.began + _EPSILON)) - len(self.versions))
         self.versions.extend([version] * new)
         return new
 
 
 class SimulatedEngine:
-    """Does what an EngineClient does, in the event loop's time. All lengths are in units of `unit` tokens.
+    """Has the interface of an EngineClient, in the event loop's time. All lengths are in units of `unit` tokens.
 
-    Its clock counts the tokens that an endless request would have sampled. It stands still while the engine is paused, prefills, or has
-    nothing to do. A prompt's token ids are its key in `work`. A sampled token's id is the version that sampled it: keys and values
-    of another version are not used.
+    The clock of an engine counts the tokens that an endless request would have sampled. It stops while the engine is paused, prefills, or
+    has nothing to do. The token ids of a prompt are its key in `work`. The id of a sampled token is the version that sampled it: keys and
+    values of another version are not reused.
     """
 
     def __init__(self, url: str, speed: Speed, unit: int, work: dict[int, Work]):
         self.url, self.speed, self._unit, self._work = url, speed, unit, work
         self.version: Version = -1
-        self.busy_s = 0.0  # decoding or prefilling
-        self.running_s = 0.0  # the same, of each running request
-        self.retracted = 0  # requests, for lack of KV cache
+        self.busy_s = 0.0  # time spent decoding or prefilling
+        self.running_s = 0.0  # the same, summed over running requests
+        self.retracted = 0  # requests retracted for lack of KV cache
         self.prefilled = self.sampled = 0  # units
-        self.could_sample = 0.0  # units that its running requests have had the time for; `sampled` is never more
-        self._clock = self._at = self._free_at = 0.0  # _at: when the clock was read; _free_at: when prefill ends
-        self._base = 0.0  # units of all running requests, less the clock, each
-        self._running: list[tuple[float, int, _Request]] = []  # heap
+        self.could_sample = 0.0  # upper bound of `sampled`: units for which running requests had time
+        self._clock = self._at = self._free_at = 0.0  # _at: time of the last reading of the clock; _free_at: end of prefill
+        self._base = 0.0  # sum over running requests of their units minus the clock
+        self._running: list[tuple[float, int, _Request]] = []  # heap by the end of requests
         self._waiting: deque[_Request] = deque()
         self._count = 0
         self._ratio = MOST
@@ -113,7 +113,7 @@ class SimulatedEngine:
     async def complete(
         self, inputs: Sequence[list[int]], samplings: Sequence[Sampling], version: Version | None = None
     ) -> list[Completion]:
-        """One completion of each input; all are of one prompt. Returns when the last has ended. Raises EngineUnreachable."""
+        """One completion of each input; all are of one prompt. Returns when the last one has ended. Raises EngineUnreachable."""
         self._check_up()
         work, asked = self._work[inputs[0][0]], _Asked(asyncio.get_running_loop().create_future(), len(inputs))
         requests, rests = [], []
@@ -155,7 +155,7 @@ class SimulatedEngine:
             self._set_timer()
 
     def resume(self, version: Version, recompute: bool) -> None:
-        """Goes on under `version`. With `recompute` it first prefills all running sequences anew."""
+        """Continues under `version`. With `recompute`, first prefills all running sequences again."""
         self._at = self._now()
         self.version, self._paused = version, False
         if recompute and self._running:
@@ -163,7 +163,7 @@ class SimulatedEngine:
         self._change_soon()
 
     def fail(self, restart_s: float) -> None:
-        """Ends the engine's process, which runs again after `restart_s`."""
+        """Ends the engine's process. It runs again after `restart_s`."""
         self._advance()
         error = f"engine {self.url} has failed"
         for request in self._all():
@@ -177,7 +177,7 @@ class SimulatedEngine:
         return self._down_until is None
 
     async def fresh(self) -> bool:
-        """Whether it runs again."""
+        """Whether the engine has restarted and runs."""
         if self._down_until is not None and self._now() >= self._down_until:
             self._down_until = None
         return self._down_until is None
@@ -201,7 +201,7 @@ class SimulatedEngine:
         return [*(request for _, _, request in self._running), *self._waiting]
 
     def _settle(self) -> None:
-        """Settles all running requests; a waiting one has sampled nothing since it was settled last."""
+        """Settles all running requests. A waiting request has sampled nothing since it was last settled."""
         self.sampled += sum(request.settle(self._clock, self.version) for _, _, request in self._running)
 
     def _clear(self) -> None:
@@ -223,7 +223,7 @@ class SimulatedEngine:
         self._at = now
 
     def _change_soon(self) -> None:
-        """Takes in together the requests that come at the same time."""
+        """Schedules `_change`, so that requests of the same time are admitted together."""
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._change)
@@ -248,7 +248,7 @@ class SimulatedEngine:
             self._ratio = MOST
         while self._waiting and len(self._running) < self.speed.most_running:
             request = self._waiting[0]
-            clipped = min(request.limit, CLIPPED / self._unit)  # those that run have the same limit, and have sampled some of it
+            clipped = min(request.limit, CLIPPED / self._unit)  # running requests have the same limit, and have used some of it
             needed = self._held + request.tokens + len(request.versions) + self._ratio * clipped * (len(self._running) + 1)
             if self._running and needed > self._room:
                 return
@@ -260,7 +260,7 @@ class SimulatedEngine:
             self._prefill(request.uncached, request.tokens)
 
     def _retract(self) -> None:
-        """Takes the cache from the request that has sampled least, which is prefilled again later."""
+        """Frees the cache of the request that has sampled least. It is prefilled again later."""
         place = max(range(len(self._running)), key=lambda index: self._running[index][2].began)
         _, _, request = self._running.pop(place)
         heapq.heapify(self._running)

@@ -17,9 +17,9 @@ from megarl.config.errors import ConfigError
 from megarl.estimate.memory import Workload
 from megarl.simulation.settings import EXPONENTIAL, LOGNORMAL, SimulationConfig
 
-BLOCK = 256  # prompts whose lengths are drawn together
+BLOCK = 256  # number of prompts whose lengths are drawn together
 _erf = np.vectorize(math.erf, otypes=[np.float64])
-Quantile = Callable[[np.ndarray], np.ndarray]  # probabilities in (0, 1) → tokens, before the cut
+Quantile = Callable[[np.ndarray], np.ndarray]  # probabilities in (0, 1) -> tokens, before the cut
 
 
 class Draw(Protocol):
@@ -34,8 +34,8 @@ class Draw(Protocol):
 class Lengths:
     """Draws the lengths of a prompt's responses, in tokens; above `longest` they are cut.
 
-    A prompt's lengths depend only on the seed and its ordinal, so all settings get the same work. Lengths of responses to one prompt are
-    correlated (a Gaussian copula of this `correlation`).
+    The lengths of a prompt depend only on the seed and its ordinal, so all settings get the same work. Lengths of responses to one prompt
+    are correlated (a Gaussian copula with this `correlation`).
     """
 
     def __init__(self, quantile: Quantile, longest: int, settings: SimulationConfig, prompts_per_step: int, seed: int):
@@ -60,7 +60,7 @@ class Lengths:
         return self._block(ordinal // BLOCK, n)[ordinal % BLOCK]
 
     def _draw(self, block: int, n: int) -> np.ndarray:
-        """[BLOCK, n] of prompts that follow each other: drawn together, because making a generator takes longer than drawing."""
+        """[BLOCK, n] of consecutive prompts. They are drawn together, since making a random generator takes longer than drawing."""
         rng, shared = np.random.default_rng((self._seed, block)), self._settings.correlation
         normal = math.sqrt(shared) * rng.standard_normal((BLOCK, 1)) + math.sqrt(1 - shared) * rng.standard_normal((BLOCK, n))
         below = 0.5 * (1 + _erf(normal / math.sqrt(2)))
@@ -70,7 +70,7 @@ class Lengths:
 
 
 def exponential(scale: float) -> Quantile:
-    """`scale`: the mean before the cut; infinite if all responses reach it."""
+    """`scale`: the mean before the cut; infinite if all responses reach the cut."""
     return lambda below: -scale * np.log1p(-below)
 
 
@@ -82,7 +82,7 @@ def lognormal(mean: float, sigma: float, longest: float) -> Quantile:
 
 
 def _location(mean: float, sigma: float, longest: float) -> float:
-    """The mean of the logarithm, by bisection: E[min(X, c)] = exp(m + s^2/2) N((ln c - m - s^2) / s) + c N((m - ln c) / s)."""
+    """The mean m of the logarithm, found by bisection: E[min(X, c)] = exp(m + s^2/2) N((ln c - m - s^2) / s) + c N((m - ln c) / s)."""
     if mean >= 0.999 * longest:
         return math.log(longest) + 8 * sigma
     normal, low, high = NormalDist(), math.log(mean) - sigma * sigma - 1, math.log(longest) + 8 * sigma

@@ -1,4 +1,4 @@
-"""The measured times of a run, in place of the planner's (`megarl plan --simulate --from RUN`)."""
+"""The measured times of a run, used instead of the planner's (`megarl plan --simulate --from RUN`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarl.plan.resolve import RunPlan
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import Models, simulate
 
-FEWEST = 8  # steps that a fit needs
-FIT_STEPS, TRIALS, CLOSE, FAR, LEAST = 24, 8, 0.02, 0.25, 1e-4  # of the engines' speed
-NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # above 0
-WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/weights_wait_s", "time/save_s")  # 0 or more
-# What its times hold for.
+FEWEST = 8  # least number of steps for a fit
+FIT_STEPS, TRIALS, CLOSE, FAR, LEAST = 24, 8, 0.02, 0.25, 1e-4  # the fit of the engines' speed
+NEEDED = ("time/step_s", "time/rollout_s", "tokens_per_s", "samples_per_s")  # these must be above 0
+WAITS = ("time/sync_s", "time/sync_pause_s", "time/trainer_wait_s", "time/weights_wait_s", "time/save_s")  # these must be at least 0
+# Settings that the measured times depend on.
 SIZES = (
     "model.path", "model.dtype", "cluster.gpu", "algorithm.name", "rollout.prompts_per_step", "rollout.n", "rollout.max_tokens",
     "trainer.dp", "trainer.tp", "trainer.pp", "trainer.vpp", "trainer.cp", "trainer.ep", "trainer.etp", "trainer.zero", "trainer.recompute",
@@ -35,8 +35,8 @@ SIZES = (
 
 
 def measured(plan: RunPlan, unit: int, run: Path) -> Models:
-    """The planner's models, scaled to a run's metrics: a step's training as a line over its tokens, and medians of the update and of the
-    engines' speed. Raises ConfigError if the run has other sizes, or too few steps."""
+    """The planner's models, scaled to a run's metrics. A step's training time becomes a line over its tokens; the update and the engines'
+    speed are set to medians. Raises ConfigError if the run has other sizes, or too few steps."""
     _check_sizes(plan, run)
     rows = read_metrics(run / METRICS_FILE)
     rows = [row for row in rows[len(rows) // 5 :] if _sound(row)]
@@ -52,7 +52,7 @@ def measured(plan: RunPlan, unit: int, run: Path) -> Models:
         return fixed_s + token_s * unit * sum(sample.tokens for sample in batch.samples)
 
     control_s, checkpoint_s = max(0.0, pause_s - write_s), _checkpoint_s(run)
-    # With resume an update always waits for the ends of chunks, which the simulation does too.
+    # With resume, an update always waits for the ends of chunks. The simulation does the same.
     grant_s = 0.0 if plan.config.async_.partial_rollout == "resume" else min(row["time/weights_wait_s"] for row in rows)
     models = replace(models, train_s=train_s, write_s=write_s, control_s=control_s, grant_s=grant_s, checkpoint_s=checkpoint_s)
     return _as_fast(run, plan, models, float(np.median([row["time/rollout_s"] for row in rows])))
@@ -73,7 +73,7 @@ def _sound(row: Row) -> bool:
 
 
 def _checkpoint_s(run: Path) -> float | None:
-    """From the beginning of a checkpoint to its completion, by the trace; None without any."""
+    """Time from the beginning of a checkpoint to its completion, from the trace; None without checkpoints."""
     file = run / TRACE_FOLDER / "trainer.0.jsonl"
     began_us: dict[str, float] = {}
     took_s: list[float] = []
@@ -99,12 +99,12 @@ def _tokens(row: Row, samples: int) -> float:
 
 
 def _rest_s(row: Row) -> float:
-    """A step without its waits, its update and its checkpoint: training, and what nothing overlaps."""
+    """Time of a step without its waits, update and checkpoint: training, and everything that overlaps with nothing."""
     return row["time/step_s"] - row["time/trainer_wait_s"] - row["time/sync_s"] - row["time/save_s"]
 
 
 def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
-    """(seconds of a step, seconds a token), neither below 0, by least squares."""
+    """(seconds per step, seconds per token), neither below 0, by least squares."""
     x, y = np.array(tokens), np.array(seconds)
     slope = float(np.cov(x, y, bias=True)[0, 1] / x.var()) if x.var() > 0 else 0.0
     slope = min(max(0.0, slope), float(y.mean() / x.mean()))
@@ -112,8 +112,8 @@ def _line(tokens: list[float], seconds: list[float]) -> tuple[float, float]:
 
 
 def _as_fast(run: Path, plan: RunPlan, models: Models, rollout_s: float) -> Models:
-    """The models with decoding scaled so that a prompt's rollout takes `rollout_s`. Prefill stays as the planner has it. A rollout's time
-    also depends on waits, so the scale is found by trial."""
+    """The models with decoding scaled so that the rollout of a prompt takes `rollout_s`. Prefill stays as the planner has it. The scale is
+    found by trial, since the time of a rollout also depends on waits."""
     settings = replace(plan.config.plan.simulation, steps=min(FIT_STEPS, plan.config.max_steps), gpu_mtbf_h=None)
     trial = replace(plan, config=replace(plan.config, plan=replace(plan.config.plan, simulation=settings)))
     scale, found, took_s = 1.0, models, 0.0

@@ -43,22 +43,22 @@ from megarl.simulation.lengths import Draw, Lengths
 from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
 from megarl.weight_sync.sender import SyncReport
 
-UNITS = 256  # the longest response has at most this many units of tokens, unless others are much shorter
+UNITS = 256  # most units in the longest response, unless others are much shorter
 HOUR_S = 3600.0
-IN_VAIN = 50  # restarts without a new checkpoint, after which there will be none
+IN_VAIN = 50  # after this many restarts without a new checkpoint, give up
 
 
 @dataclass(frozen=True)
 class Models:
-    """How long engines, the trainer and transfers take: from the planner's model, or as measured in a run."""
+    """Durations of engines, trainer and transfers, from the planner's model or from a measured run."""
 
     speed: Speed
-    train_s: Callable[[Batch], float]  # of a step, with all that nothing overlaps
+    train_s: Callable[[Batch], float]  # of a step, including everything that overlaps with nothing
     write_s: float  # of an update, while the trainer waits
-    control_s: float  # of an update's messages and calls beyond that, while engines are paused
-    grant_s: float = 0.0  # from the trainer's request until engines stand that have nothing to finish
-    checkpoint_s: float | None = None  # of writing a checkpoint; None: plan.simulation.checkpoint_s
-    of_groups: Mapping[str, Speed] = field(default_factory=dict)  # of unlike engines, instead of `speed`
+    control_s: float  # of an update's messages and calls, in addition to write_s, while engines are paused
+    grant_s: float = 0.0  # from the trainer's request until idle engines are paused
+    checkpoint_s: float | None = None  # to write a checkpoint; None: plan.simulation.checkpoint_s
+    of_groups: Mapping[str, Speed] = field(default_factory=dict)  # group -> speed, if engines differ; used instead of `speed`
 
     @classmethod
     def of(cls, plan: RunPlan, unit: int) -> Models:
@@ -117,18 +117,18 @@ def _train_s(plan: RunPlan, unit: int, glue_s: float, batch: Batch) -> float:
 
 @dataclass
 class Totals:
-    """Totals of a whole run, over all its attempts."""
+    """Totals of a whole run over all its attempts."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)  # as in metrics.jsonl
-    ages_of_steps: list[Counter[int]] = field(default_factory=list)  # tokens trained on, by how many versions old they were
+    ages_of_steps: list[Counter[int]] = field(default_factory=list)  # for each step: age in versions -> tokens trained on
     lengths: list[np.ndarray] = field(default_factory=list)  # of each step's samples, in tokens
     ordinals: list[list[Ordinal]] = field(default_factory=list)  # of each step's prompts
-    busy_s: float = 0.0  # of all engines together
-    running_s: float = 0.0  # the same, of each running request
+    busy_s: float = 0.0  # summed over all engines
+    running_s: float = 0.0  # the same, summed over running requests
     sampled: int = 0  # tokens
-    expected_length: float = 1.0  # mean of the responses to as many prompts as the first half of the steps has, in their order
+    expected_length: float = 1.0  # mean length of responses to the first prompts, as many as the first half of the steps has
     retracted: int = 0
-    lost_s: float = 0.0  # work that failures undid, and restarts
+    lost_s: float = 0.0  # time of work that failures undid, and of restarts
     engine_failures: int = 0
     trainer_failures: int = 0
     end_s: float = 0.0
@@ -139,13 +139,13 @@ class Totals:
 
     @property
     def kept_until_s(self) -> float:
-        """When the last step ended that no failure has undone."""
+        """The time at which the last step ended that no failure has undone."""
         return self.rows[-1]["wall_s"] if self.rows else 0.0
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails, and when, as recorded in a real run; it replaces plan.simulation.gpu_mtbf_h."""
+    """The failures recorded in a real run, with their times. They replace plan.simulation.gpu_mtbf_h."""
 
     engines: tuple[tuple[float, int, float], ...] = ()  # (at_s, engine, seconds until it serves again)
     trainer: tuple[tuple[float, float], ...] = ()  # (at_s, seconds until the run goes on)
@@ -160,7 +160,7 @@ class Interrupted(Exception):
 
 
 class Broken(RuntimeError):
-    """The run's own code has broken one of its promises."""
+    """The run's own code has broken one of its guarantees."""
 
 
 class _Prompts:
@@ -174,7 +174,7 @@ class _Prompts:
 
 @dataclass
 class SimulatedGenerator(GeneratorExecutor):
-    """The generator's executor with simulated engines, environments and scores. Its tokens are units of several."""
+    """The generator's executor with simulated engines, environments and scores. Each of its tokens is a unit of several."""
 
     models: Models = field(kw_only=True)
     lengths: Draw = field(kw_only=True)
@@ -238,7 +238,7 @@ class SimulatedGenerator(GeneratorExecutor):
             del self.work[key]
 
     async def _episode(self, prompt: Prompt, sampling: Sampling, key: int, total: int, clock: RolloutClock) -> tuple[array[int], str]:
-        """A response of several turns. Earlier turns are prefilled again only under other weights."""
+        """A response of several turns. Earlier turns are prefilled again only if the weights have changed."""
         rng = self._rng(key, 3)
         tokens, sampled, reason = [key] * len(prompt.token_ids), array("i"), "stop"
         read_under: Version | None = None
@@ -257,7 +257,7 @@ class SimulatedGenerator(GeneratorExecutor):
 
 @dataclass
 class Attempt:
-    """The run from one start to its end or its interruption."""
+    """The run from one start to its end or interruption."""
 
     plan: RunPlan
     models: Models
@@ -274,8 +274,8 @@ class Attempt:
 
     def __post_init__(self) -> None:
         config, wire = self.plan.config, Wire()
-        nobody: Any = None  # there is no launcher, whose addresses an executor asks for
-        link: Any = wire.generator  # for what a Hub does in a run
+        nobody: Any = None  # an executor needs a launcher's addresses, which do not exist here
+        link: Any = wire.generator  # takes the place of a Hub
         self.generator = SimulatedGenerator(
             self.plan, nobody, RolloutsSender(link), loop=self.loop, models=self.models, lengths=self.lengths, unit=self.unit
         )
@@ -291,7 +291,7 @@ class Attempt:
         self._finishing: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[tuple[int, Ledger]] | None = None
         self._pause_s = self._save_s = 0.0
-        self._failed_at: dict[int, float] = {}  # of engines that do not serve again yet
+        self._failed_at: dict[int, float] = {}  # engine -> time of its failure, while it does not serve again
 
     def run(self) -> None:
         """Raises Interrupted, Stuck, Broken."""
@@ -307,7 +307,7 @@ class Attempt:
                 task.cancel()
             self.generator.close()
             self.loop.run_until_complete(self.fleet.close())
-            self._back(sorted(self._failed_at))  # as far as a timeline shows it
+            self._back(sorted(self._failed_at))  # so that the timeline shows them
             for engine in self.engines:
                 self.totals.busy_s += engine.busy_s
                 self.totals.running_s += engine.running_s
@@ -351,7 +351,7 @@ class Attempt:
         return batch_of(found[0])
 
     async def _update(self, version: Version) -> SyncReport:
-        """As in a run: the engines pause as async.partial_rollout says, the trainer writes and goes on, and then the engines go on."""
+        """Like a real update: engines pause as async.partial_rollout says, the trainer writes and goes on, then the engines go on."""
         await self._settled()
         asked = self.loop.time()
         await asyncio.sleep(self.models.grant_s)
@@ -397,7 +397,7 @@ class Attempt:
                 self.told("generator.0", "away", failed_at, self.loop.time(), f"engine.{index}")
 
     async def _join(self, version: Version) -> None:
-        """Engines that came back get the weights being served, while the trainer waits for a batch."""
+        """Gives restarted engines the served weights while the trainer waits for a batch."""
         await self._settled()
         members = sorted(self.fleet.returned)
         await asyncio.sleep(self.models.write_s + self.models.control_s)
@@ -410,7 +410,7 @@ class Attempt:
             await self.fleet.pulse.until(lambda: not self.fleet.returned)
 
     async def _save(self, step: int) -> None:
-        """As a run does (executors.saving): one checkpoint is written at a time, and it counts from the end of a step on."""
+        """Like a real run (executors.saving): one checkpoint is written at a time, and counts from the end of a step on."""
         config, began = self.plan.config.checkpoint, self.loop.time()
         if self._writing is not None and self._writing.done():
             self.saved, self._writing = self._writing.result(), None
@@ -437,7 +437,7 @@ class Attempt:
                 self.told("generator.0", "lost", now, now, f"engine.{index}", why="simulated failure")
 
     async def _engine_failures(self) -> AsyncIterator[tuple[int, float]]:
-        """(engine, seconds until it serves again), each when it happens."""
+        """Yields (engine, seconds until it serves again) when each failure happens."""
         settings = self.plan.config.plan.simulation
         sizes = np.array([group.settings.tp for group in self.plan.groups for _ in range(group.settings.engines)])
         if self.failures is not None:
@@ -464,7 +464,7 @@ class Attempt:
             raise Interrupted(settings.restart_s)
 
     def _check(self, batch: Batch, step: int) -> None:
-        """Checks the run's promises: nothing is lost, repeated, or older than allowed. Raises Broken."""
+        """Checks the guarantees of a run: nothing is lost, repeated or too old. Raises Broken."""
         config = self.plan.config
         ordinals = [group.ordinal for group in batch.groups]
         if len(ordinals) != config.rollout.prompts_per_step or any(len(group.samples) != config.rollout.n for group in batch.groups):
@@ -513,12 +513,12 @@ class Attempt:
         })  # fmt: skip
 
 
-Tell = Callable[..., None]  # (process, what, began_s, ended_s, track, **more) of what a process did, or of what happened to it
+Tell = Callable[..., None]  # (process, what, began_s, ended_s, track, **more): an activity of a process, or an event
 Follow = Callable[[int, int], None]  # (steps done, steps in all)
 
 
 def unseen(*event: Any, **more: Any) -> None:
-    """Takes the timeline or progress of runs that nobody watches."""
+    """Ignores the timeline or progress of a run."""
 
 
 def simulate(
@@ -529,9 +529,10 @@ def simulate(
     follow: Follow = unseen,
     failures: Failures | None = None,
 ) -> Totals:
-    """Simulates the run. `models` gets the plan and the tokens of a unit. `lengths` and `failures`: None: as plan.simulation says.
+    """Simulates the run. `models`: called with the plan and the tokens of a unit. `lengths` and `failures`: None stands for what
+    plan.simulation says.
 
-    Raises Stuck or Broken if the run's own code deadlocks or breaks a promise."""
+    Raises Stuck or Broken if the run's own code deadlocks or breaks a guarantee."""
     plan = simulated(plan)
     config, settings = plan.config, plan.config.plan.simulation
     lengths = lengths or Lengths.of(Workload.of(config), settings, config.rollout.prompts_per_step, config.seed)
@@ -539,7 +540,7 @@ def simulate(
     found = models(plan, unit)
     loop, totals, start, ledger, in_vain = VirtualLoop(), Totals(), 0, Ledger(), 0
     rng = np.random.default_rng((config.seed, 4))
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # what the fleet says of engines that come and go
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.closing(loop):  # hides the fleet's messages about engines
         while True:
             attempt, began_s = Attempt(plan, found, lengths, unit, loop, totals, start, ledger, rng, told, follow, failures), loop.time()
             try:
@@ -564,7 +565,7 @@ def simulate(
 
 
 def unit_of(config: RunConfig, lengths: Draw) -> int:
-    """The tokens of a unit: so few that a turn of a mean response has 16, a prompt and a chunk of a response 4."""
+    """The tokens in a unit. It is small enough that a turn of a mean response has 16 units, and a prompt or a chunk of a response 4."""
     rollout, plan = config.rollout, config.plan
     mean = float(np.mean([np.minimum(lengths(ordinal, rollout.n), lengths.longest).mean() for ordinal in range(32)]))
     finest = [rollout.max_tokens / UNITS, mean / plan.simulation.turns / 16, plan.mean_prompt_tokens / 4]
@@ -574,7 +575,7 @@ def unit_of(config: RunConfig, lengths: Draw) -> int:
 
 
 def in_units(lengths: Draw, ordinal: Ordinal, n: int, unit: int) -> np.ndarray:
-    """[n] lengths of a prompt's responses after the cut, in the nearest number of units."""
+    """[n] lengths of a prompt's responses after the cut, rounded to units."""
     tokens = np.minimum(np.asarray(lengths(ordinal, n)), lengths.longest)
     return np.maximum(1, np.rint(tokens / unit)).astype(np.int64)
 
@@ -585,7 +586,7 @@ def _mean_length(lengths: Draw, config: RunConfig, unit: int) -> float:
 
 
 def simulated(plan: RunPlan) -> RunPlan:
-    """The plan with the settings that a simulated run has."""
+    """The plan with the settings of a simulated run."""
     config = plan.config
     steps = min(config.plan.simulation.steps, config.max_steps)
     data = replace(config.data, curriculum=None)
@@ -593,7 +594,7 @@ def simulated(plan: RunPlan) -> RunPlan:
 
 
 def _check_all(plan: RunPlan, attempt: Attempt) -> None:
-    """Every prompt of the run was trained on or dropped, once."""
+    """Checks that every prompt of the run was trained on or dropped exactly once. Raises Broken."""
     attempt.intake.take_in()
     ledger, wanted = attempt.intake.buffer.ledger(), plan.config.max_steps * plan.config.rollout.prompts_per_step
     done = len(ledger.trained())

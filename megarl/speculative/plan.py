@@ -47,7 +47,7 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
 
 
 def check_draft_model(config: RunConfig) -> Iterable[str]:
-    """Whether the folder of the draft model is there."""
+    """Problems if the draft model's folder is missing or incomplete."""
     key, path = "generator.speculative.path", config.generator.speculative.path
     if path is None:
         return
@@ -57,7 +57,8 @@ def check_draft_model(config: RunConfig) -> Iterable[str]:
 
 
 def arguments(config: RunConfig) -> dict[str, Any]:
-    """Those of SGLang's server. A draft is one row of tokens: of a tree the engine could keep others than were drawn."""
+    """The arguments of SGLang's server. A draft is a single chain of tokens: from a tree, the engine might accept tokens that were not
+    sampled."""
     own = config.generator.speculative
     if not own.drafts:
         return {}
@@ -65,12 +66,12 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     if own.algorithm == NGRAM:
         return found | {"speculative_ngram_max_bfs_breadth": 1}
     found |= {"speculative_num_steps": own.steps, "speculative_eagle_topk": 1}
-    # Without a format of its own the draft model would begin with random weights where the engine does, and no update writes it.
+    # Without its own load format, the draft model would start with random weights like the engine, and no update would write it.
     return found | ({"speculative_draft_model_path": own.path, "speculative_draft_load_format": "auto"} if own.path else {})
 
 
 def never_trained(config: RunConfig) -> str:
-    """What drafts, if it stays as it was while the policy learns; otherwise empty."""
+    """The description of a draft model that does not change while the policy learns; otherwise empty."""
     own = config.generator.speculative.algorithm
     if own == NEXTN and config.trainer.mtp != TRAIN:
         return f"the layer for multi-token prediction (trainer.mtp={config.trainer.mtp})"

@@ -11,7 +11,7 @@ NONE, NGRAM, NEXTN, EAGLE, EAGLE3 = "none", "ngram", "nextn", "eagle", "eagle3"
 
 @dataclass
 class SpeculativeConfig:
-    """Tokens that the policy's engines draft, and keep where the policy would have sampled them."""
+    """Engines draft tokens and accept those that the policy would have sampled."""
 
     algorithm: str = setting(
         NONE,

@@ -1,4 +1,4 @@
-"""`megarl init`: writes a folder with a first run. It trains as it is, and marks the lines that a user changes for a run of their own."""
+"""`megarl init`: writes a folder with a first run. It trains as it is. The lines that users change for their own runs are marked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, before anything is written, if a file exists already or the folder cannot be written to."""
+    """Writes the folder. Raises ConfigError before anything is written, if a file already exists or the folder cannot be written to."""
     folder = Path(arguments.folder)
     found = (path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES)))  # no __init__.py, no __pycache__
     texts = {str(path.relative_to(FILES)): path.read_text() for path in found}

@@ -1,4 +1,4 @@
-"""The judgements of teachers on engines on the responses to a prompt."""
+"""Teachers on engines: their log-probs for the responses to a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.roles.plan import ServedRole
 
 
 class Teacher:
-    """A request to an engine that is lost goes to another, or waits until one is back."""
+    """One teacher. A request to a lost engine goes to another engine, or waits until one is back."""
 
     def __init__(self, role: ServedRole, fleet: Fleet, top_k: int):
         settings = role.settings
@@ -42,8 +42,8 @@ class Teacher:
 
 
 class Teachers:
-    """Each finished response is sent once to each teacher. A sample that a teacher failed to judge is left out of its distillation, and
-    carries the failure."""
+    """Sends each finished response once to each teacher. If a teacher fails, the sample is left out of its distillation and records the
+    failure."""
 
     def __init__(self, teachers: Sequence[Teacher], form: TeacherFormat):
         self._teachers, self._form = teachers, form

@@ -1,4 +1,4 @@
-"""Teachers and references among the roles: whether they fit the run, and the shapes of those on the trainer's ranks."""
+"""Teachers and references among the roles: checks that they fit the run, and finds the shapes of those on the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.models.spec import LM
 from megarl.roles.plan import BEFORE, ServedRole, makers, roles_of, to_be
 from megarl.roles.settings import ENGINES, REFERENCE, TEACHER, TRAINER, place_of, role_of
 
-PLACE_OF = {TOP_K: ENGINES, VOCABULARY: TRAINER}  # where teachers must be for it
+PLACE_OF = {TOP_K: ENGINES, VOCABULARY: TRAINER}  # value of `over` -> where teachers must be
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def teachers_of(config: RunConfig) -> dict[str, float]:
 
 
 def teacher_format(config: RunConfig) -> TeacherFormat:
-    """The form of the numbers that teachers on engines give with each response."""
+    """The format of the log-probs that teachers on engines add to each response."""
     served = [name for name, settings in roles_of(config).items() if name in teachers_of(config) and place_of(name, settings) == ENGINES]
     return TeacherFormat(len(served), config.algorithm.distill.likeliest)
 
@@ -71,8 +71,8 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
 
 
 def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tuple[FrozenRole, ...]:
-    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as there until the run starts.
-    Commands before a run leave out any other missing one. Raises ConfigError with all problems."""
+    """The teachers and the reference on the trainer's ranks. A checkpoint that a command will make counts as present until the run starts.
+    For commands before a run, any other missing checkpoint is left out. Raises ConfigError with all problems."""
     found, problems = [], []
     for name, settings in roles_of(config).items() if command not in (*BEFORE, "eval") else ():
         role, key = role_of(name, settings), f"roles.{name}.path"
@@ -99,7 +99,7 @@ def find_frozen(config: RunConfig, policy: ModelSpec, command: str | None) -> tu
 
 
 def check_served_teachers(config: RunConfig, served: tuple[ServedRole, ...], policy: ModelSpec) -> None:
-    """Raises ConfigError for teachers on engines that do not know all of the policy's tokens, or not as many as are asked for."""
+    """Raises ConfigError if a teacher on engines lacks some of the policy's tokens, or has fewer tokens than distill.top_k."""
     problems, likeliest = [], config.algorithm.distill.likeliest
     for role in (each for each in served if each.role == TEACHER):
         if (size := role.spec.vocab_size) < policy.vocab_size:

@@ -1,4 +1,4 @@
-"""Teachers on the trainer's ranks: the frozen models, and what they say of a batch."""
+"""Teachers at the trainer: the frozen models on its ranks, and the numbers of all teachers for a batch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megarl.trainer.microbatch import MicroBatch, lay
 from megarl.trainer.model import MegatronModel, output_weight
 from megarl.trainer.parallel import tensor_group
 
-# What a step is told by its teachers: each of these classes makes, from a microbatch, what the loss takes of one teacher.
+# The numbers of one teacher for a step. Each of these classes turns a microbatch into what the loss needs of one teacher.
 #
-# A teacher on engines has sent numbers of each token; one on the trainer's ranks is a frozen model there. The temperature of both
-# distributions, the policy's and the teacher's, is rollout.temperature, as it is for the reference. SGLang gives log-probs of a prompt at
-# temperature 1 alone, so with a teacher on engines it must be 1 (teachers/plan.py).
+# A teacher on engines has sent numbers for each token. A teacher on the trainer's ranks is a frozen model there. Both distributions, the
+# policy's and the teacher's, have the temperature rollout.temperature, as the reference does. SGLang gives log-probs of a prompt only at
+# temperature 1, so with a teacher on engines the temperature must be 1 (teachers/plan.py).
 
 
 Divergence = Callable[[Callable[[np.ndarray], Teacher]], torch.Tensor]
-"""[t] float32 the policy's divergence from a teacher, of whom the argument makes what is known at given positions [N]."""
+"""Computes [t] float32, the policy's divergence from a teacher. Its argument makes what is known of the teacher at positions [N]."""
 
 
 @dataclass(frozen=True)
 class OfTokens:
     """Log-probs of the tokens themselves."""
 
-    logprobs: Sequence[np.ndarray]  # [L] of each sequence; NaN where the teacher has said nothing
+    logprobs: Sequence[np.ndarray]  # [L] of each sequence; NaN where the teacher gave none
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
         row = sent(torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)), microbatch.targets.device)
@@ -48,14 +48,14 @@ class OfLikeliest:
     """The likeliest tokens at each place."""
 
     ids: Sequence[np.ndarray]  # [L, k] of each sequence
-    logprobs: Sequence[np.ndarray]  # [L, k]; NaN where the teacher has said nothing
+    logprobs: Sequence[np.ndarray]  # [L, k]; NaN where the teacher gave none
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
         plan, device = microbatch.plan, microbatch.targets.device
         shape = next((row.shape[1:] for row in self.ids if row.ndim == 2), (1,))
         ids = lay(plan, lambda i: self.ids[i], np.int64, shape)
         logprobs = lay(plan, lambda i: self.logprobs[i], np.float32, shape)
-        known = np.isfinite(logprobs[:, 0])  # all of a place, or nothing
+        known = np.isfinite(logprobs[:, 0])  # a place has all k or none
 
         def at(positions: np.ndarray) -> Teacher:
             some = np.where(known[positions][:, None], ids[positions], np.arange(shape[0]))
@@ -65,7 +65,7 @@ class OfLikeliest:
 
 
 class OfModel:
-    """The whole vocabulary at each place, from a frozen model, which computes the step's microbatches before the policy does."""
+    """The whole vocabulary at each place, from a frozen model. It computes the step's microbatches before the policy does."""
 
     def __init__(self, model: MegatronModel, hidden: dict[tuple[int, ...], torch.Tensor]):
         self._model, self._hidden = model, hidden
@@ -88,22 +88,22 @@ def token_divergence(
     temperature: float,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """[t] float32: the divergence at each position, 0 where not `microbatch.scored`; with gradients as token_logprobs."""
+    """[t] float32: the divergence at each position, 0 where not `microbatch.scored`; with gradients like those of token_logprobs."""
     of_rows = make(rows.positions)
     values = linear_kl(rows.rows, weight, of_rows, tensor_group(), vocab_size, temperature, chunk_tokens, main_grad(weight))
     return spread(values, rows, microbatch)
 
 
-# The frozen models on the trainer's ranks, and the judgements of a batch's teachers.
+# The frozen models on the trainer's ranks, and the numbers of all teachers for a batch.
 
 
-Sequences = Mapping[int, TrainSequence | Elsewhere]  # by samples' places in the batch
+Sequences = Mapping[int, TrainSequence | Elsewhere]  # place of a sample in the batch -> its sequence
 ByPlaces = Callable[[Callable[[list[TrainSequence | Elsewhere]], list[np.ndarray]]], Mapping[int, np.ndarray]]
 
 
 def load_frozen(plan: RunPlan, role: FrozenRole, policy: MegatronModel) -> MegatronModel:
-    """A model with the trainer's ranks and sizes, without gradients or optimizer. It stays in the memory of their devices: one that is too
-    large for that is better on engines."""
+    """A model with the trainer's ranks and sizes, without gradients or optimizer. It stays in the devices' memory; a model that is too
+    large for that should be on engines."""
     from megarl.trainer.model import MegatronModel
 
     config = plan.config
@@ -118,14 +118,14 @@ def load_frozen(plan: RunPlan, role: FrozenRole, policy: MegatronModel) -> Megat
 
 @dataclass(frozen=True)
 class Teachers:
-    """All of a run's, in the order of the config. `models`: those on the trainer's ranks."""
+    """All teachers of a run, in the order of the config. `models`: the teachers on the trainer's ranks."""
 
     config: RunConfig
     models: Mapping[str, MegatronModel] = field(default_factory=dict)
 
     def of_batch(self, sequences: Sequences, by_places: ByPlaces) -> OfBatch:
-        """Scores the batch by the models. A model whose whole distributions count computes each mini-batch before its step instead, since
-        these are too large to be kept."""
+        """Scores the batch with the models. A model whose whole distributions are needed computes each mini-batch just before its step
+        instead, since whole distributions are too large to keep."""
         names, over, form = list(teachers_of(self.config)), self.config.algorithm.distill.over, teacher_format(self.config)
         own = {name: by_places(self._scores(name)) for name in self.models} if over == SAMPLED else {}
         empty = np.empty(0, np.float32)
@@ -150,15 +150,15 @@ class Teachers:
 
 @dataclass(frozen=True)
 class OfBatch:
-    """The teachers' judgements of a batch, by the places of its samples."""
+    """The teachers' numbers for a batch, keyed by the places of its samples."""
 
     teachers: Teachers
     names: Sequence[str]
-    own: Mapping[str, Mapping[int, np.ndarray]]  # log-probs by models on the trainer's ranks
+    own: Mapping[str, Mapping[int, np.ndarray]]  # log-probs from models on the trainer's ranks
     of_engines: Mapping[str, tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]]  # ids and log-probs
 
     def of_step(self, places: Sequence[int], chosen: Sequence[TrainSequence | Elsewhere]) -> list[TeacherOfStep]:
-        """For an optimizer step on the samples at `places`, which are `chosen`."""
+        """The teachers' numbers for an optimizer step on the samples at `places`, whose sequences are `chosen`."""
 
         found: list[TeacherOfStep] = []
         over = self.teachers.config.algorithm.distill.over

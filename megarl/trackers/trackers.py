@@ -1,7 +1,8 @@
-"""Experiment trackers, each by its own library (observe.trackers). A tracker keeps what metrics.jsonl says: see `megarl.observe.tracking`.
+"""Experiment trackers, each through its own library (observe.trackers). They get the contents of metrics.jsonl: see
+`megarl.observe.tracking`.
 
-A library is imported when its tracker is opened, and keeps its files in the run's folder unless the user's environment says where (its own
-variables: WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on).
+A library is imported when its tracker is opened. It keeps its files in the run's folder, unless its own environment variables name another
+place (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_DIR and so on).
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-s
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a tracker is opened with."""
+    """The arguments for opening a tracker."""
 
-    folder: Path  # that has metrics.jsonl
+    folder: Path  # the folder with metrics.jsonl
     project: str
-    name: str  # of the run
+    name: str  # name of the run
     config: Mapping[str, Any]  # all settings, nested
-    run: str = ""  # the tracker's own id of the run to go on with; empty: a new run
-    entity: str | None = None  # whose project it is; None: the user's own
+    run: str = ""  # the tracker's own id of the run to continue; empty: a new run
+    entity: str | None = None  # owner of the project; None: the user
     tags: Sequence[str] = ()
 
 
 class Tracker(Protocol):
-    run: str  # the id to go on with
+    run: str  # id with which to continue the run
 
     def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
-        """Adds values to a step: a new one, or, when all have been sent, scores to one before (W&B then takes the last step's alone)."""
+        """Adds values to a step: to a new step, or, when all rows have been sent, scores to an earlier one (W&B then takes only those of
+        the last step)."""
         ...
 
     def close(self) -> None: ...
 
-    # A tracker with a place for texts also has samples(step, columns, rows), for the step that it was given last.
+    # A tracker that can show texts also has samples(step, columns, rows), for the step of its last log.
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -72,7 +74,7 @@ def _requirements(name: str) -> list[str]:
 
 
 def _library(name: str) -> Any:
-    """Imports by name, because an import statement has types only where the extra is installed."""
+    """Imports a library by name, since an import statement would have types only if the extra is installed."""
     return importlib.import_module(name)
 
 
@@ -81,7 +83,7 @@ def open_tracker(name: str, beginning: Beginning) -> Tracker:
 
 
 class _TensorBoard:
-    """Event files in tb/, written without torch. A new run takes the place of older files."""
+    """Writes event files to tb/, without torch. A new run replaces older files."""
 
     def __init__(self, beginning: Beginning):
         event, summary = (_library(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary"))
@@ -106,8 +108,8 @@ class _TensorBoard:
 
 
 def _histogram(edges: np.ndarray, counts: Sequence[int]) -> Any:
-    """[n + 1] counts of values below, between and above [n] edges. Values count as the middles of their bins, those beyond the edges as
-    the next edge."""
+    """A histogram in TensorBoard's form. `counts` [n + 1]: values below, between and above [n] edges. Values count as the middles of their
+    bins, values beyond the edges as the nearest edge."""
     limits, weights = np.array([edges[0], *edges, edges[-1]]), np.array(counts, dtype=np.float64)
     middles = (limits[1:] + limits[:-1]) / 2
     return _library("tensorboard.compat.proto.histogram_pb2").HistogramProto(
@@ -122,7 +124,7 @@ def _histogram(edges: np.ndarray, counts: Sequence[int]) -> Any:
 
 
 class _Wandb:
-    """Without an API key it keeps the run in wandb/, which `wandb sync` sends."""
+    """Weights & Biases. Without an API key it keeps the run in wandb/; `wandb sync` uploads it."""
 
     def __init__(self, beginning: Beginning):
         wandb = _library("wandb")
@@ -155,9 +157,9 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Without MLFLOW_TRACKING_URI the store is mlflow.db. MLflow allows no @ in a key: pass@1 is pass_at_1 there."""
+    """MLflow. Without MLFLOW_TRACKING_URI it stores runs in mlflow.db. It allows no @ in a key, so pass@1 becomes pass_at_1."""
 
-    _PARAMS = 100  # the most that it takes at once
+    _PARAMS = 100  # most parameters in one call
     _OTHER = re.compile(r"[^\w.\- :/]")
 
     def __init__(self, beginning: Beginning):
@@ -177,7 +179,7 @@ class _Mlflow:
 
     def log(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[int]]) -> None:
         if self._when[0] != step:
-            self._when = step, int(time.time() * 1000)  # the same if it is sent again, which then changes nothing
+            self._when = step, int(time.time() * 1000)  # the same time if a step is sent again, which then changes nothing
         self._client.log_batch(self.run, metrics=[self._metric(self.key(key), value, self._when[1], step) for key, value in values.items()])
 
     def close(self) -> None:
@@ -189,7 +191,7 @@ class _Mlflow:
 
 
 class _Swanlab:
-    """Without an API key it keeps the run in swanlog/, which `swanlab sync` sends."""
+    """SwanLab. Without an API key it keeps the run in swanlog/; `swanlab sync` uploads it."""
 
     def __init__(self, beginning: Beginning):
         swanlab = _library("swanlab")
@@ -218,14 +220,14 @@ class _Swanlab:
 
 
 class _Trackio:
-    """Without TRACKIO_DIR and without a server of its own the store is trackio/."""
+    """Trackio. Without TRACKIO_DIR and without a server of its own it stores runs in trackio/."""
 
     def __init__(self, beginning: Beginning):
         if not any(name in os.environ for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")):
-            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")  # read when it is imported
+            os.environ["TRACKIO_DIR"] = str(beginning.folder / "trackio")  # trackio reads it when it is imported
         trackio = _library("trackio")
 
-        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"  # it finds runs by their names
+        self.run = beginning.run or f"{beginning.name} {secrets.token_hex(4)}"  # trackio finds runs by their names
         self._run = trackio.init(
             project=beginning.project,
             name=self.run,

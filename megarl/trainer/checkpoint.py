@@ -1,13 +1,13 @@
-"""Saves and loads checkpoints by the pieces of the trainer's layout, so that one saved under any topology loads under any other.
+"""Saves and loads checkpoints by the pieces of the trainer's layout, so that a checkpoint saved under any topology loads under any other.
 
-A checkpoint is a folder. For every logical tensor of the model it holds the fp32 master weights and both of Adam's moments, cut into the
-boxes that the ranks held: each rank writes its own (`rank_00003.bin`), without communication, and without padding, which no box covers.
-`state.json` has the position of the schedule and the caller's state; `index.msgpack` says what lies where. The folder is written under
-another name, beside the next steps, and renamed when all ranks are done and everything is on the disk.
+A checkpoint is a folder. For every logical tensor of the model it has the fp32 master weights and both of Adam's moments, cut into the
+boxes of the ranks. Each rank writes its own boxes (`rank_00003.bin`), without communication and without padding. `state.json` has the
+position of the schedule and the caller's state; `index.msgpack` lists the place of everything. The folder is written under another name,
+beside the next steps, and renamed when all ranks are done and everything is on disk.
 
-Three things must agree before a checkpoint counts as saved, and again before a loaded one is used: the data on the disk and in memory, by
-the hash of every box; the model's weights and the master weights that they are rounded from; and all ranks that hold the same elements, by
-the hash of every logical tensor, which does not depend on how it is cut.
+Three things must agree before a checkpoint counts as saved, and again before a loaded one is used: the data on disk and in memory, by the
+hash of every box; the model's weights and the master weights that they are rounded from; and all ranks with the same elements, by the hash
+of every logical tensor, which does not depend on how it is cut.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from megarl.trainer.step import MegatronTrainer
 
 # Writes and reads the tensors of a checkpoint: each rank writes a file with its own boxes, and reads the boxes it needs from all files.
 #
-# Nothing is gathered. Each box is written by itself, then read again and hashed before it counts as written. A box that is loaded is hashed
+# Nothing is gathered. Each box is written separately, then read back and hashed before it counts as written. A box that is loaded is hashed
 # before it is used.
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
-Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and what lies where in it
+Written = tuple[StoredFile, dict[str, StoredTensor]]  # a rank's file, and the places of tensors in it
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -66,7 +66,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class HeldBox:
     """A box of a tensor in this rank's memory."""
 
-    name: str  # of the tensor
+    name: str  # name of the tensor
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
     values: torch.Tensor  # of the box's shape, any strides
@@ -82,9 +82,9 @@ class HeldBox:
 
 
 def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
-    """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors it holds).
+    """Writes the boxes to `path`, file number `file` of the index. Returns (the file's entry, the tensors in it).
 
-    Raises OSError if it cannot be written, or does not hold what was written.
+    Raises OSError if the file cannot be written, or does not contain what was written.
     """
     stored: dict[str, StoredTensor] = {}
     with open(path, "w+b") as out:
@@ -95,7 +95,7 @@ def write_boxes(path: Path, file: int, held: Iterable[HeldBox]) -> Written:
         size_bytes = out.tell()
         out.flush()
         os.fsync(out.fileno())
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read again from the disk
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read back from the disk
     for name, tensor in stored.items():
         for box in tensor.boxes:
             if hash_slice(_read_box(path, tensor, box), Box(box.start, box.shape), tensor.shape) != box.share:
@@ -163,15 +163,15 @@ def _read_box(path: Path, tensor: StoredTensor, stored: StoredBox) -> torch.Tens
 
 
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of `box` in a tensor that holds `outer`."""
+    """The index of `box` in a tensor with the elements `outer`."""
     return tuple(slice(s - o, s - o + n) for s, o, n in zip(box.start, outer.start, box.shape))
 
 
-# The state that checkpoints keep, as trainer ranks hold it: boxes of logical tensors, without padding.
+# The state that checkpoints keep, as trainer ranks have it: boxes of logical tensors, without padding.
 #
-# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, which training
-# and generation compute with: the master weight rounded to the model's dtype. It is hashed, but not saved. Of a frozen
-# model it is all there is: a checkpoint of adapters has the hashes of their model.
+# A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, with which
+# training and generation compute: the master weight rounded to the model's dtype. It is hashed but not saved. A frozen model has nothing
+# else: a checkpoint of adapters has only the hashes of their model.
 
 
 MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
@@ -181,10 +181,10 @@ RUN = 1 << 26  # elements of a parameter that are written or read at a time: 256
 
 @dataclass(frozen=True)
 class Run:
-    """The elements first .. end of a flattened local tensor."""
+    """The elements from `first` to `end` of a flattened local tensor."""
 
     first: int
-    values: dict[str, torch.Tensor]  # by kind, each [end - first]; untrained tensors have no moments
+    values: dict[str, torch.Tensor]  # kind -> [end - first]; untrained tensors have no moments
     is_share: bool  # whether replicas hold different elements; otherwise all hold the same
 
     @property
@@ -193,7 +193,7 @@ class Run:
 
 
 def runs(trainer: MegatronTrainer) -> dict[str, Run]:
-    """This rank's runs by the layout's names, without the tensors that its optimizers hold nothing of."""
+    """Name in the layout -> run of this rank. Tensors for which its optimizers have nothing are left out."""
     parameters = parameters_by_name(trainer.chunks)
     names = {parameter: name for name, parameter in parameters.items()}
     found = {}
@@ -201,14 +201,14 @@ def runs(trainer: MegatronTrainer) -> dict[str, Run]:
         values = {MASTER: shard.master, EXP_AVG: shard.exp_avg, EXP_AVG_SQ: shard.exp_avg_sq, LIVE: shard.live}
         found[names[shard.parameter]] = Run(shard.first, values, is_share=trainer.topology.zero == 1)
     for name, parameter in parameters.items():
-        if not parameter.requires_grad:  # a router's bias, or frozen
+        if not parameter.requires_grad:  # a router's bias, or a frozen weight
             flat = parameter.detach().view(-1)
             found[name] = Run(0, {LIVE: flat} if trainer.frozen else {MASTER: flat, LIVE: flat}, is_share=False)
     return found
 
 
 def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[HeldBox]:
-    """The boxes that this rank saves: over all ranks every element once. Replicas that hold the same elements share them equally."""
+    """The boxes that this rank saves. Over all ranks, every element is saved once; replicas with the same elements share them equally."""
     shapes, held = logical_shapes(trainer), runs(trainer)
     for layout in layouts(trainer):
         for tensor, piece, replica, replicas in layout.shared_pieces(dist.get_rank()):
@@ -218,7 +218,7 @@ def shared_boxes(trainer: MegatronTrainer, kinds: Iterable[str]) -> Iterator[Hel
 
 
 def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
-    """All boxes that this rank's optimizers hold."""
+    """All boxes in this rank's optimizers."""
     shapes, held = logical_shapes(trainer), runs(trainer)
     for tensor in trainer.saved_layout.tensors(dist.get_rank()):
         if run := held.get(tensor.name):
@@ -227,7 +227,7 @@ def held_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
 
 
 def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
-    """All of the model's weights that this rank holds, by whole pieces, as the weights channel reads them."""
+    """All weights of the model on this rank, by whole pieces, as the weights channel reads them."""
     shapes, parameters = logical_shapes(trainer), trainer.local_parameters()
     for tensor in (tensor for layout in layouts(trainer) for tensor in layout.tensors(dist.get_rank())):
         for piece in tensor.pieces:
@@ -245,14 +245,14 @@ def logical_shapes(trainer: MegatronTrainer) -> dict[str, tuple[int, ...]]:
 
 
 def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple[int, int]]:
-    """(elements, hash) of each tensor, summed over all ranks: one that is held k times counts k times. Collective."""
+    """Tensor -> (elements, hash), summed over all ranks. Elements that k ranks have count k times. Collective."""
     names = [f"{kind}/{name}" for kind in (*SAVED, LIVE) for name in logical_shapes(trainer)]
     sums, hashes = {name: [0, 0, 0] for name in names}, Hashes()
     for part in held:
         sums[part.name][0] += part.box.numel
         hashes.add(part.name, part.values, part.box, part.shape)
     for name, share in hashes.totals().items():
-        sums[name][1:] = share & 0xFFFFFFFF, share >> 32  # halves: their sums over ranks do not overflow
+        sums[name][1:] = share & 0xFFFFFFFF, share >> 32  # in halves, whose sums over ranks do not overflow
     total = torch.tensor(list(sums.values()), dtype=torch.int64, device=trainer.device)
     dist.all_reduce(total)
     return {name: (row[0], (row[1] + (row[2] << 32)) % 2**64) for name, row in zip(names, total.tolist()) if row[0]}
@@ -261,7 +261,7 @@ def totals(trainer: MegatronTrainer, held: Iterable[HeldBox]) -> dict[str, tuple
 def _boxes(
     run: Run, first: int, end: int, tensor: LocalTensor, piece: Piece, shape: tuple[int, ...], kinds: Iterable[str]
 ) -> Iterator[HeldBox]:
-    """The boxes of a logical tensor of shape `shape` that lie in `piece` and in elements first .. end of the flattened `tensor`."""
+    """The boxes of a logical tensor of shape `shape` in `piece` and in elements `first` to `end` of the flattened `tensor`."""
     for begin in range(first, end, RUN):
         for box in flat_boxes(tensor.shape, begin, min(begin + RUN, end)):
             if (common := piece.local.intersect(box)) is None:
@@ -282,7 +282,7 @@ def _position(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def random_boxes() -> Iterator[HeldBox]:
-    """The states of this rank's random generators, as tensors of bytes that only this rank has."""
+    """The states of this rank's random generators, as byte tensors that only this rank has."""
     states = {"torch": torch.get_rng_state(), **{f"tracker/{name}": s for name, s in _tracker().get_states().items()}}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -291,7 +291,7 @@ def random_boxes() -> Iterator[HeldBox]:
 
 
 def set_random(states: dict[str, torch.Tensor]) -> None:
-    """Restores the generators from `states`: what `random_boxes` yielded, by name."""
+    """Restores the generators from `states`: name -> values that `random_boxes` has yielded."""
     found = {name.removeprefix(random_prefix()): state for name, state in states.items()}
     torch.set_rng_state(found.pop("torch"))
     if (cuda := found.pop("cuda", None)) is not None and torch.cuda.is_available():
@@ -330,12 +330,12 @@ def begin(
     critic: MegatronTrainer | None = None,
 ) -> Writing[list[Written]]:
     """Begins to save weights, optimizer, random generators, schedule, the caller's JSON-able `state`, and `files` of rank 0. `critic`, a
-    trainer on the same ranks, becomes a checkpoint of its own in the folder CRITIC; the outer index has the hash of its index.
+    trainer on the same ranks, becomes its own checkpoint in the folder CRITIC; the outer index has the hash of its index.
 
-    If `beside`, this rank's boxes are copied to the host's memory and written from there, while training goes on; the checkpoint is there
-    when `finish` of the result has returned. `finish` raises WriteError, which names `path` and the bytes, if they cannot be written or
-    differ from the memory; then nothing is left at `path`. Raises RuntimeError, before it writes, if the state is not consistent, as it
-    must be between two steps.
+    With `beside`, this rank's boxes are copied to host memory and written from there while training goes on. The checkpoint exists when
+    `finish` of the result has returned. `finish` raises WriteError, which names `path` and the bytes, if they cannot be written or differ
+    from memory; then nothing is left at `path`. Raises RuntimeError before writing if the state is not consistent, as it must be between
+    two steps.
     """
     parts = [_Part(critic, CRITIC, {}, {}, beside)] if critic is not None else []
     parts.append(_Part(trainer, "", state, files, beside))
@@ -351,7 +351,7 @@ def begin(
 
 
 class _Part:
-    """One trainer's part of a checkpoint, in the folder `name` of it."""
+    """One trainer's part of a checkpoint, in its folder `name`."""
 
     def __init__(self, trainer: MegatronTrainer, name: str, state: dict[str, Any], files: Mapping[str, bytes], beside: bool):
         self.trainer, self.name, self._files = trainer, name, files
@@ -369,7 +369,7 @@ class _Part:
         return write_boxes(own / tensor_file(rank), rank, self._boxes)
 
     def conclude(self, folder: Path, mine: Written, vouched: list[str]) -> None:
-        """Writes the index, which lists the files `vouched` of `folder` too."""
+        """Writes the index, which also lists the files `vouched` in `folder`."""
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, parts)
         together(lambda: None if parts is None else self._write_index(folder, parts, vouched))
@@ -387,7 +387,7 @@ class _Part:
 
 
 def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
-    """Restores the critic of the checkpoint at `path`. Raises CheckpointError as `load` does, and if it has none."""
+    """Restores the critic from the checkpoint at `path`. Raises CheckpointError as `load` does, also if there is no critic."""
 
     def look() -> None:
         if not (Path(path) / CRITIC).is_dir():
@@ -398,7 +398,7 @@ def load_critic(critic: MegatronTrainer, path: str | Path) -> None:
 
 
 def load(trainer: MegatronTrainer, path: str | Path) -> dict[str, Any]:
-    """Restores what `save` wrote, under any topology, and returns the caller's state.
+    """Restores a checkpoint under any topology, and returns the caller's state.
 
     Raises CheckpointError, on every rank, if the checkpoint at `path` is missing, incomplete or damaged.
     """
@@ -433,7 +433,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
         for kind in run.values.keys() & SAVED:
             run.values[kind].zero_()
     read_boxes(folder, index, held_boxes(trainer))
-    # Random states belong to ranks. Under another topology they fit no rank, so the generators stay as seeded at the start.
+    # Random states belong to ranks. Under another topology they fit no rank, so the generators keep their initial seeds.
     if saved["topology"] == dataclasses.asdict(trainer.topology):
         own = {name: tensor.boxes[0] for name, tensor in index.tensors.items() if name.startswith(random_prefix())}
         set_random({name: read_box(folder, index, name, box) for name, box in own.items()})
@@ -441,7 +441,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
 
 
 def _check_between_steps(trainer: MegatronTrainer) -> None:
-    """Raises RuntimeError if the model does not equal its rounded master weights, or if optimizer and schedule differ in their steps."""
+    """Raises RuntimeError if the model differs from its rounded master weights, or if optimizer and schedule have made different steps."""
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
     for shard in optimizer_shards(trainer.optimizer):
         bits = BITS[shard.live.element_size()]
@@ -453,12 +453,12 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
 
 
 def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
-    """(elements, hash) of each tensor over all ranks, including the model's own weights, by whole pieces. Collective."""
+    """Tensor -> (elements, hash) over all ranks, including the model's own weights, by whole pieces. Collective."""
     return totals(trainer, [*held_boxes(trainer), *live_boxes(trainer)])
 
 
 def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
-    """Says what is wrong if the ranks' `totals` are not a whole multiple of those in the index; None if they are."""
+    """A problem if the ranks' `totals` are not a whole multiple of those in the index; None if they are."""
     shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from megarl.kernels import gated_delta_rule
 
-# Says which of Megatron's layer specs a trainer on a machine like this one uses. Imports no Megatron: the generator asks too.
+# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron, since the generator asks too.
 
 
 def layer_spec() -> str:
@@ -65,7 +65,7 @@ def reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[...
     return wrapper
 
 
-# What Megatron's gated delta nets call of Flash Linear Attention, whose kernels are for GPUs.
+# Replacements for the functions of Flash Linear Attention, with kernels for GPUs, that Megatron's gated delta nets call.
 
 
 def causal_conv1d(
@@ -86,7 +86,7 @@ def chunk_gated_delta_rule(
 
 _CPU = torch.device("cpu")
 
-# Imported by install(), so that no module of Megatron escapes the proxy by being imported late.
+# install() imports these, so that no module of Megatron escapes the proxy by a late import.
 _MODULES = [
     "distributed",
     "distributed.finalize_model_grads",
@@ -117,7 +117,7 @@ _MODULES = [
     "utils",
 ]
 
-# Compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
+# These functions compare `tensor.type()` with 'torch.cuda.FloatTensor' and refuse anything else.
 _CHECK_TYPE_NAMES = (
     ("optimizer.distrib_optimizer", "DistributedOptimizer", "__init__"),
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params", "__init__"),
@@ -127,7 +127,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 
 
 class _NullStream:
-    """Stands in for a CUDA stream or event: on a CPU every operation is done when it returns."""
+    """Stands in for a CUDA stream or event. On a CPU, every operation is done when it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -233,9 +233,9 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _no_compilation() -> Iterator[None]:
-    """Leaves functions uncompiled that Megatron decorates with torch.compile while it is imported.
+    """Keeps functions uncompiled that Megatron decorates with torch.compile at import.
 
-    Compiled, they would call a C++ compiler in the middle of the first step; even the decorator costs seconds of imports.
+    Otherwise they would call a C++ compiler in the middle of the first step. Even the decorator costs seconds of imports.
     """
     original = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else lambda function: function
@@ -267,7 +267,7 @@ def _patch_experts() -> None:
 
 
 def _patch_gated_delta_nets() -> None:
-    """Gives them, in place of Flash Linear Attention, what is above: also without it they read packed sequences."""
+    """Replaces Flash Linear Attention by the functions above, which support packed sequences."""
     common, gdn = (_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn"))
     common.HAVE_FLA, common.l2norm = True, gated_delta_rule.l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
@@ -281,7 +281,7 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
 
 
 def _patch_random() -> None:
-    """Makes the random tracker and activation recomputation keep the state of the CPU generator instead of a GPU's."""
+    """Makes the random tracker and activation recomputation save the state of the CPU generator instead of a GPU's."""
     random = _module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
@@ -303,7 +303,7 @@ def _patch_random() -> None:
 
 
 def _module(name: str) -> Any:
-    """A module of Megatron to be patched, as Any, since no type knows what is put into it."""
+    """A module of Megatron to patch. It has type Any, since its new attributes are unknown to type checkers."""
     return sys.modules[name]
 
 
@@ -326,13 +326,13 @@ def install() -> None:
         return
     if "megatron.core.tensor_parallel" in sys.modules:
         raise RuntimeError("cpu_support.install() must be called before megatron.core is imported")
-    # Megatron reads it to warn about the order of kernels on GPUs, which does not matter here.
+    # Megatron reads this variable to warn about the order of kernels on GPUs, which does not matter here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _no_compilation(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # they are for CUDA only, so nothing is wrong
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # these are for CUDA only, so their absence is fine
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
-    sys.modules["megatron.core.jit"].disable_jit_fuser()  # type: ignore[attr-defined]  # for what is imported later
+    sys.modules["megatron.core.jit"].disable_jit_fuser()  # type: ignore[attr-defined]  # for later imports
     proxy = _CpuTorch()
     for module in _megatron_modules():
         if module.__dict__.get("torch") is torch:

@@ -1,6 +1,6 @@
 """Sets up torch.distributed for one trainer rank, from torchrun's environment variables.
 
-MegaRL adds one of its own: MEGARL_TRAINER_STORE is a file through which ranks on a single host meet, instead of MASTER_ADDR:MASTER_PORT.
+MegaRL adds one variable: MEGARL_TRAINER_STORE is a file through which ranks on a single host meet, instead of MASTER_ADDR:MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def init_distributed(timeout_s: float) -> torch.device:
 
 
 def groups_closed() -> contextlib.AbstractContextManager[None]:
-    """For a block that makes process groups: `members_only`, unless some may use NCCL. That connects later, and keeps strangers out by a
-    number that cannot be guessed."""
+    """The context for a block that makes process groups: `members_only`, unless a group may use NCCL. NCCL connects later, and keeps
+    strangers out by a number that cannot be guessed."""
     return contextlib.nullcontext() if torch.cuda.is_available() else members_only()
 
 
@@ -59,12 +59,12 @@ def _store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def shutdown_distributed() -> None:
-    """Makes all ranks leave together: one that leaves early would look like a lost peer to the others."""
+    """Makes all ranks leave together, since a rank that leaves early would look like a lost peer to the others."""
     dist.barrier()
     dist.destroy_process_group()
 
 
-# Explains collectives that a peer never joined. gloo says how long it waited; this says who waited for whom, and in which call.
+# Explains collectives that a peer never joined. gloo reports how long it waited; this adds who waited for whom, and in which call.
 #
 # (NCCL's watchdog ends the process itself. The launcher then reports what every other process was doing: launch.process_report.)
 
@@ -78,7 +78,7 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
     """Replaces the error that gloo raises when a collective's deadline expires, even inside other errors, with a TimeoutError."""
     try:
         yield
-    except TimeoutError:  # it names them already: weights that a transport could not send, for one
+    except TimeoutError:  # already names the peers, as for weights that a transport could not send
         raise
     except Exception as error:
         if (found := _expired(error)) is None:
@@ -88,7 +88,7 @@ def naming_peers(role: str, rank: int) -> Iterator[None]:
 
 
 def _expired(error: BaseException) -> tuple[BaseException, float] | None:
-    """The error of gloo's deadline that `error` is, or was caused by, and the deadline in seconds."""
+    """If `error` is, or was caused by, an expired deadline of gloo: that error, and the deadline in seconds."""
     seen: list[BaseException] = []
     within = [error]
     while within:
@@ -104,7 +104,7 @@ def _expired(error: BaseException) -> tuple[BaseException, float] | None:
 
 
 def _awaited(late: BaseException, role: str) -> str:
-    """Whom the rank waited for, and in which call, from the torch.distributed call in the traceback that the deadline ended."""
+    """Whom the rank waited for, and in which call. It is read from the torch.distributed call in the traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(late.__traceback__)]
     for frame in reversed(frames):
         if frame.f_globals.get("__name__") == distributed_c10d.__name__ and "group" in frame.f_locals:
@@ -126,15 +126,15 @@ def _description(frame: FrameType) -> str:
 
 
 def _called_from(frames: list[FrameType]) -> str:
-    """The innermost of MegaRL's own functions on the way."""
+    """The innermost function of MegaRL among `frames`."""
     ours = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("megarl.")]
     calls = [frame.f_code.co_name for frame in ours if frame.f_globals["__name__"] != __name__]
     return f"called by {calls[-1]}" if calls else "called outside of megarl"
 
 
-# How the host's numbers come to the GPU.
+# Copies numbers from the host to the GPU.
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on `device`. The host waits for no GPU: it copies them to pinned memory, from where the GPU takes them in its turn."""
+    """`values` on `device`. The host does not wait: it copies them to pinned memory, from which the GPU copies them in stream order."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -1,4 +1,4 @@
-"""Checks the safetensors files of an HF checkpoint, mostly by their headers alone, and without torch."""
+"""Checks the safetensors files of an HF checkpoint, mostly by their headers, without torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megarl.reshard.layout import LocalTensor, hf_layout
 
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
-FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, as DeepSeek-V3 and Kimi K2 are published; a scale for each
-# MXFP4, as gpt-oss is published: in the place of a tensor of experts, untransposed, one of codes and one of scales (e8m0), for each block
-# of columns. A byte of codes holds two of these values.
+FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, each with a scale, as in DeepSeek-V3 and Kimi K2
+# MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, there is a tensor of codes, and one of scales (e8m0), one for each
+# block of columns. A byte of codes has two of these values.
 FP4, FP4_BLOCK, FP4_CODES, FP4_SCALES = "U8", 32, "_blocks", "_scales"
 FP4_VALUES = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 EXPONENTS = {  # all bits set: NaN or infinity
@@ -46,8 +46,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
-    """The tensors of the model as the files have them. Qwen3.5 is published with the experts of a layer in one tensor, or each in its own,
-    and config.json does not say so."""
+    """The tensors of the model as the files have them. Qwen3.5 is published with the experts of a layer stacked or separate, and
+    config.json does not say which."""
     other = replace(spec, stacked_experts=not spec.stacked_experts)
     ways = [spec] if fused_tensors(other) == fused_tensors(spec) else [spec, other]
     found = [hf_layout(way, "float32", fused=True).tensors(0) for way in ways]
@@ -55,8 +55,8 @@ def filed(spec: ModelSpec, files: Collection[str]) -> tuple[LocalTensor, ...]:
 
 
 def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Checks all tensors of the model, except `without`, and returns `tensor_files`. Raises ConfigError naming every tensor that is
-    missing, quantised, or of another shape than config.json says, and every damaged file."""
+    """Checks all tensors of the model, except `without`, and returns `tensor_files`. Raises ConfigError that names every tensor that is
+    missing, quantised, or of another shape than in config.json, and every damaged file."""
     files = tensor_files(folder)
     if problems := list(_problems(spec, folder, files, without)):
         raise ConfigError(problems)
@@ -65,10 +65,10 @@ def check_checkpoint(spec: ModelSpec, folder: Path, without: Collection[str] = (
 
 def check_config(spec: ModelSpec, folder: Path) -> None:
     """Raises ConfigError if the config.json beside the weights cannot be read, or describes another model than `spec`. An engine builds its
-    model from that file; the run is planned for `spec`."""
+    model from that file, while the run is planned for `spec`."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0)
-    there = replace(there, mtp_drafts=spec.mtp_drafts)  # which no checkpoint says
+    there = replace(there, mtp_drafts=spec.mtp_drafts)  # no checkpoint says this
     named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
     differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:
@@ -78,7 +78,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
 
 
 def check_finite(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError naming every tensor of the model that holds a NaN or an infinity, and its file. Reads all weights."""
+    """Raises ConfigError that names every tensor of the model with a NaN or an infinity, and its file. Reads all weights."""
     problems, files = [], check_checkpoint(spec, folder)
     headers = {file: header(folder / file) for file in set(files.values())}
     names = sorted(tensor.name for tensor in filed(spec, files))
@@ -103,8 +103,8 @@ def not_finite(file: Path, tensor: str) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """A fingerprint of the weights in `folder`: equal for equal files, wherever they lie, and different for others. It covers the files'
-    sizes and SAMPLES pieces of each, which any training changes; hashing terabytes whole would take as long as loading them."""
+    """A fingerprint of the weights in `folder`: equal for equal files in any place, and different for other weights. It covers the files'
+    sizes and SAMPLES pieces of each file, which any training changes. To hash terabytes in full would take as long as loading them."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -117,7 +117,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _absent_layer(spec: ModelSpec, files: Collection[str]) -> set[str]:
-    """The tensors of the layer for multi-token prediction, if none of them is there: exports of runs that ignored it do not have it."""
+    """The tensors of the layer for multi-token prediction, if all are absent, as in exports of runs that ignored the layer."""
     if not spec.mtp_layers:
         return set()
     alone = {tensor.name for tensor in filed(replace(spec, mtp_layers=0, mtp_drafts=False), files)}
@@ -160,14 +160,14 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             continue
         if entry["dtype"] == FP8 and len(shape) == 2:
             yield from _scale_problems(folder, files, headers, name, shape)
-        elif entry["dtype"] not in READ_DTYPES:  # its scales would be ignored
+        elif entry["dtype"] not in READ_DTYPES:  # the scales of such a tensor would be ignored
             yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}, and matrices in {FP8}"
 
 
 def _scale_problems(
     folder: Path, files: dict[str, str], headers: dict[str, dict[str, Any]], name: str, shape: tuple[int, ...]
 ) -> Iterator[str]:
-    """A weight in fp8 without the scales of its blocks would be read as another."""
+    """Problems with the block scales of an fp8 weight, without which it would have other values."""
     scale, wanted = name + SCALE, [-(-size // BLOCK) for size in shape]
     if scale not in files:
         yield f"{folder}: tensor {name} is in {FP8}, but {scale} is missing"

@@ -1,8 +1,8 @@
-"""Imports and exports HF checkpoints by the pieces of the trainer's layout. No rank ever holds more than its own part.
+"""Imports and exports HF checkpoints by the pieces of the trainer's layout. No rank ever has more than its own part in memory.
 
 Import: every rank reads its own boxes from the safetensors files.
 Export: every rank writes its boxes at their offsets with pwrite, each element by one rank; then rank 0 writes the headers. (Memory mapping
-would not do: on NFS two hosts that map the same page of a file overwrite each other's half.)
+would not work: on NFS, two hosts that map the same page of a file overwrite each other's half.)
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megarl.trainer.vision_tower import carry_through
 
 
 class WriteError(RunError):
-    """A folder could not be written, and does not exist. Those that existed before still do."""
+    """A folder could not be written, and does not exist. Folders that existed before still do."""
 
 
 class RanksFailed(RunError):
-    """Some ranks failed at a common task. The message says which and why, and is the same on every rank."""
+    """Some ranks failed at a common task. The message names them and the reasons, and is the same on every rank."""
 
 
 def together[T](
@@ -52,9 +52,9 @@ def together[T](
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
 ) -> T:
-    """Runs `action` on every rank, and returns its result on this one. Collective; `action` itself must not be, so that one rank may fail.
+    """Runs `action` on every rank, and returns this rank's result. Collective. `action` must not be collective, so that one rank may fail.
 
-    Raises `raises` on every rank if any of `failures` occurred on one.
+    Raises `raises` on every rank if one of `failures` occurred on any rank.
     """
     failure: Exception | None = None
     results: list[T] = []  # one result, or none if it failed
@@ -72,13 +72,13 @@ def together[T](
 
 
 class Writing[T]:
-    """A folder that all ranks write together; it appears at `path` when `finish` returns, and is complete then.
+    """A folder that all ranks write together. It is at `path`, complete, when `finish` returns.
 
-    Each rank calls `write` with the folder's provisional name, in a thread of its own if `beside`: then the caller goes on meanwhile, and
-    `write` must not communicate, because the caller does. `finish` calls `conclude` on all ranks with the folder and what `write` returned.
+    Each rank calls `write` with the folder's provisional name, with `beside` in a separate thread. The caller then continues meanwhile, so
+    `write` must not communicate. `finish` calls `conclude` on all ranks with the folder and the result of `write`.
 
-    A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces, and never changes what is at `path`. A
-    folder already at `path` is replaced by two renames. Creating a Writing, `written` and `finish` are collective.
+    A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces. It never changes the folder at `path`. An
+    existing folder at `path` is replaced by two renames. The constructor, `written` and `finish` are collective.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Writing[T]:
         except RanksFailed as error:
             raise WriteError(f"{self.path} could not be written: {error}") from error
         self._free_bytes = shutil.disk_usage(self._partial).free
-        # A daemon: a run that fails does not wait for what will never be complete.
+        # A daemon thread: a run that fails does not wait for a folder that will never be complete.
         self._thread = threading.Thread(target=self._run, name=f"writes {self.path.name}", daemon=True)
         if beside:
             self._thread.start()
@@ -109,13 +109,13 @@ class Writing[T]:
             self._run()
 
     def written(self) -> bool:
-        """Whether `finish` need not wait for the disk: all ranks have written, or failed to."""
+        """Whether `finish` would not wait for the disk, since all ranks have written or failed."""
         alive = [self._thread.is_alive()] * dist.get_world_size()
         dist.all_gather_object(alive, alive[0])
         return not any(alive)
 
     def finish(self) -> None:
-        """Returns when the folder is complete and on the disk.
+        """Returns when the folder is complete and on disk.
 
         Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full disk), after removing the partial
         folder. Steps of `conclude` at which single ranks may fail belong into `together`: otherwise the others would wait for them.
@@ -128,7 +128,7 @@ class Writing[T]:
             dist.barrier()
             together(self._rename)
         except BaseException as error:
-            shutil.rmtree(self._partial, ignore_errors=True)  # it must never be taken for whole, and its space may be needed
+            shutil.rmtree(self._partial, ignore_errors=True)  # it must never count as complete, and its space may be needed
             if isinstance(error, (OSError, RanksFailed)):
                 size = f"of {self._size_bytes} bytes " if self._size_bytes is not None else ""
                 free = f"{self._free_bytes} bytes were free there before"
@@ -176,14 +176,14 @@ def load_hf(
 ) -> None:
     """Fills this rank's parameters from the checkpoint folder (or hub name) `path`; vocabulary padding becomes zero.
 
-    `new_head`: the checkpoint has no scalar head. A new one begins with zeros, or with numbers of variance 1 / (hidden size + 1) by `seed`
-    (Stiennon et al. 2020, arXiv:2009.01325, appendix B.1).
+    `new_head`: the checkpoint has no scalar head. The new head is zeros, or random with variance 1 / (hidden size + 1) by `seed` (Stiennon
+    et al. 2020, arXiv:2009.01325, appendix B.1).
 
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
     (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor. So does one that
     reads a copy for the layer for multi-token prediction which is no copy.
     """
-    from safetensors import safe_open  # compiled, and needed here alone: a trainer that starts from random weights runs without it
+    from safetensors import safe_open  # a compiled package that only this needs: a trainer with random weights runs without it
 
     folder = _local_folder(path, ("*.safetensors", INDEX))
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
@@ -198,7 +198,7 @@ def load_hf(
         return opened[files[name]].get_slice(name)[box.slices()]
 
     def values_of(stored: Stored, box: Box) -> torch.Tensor:
-        if stored.name + FP4_CODES in files:  # which are not transposed
+        if stored.name + FP4_CODES in files:  # tensors in this format are not transposed
             return _of_fp4(box, *(partial(read, stored.name + suffix) for suffix in (FP4_CODES, FP4_SCALES)))
         if stored.transposed:
             return read(stored.name, box.transpose()).transpose(-1, -2)
@@ -227,8 +227,8 @@ def load_hf(
 
 
 def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """float32 values of a box of a weight in fp8. `scales` reads those of a box of blocks. As in DeepSeek-V3's own conversion, the product
-    is taken in float32."""
+    """float32 values of a box of an fp8 weight. `scales` reads a box of block scales. As in DeepSeek-V3's own conversion, the product is
+    computed in float32."""
     first = tuple(start // BLOCK for start in box.start)
     blocks = scales(Box(first, tuple(-(-end // BLOCK) - start for start, end in zip(first, box.end))))
     for dim, (start, size) in enumerate(zip(box.start, box.shape)):
@@ -237,8 +237,8 @@ def _dequantised(codes: torch.Tensor, box: Box, scales: Callable[[Box], torch.Te
 
 
 def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """float32 values of a box [1, rows, columns] of a weight in MXFP4: of [..., FP4_BLOCK / 2] bytes, each with two values, the first in
-    its lower half, and a power of two for each block."""
+    """float32 values of a box [1, rows, columns] of an MXFP4 weight. `codes` reads blocks of FP4_BLOCK / 2 bytes; each byte has two values,
+    the first in its lower half. `scales` reads a power of two for each block."""
     first, end = box.start[-1] // FP4_BLOCK, -(-box.end[-1] // FP4_BLOCK)
     blocks = Box(box.start[:-1] + (first,), box.shape[:-1] + (end - first,))
     bytes_ = codes(Box(blocks.start + (0,), blocks.shape + (FP4_BLOCK // 2,)))
@@ -249,9 +249,9 @@ def _of_fp4(box: Box, codes: Callable[[Box], torch.Tensor], scales: Callable[[Bo
 
 
 def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Initialises matrices from a normal distribution with standard deviation 0.02, norms with what does not scale, biases, sinks and the
-    logarithms of decays with zeros. Every row of every HF tensor has its own random stream, so the result does not depend on the layout,
-    and a rank draws only its own rows."""
+    """Initialises matrices from a normal distribution with standard deviation 0.02, norms to the identity, and biases, sinks and logarithms
+    of decays to zero. Every row of every HF tensor has its own random stream. So the result does not depend on the layout, and a rank draws
+    only its own rows."""
     shapes = {t.name: t.shape for t in hf_layout(spec, "float32").tensors(0)}
     for tensor in layout.tensors(dist.get_rank()):
         parameter = local_parameter(parameters, tensor)
@@ -266,7 +266,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
 
 
 def _as_matrix(piece: Piece) -> Piece:
-    """The piece of a tensor of more dims (the weight of a convolution), which is cut by rows alone, as that of a matrix."""
+    """The piece as one of a matrix. A tensor of more dims (the weight of a convolution) must be cut only by rows."""
     first, *_ = piece.logical.start
     count, *others = piece.logical.shape
     return piece if len(others) == 1 else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
@@ -277,7 +277,7 @@ def _random_rows(piece: Piece, columns: int, seed: int) -> torch.Tensor:
 
 
 def drawn_rows(piece: Piece, columns: int, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> torch.Tensor:
-    """The piece's part of a matrix with this many columns. `draw` fills each row from a stream of its own."""
+    """The piece's part of a random matrix with `columns` columns. `draw` fills each row from its own random stream."""
     generator = torch.Generator()
     first, count = piece.logical.start[0], piece.logical.shape[0]
     rows = torch.empty(count, columns)
@@ -299,8 +299,8 @@ def export_hf(
     beside: bool = False,
 ) -> Writing[None]:
     """Begins to write folder `path`: safetensors files of at most `max_file_bytes` (or one tensor), an index if there are several, the
-    configuration and tokenizer files of `hf_config_dir`, and `files` (name → text). It is there when `finish` of the result has returned.
-    If `beside`, this rank's part of the weights is copied to the host's memory, and written while training goes on."""
+    configuration and tokenizer files of `hf_config_dir`, and `files` (name -> text). The folder exists when `finish` of the result has
+    returned. With `beside`, this rank's part of the weights is copied to host memory and written while training goes on."""
     dtype = layout.kinds[0].shards[0].dtype
     tensors, repeated = hf_layout(spec, dtype, fused=True).tensors(0), multi_token.copies(spec, family(spec))
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -329,7 +329,7 @@ def write_tensors(
     complete: Callable[[Path], None],
     beside: bool,
 ) -> Writing[None]:
-    """Begins to write the tensors of `plan` to folder `path`; `complete` adds the other files, on rank 0."""
+    """Begins to write the tensors of `plan` to folder `path`. `complete` adds the other files, on rank 0."""
     pieces = [
         placed
         for tensor, piece in layout.owned_pieces(dist.get_rank())
@@ -385,14 +385,14 @@ class _Place:
 class FilePlan:
     """Format: 8 bytes header length, JSON header, data."""
 
-    places: dict[str, _Place]  # of every tensor
-    headers: dict[str, bytes]  # of every file
-    stored: dict[str, Stored]  # by logical names
+    places: dict[str, _Place]  # tensor -> its place
+    headers: dict[str, bytes]  # file -> its header
+    stored: dict[str, Stored]  # logical name -> where files have it
     indexed: bool = False  # whether the folder has an index of its files
-    repeated: Mapping[str, str] = field(default_factory=dict)  # tensors that are others once more: name → logical tensor
+    repeated: Mapping[str, str] = field(default_factory=dict)  # tensors that repeat others: name -> logical tensor
 
     def places_of(self, piece: Piece, values: torch.Tensor) -> Iterator[tuple[_Place, Box, torch.Tensor]]:
-        """The tensors that hold the piece, where in them, and its `values` as they stand there."""
+        """Yields the tensors in files that have the piece, the box in each, and its `values` in the form of the file."""
         stored = self.stored[piece.logical_name]
         box = stored.place(piece.logical)
         if stored.transposed:
@@ -408,7 +408,8 @@ def file_plan(
     shown: Callable[[LocalTensor], tuple[str, tuple[int, ...]]] = lambda tensor: (tensor.name, tensor.file_shape),
     indexed: bool = False,
 ) -> FilePlan:
-    """`stem`: the beginning of the files' names; `shown`: a tensor's name and shape in the files; `indexed`: even if it is only one."""
+    """`stem`: prefix of the files' names; `shown`: gives a tensor's name and shape in files; `indexed`: write an index even for one
+    file."""
     groups: list[list[LocalTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -442,7 +443,7 @@ def _bytes(tensor: LocalTensor) -> int:
 
 
 def _write_box(fd: int, place: _Place, box: Box, values: torch.Tensor) -> None:
-    """Writes `values` as the elements `box` of the tensor at `place`: each run of elements that lie together there in one write."""
+    """Writes `values` as the elements `box` of the tensor at `place`, with one write for each contiguous run of elements."""
     data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     item_bytes = place.nbytes // math.prod(place.shape)
     strides = [stride * item_bytes for stride in contiguous_strides(place.shape)]
@@ -460,12 +461,12 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) -> None:
-    """`scores`: the model has a scalar head, whatever that of `source` has."""
+    """`scores`: the model has a scalar head, whatever the head of the model in `source`."""
     for file in sorted(source.iterdir()):
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config", None)  # of a checkpoint in fp8: what is written is not
+    config.pop("quantization_config", None)  # from an fp8 checkpoint; the written weights are not quantised
     for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
         part.pop("torch_dtype", None)  # its name before transformers 5
         part["dtype"] = dtype
@@ -487,7 +488,7 @@ def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor)
 def _local_folder(path: str, patterns: Sequence[str]) -> Path:
     if Path(path).is_dir():
         return Path(path)
-    from huggingface_hub import snapshot_download  # only for hub names: local models need no network code
+    from huggingface_hub import snapshot_download  # imported only for hub names, since local models need no network
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(patterns)))

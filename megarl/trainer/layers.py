@@ -35,16 +35,16 @@ from megarl.trainer.distributed import sent
 from megarl.trainer.microbatch import MicroBatch
 from megarl.trainer.parallel import context_group, tensor_group
 
-# Context parallelism: every sequence is cut into 2n chunks, and rank r of n holds chunks r and 2n - 1 - r.
+# Context parallelism: every sequence is cut into 2n chunks, and rank r of n has chunks r and 2n - 1 - r.
 #
-# So each rank has early positions, which attend to few tokens, and late ones: under a causal mask all ranks have the same work. It is
-# Megatron's and Transformer Engine's own order for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
+# So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask, all ranks have the same work. This is
+# the order of Megatron and Transformer Engine for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
 #
-# `boundaries`, of the sequences in the whole row, are those of a MicrobatchPlan; 2n divides all of them.
+# `boundaries`, of the sequences in the whole row, are those of a MicrobatchPlan. All of them are multiples of 2n.
 
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
-    """[t / ranks] int64: the positions of a row that `rank` of `ranks` holds, in its order."""
+    """[t / ranks] int64: the positions of a row on `rank` of `ranks`, in its order."""
     lengths = np.diff(boundaries)
     within = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
     chunk = within // np.repeat(lengths // (2 * ranks), lengths)
@@ -52,7 +52,7 @@ def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Te
 
 
 def all_positions(boundaries: Sequence[int], ranks: int) -> torch.Tensor:
-    """[t] int64: the positions that all ranks hold, rank after rank."""
+    """[t] int64: the positions on all ranks, rank after rank."""
     return torch.cat([held_positions(boundaries, ranks, rank) for rank in range(ranks)])
 
 
@@ -64,8 +64,8 @@ def cut(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup) ->
 def join(x: torch.Tensor, boundaries: Sequence[int], group: dist.ProcessGroup, summed: bool = False) -> torch.Tensor:
     """Joins every rank's part x [t / n, ...] to [t, ...] on all ranks; differentiable.
 
-    Either all ranks compute the same function of the result: then its gradient is the same on all, and each takes its own part of it. Or
-    each computes its own, and with `summed` the ranks' gradients are summed.
+    If all ranks compute the same function of the result, its gradient is the same on all, and each rank takes its own part. If each rank
+    computes a different function, pass `summed`: then the ranks' gradients are summed.
     """
     if group.size() == 1:
         return x
@@ -90,26 +90,26 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
 
 
-# How a microbatch tells Megatron, and the attention of `layers`, where its sequences begin and end.
+# Where the sequences of a microbatch begin and end, for Megatron and for the attention below.
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's own parameters, and the same on the host: reading `cu_seqlens_q` would wait for a GPU. (Transformer Engine is given the
-    fields of the parent alone.)"""
+    """Megatron's own parameters, and a copy of them on the host, since reading `cu_seqlens_q` would wait for a GPU. (Transformer Engine
+    gets only the fields of the parent.)"""
 
     boundaries: tuple[int, ...] = ()
-    runs: tuple[tuple[int, int], ...] = ()  # (how many, of what length): sequences of equal length that stand side by side
+    runs: tuple[tuple[int, int], ...] = ()  # (number, length) of adjacent sequences with equal lengths
 
 
 def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
     lengths = microbatch.plan.lengths
-    # Without Transformer Engine only Megatron's rotary embedding reads them, on the host: twice in every layer it would wait for the GPU.
+    # Without Transformer Engine, only Megatron's rotary embedding reads them, on the host. On a GPU it would wait twice in every layer.
     boundaries = microbatch.boundaries if layer_spec() == "te" else torch.tensor(microbatch.plan.boundaries, dtype=torch.int32)
-    # (The greatest length must be exact. Where a table of rotary angles is as long as the whole row, Megatron takes it for one that goes on
-    # from sequence to sequence.)
-    # Transformer Engine asks for padded boundaries where it cuts sequences. They are the same: padding is part of sequences, and there is
-    # none between them. If it were not told so, it would compare them, and wait for the GPU, in every layer.
+    # (The greatest length must be exact. If a table of rotary angles is as long as the whole row, Megatron assumes that it continues from
+    # sequence to sequence.)
+    # If Transformer Engine cuts sequences, it needs padded boundaries. Here they are the same, since padding is part of sequences. Without
+    # them, it would compare boundaries, and wait for the GPU, in every layer.
     padded = boundaries if cp > 1 else None
     return PackedSequences(
         qkv_format="thd",
@@ -127,11 +127,11 @@ def packed_sequences(microbatch: MicroBatch, cp: int) -> PackedSequences:
 
 # The head of reward models and critics: a linear map from hidden states to one number, computed in float32.
 #
-# Every tensor rank holds the whole of it, and works on the positions that it has.
+# Every tensor rank has the whole head, and applies it to its own positions.
 
 
 class ScalarHead(torch.nn.Module):
-    """Stands in for GPTModel's output layer, whose arguments it takes."""
+    """Stands in for GPTModel's output layer, with the same arguments."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -143,15 +143,15 @@ class ScalarHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """[s, b, 1] float32 of hidden states [s, b, h]."""
+        """[s, b, 1] float32 from hidden states [s, b, h]."""
         return F.linear(hidden.float(), self.weight.float()), None
 
 
 def token_values(outputs: torch.Tensor, microbatch: MicroBatch, *, sequence_parallel: bool) -> torch.Tensor:
     """[t] float32: the head's output at each position, 0 where `microbatch.loss_mask` is not set.
 
-    outputs: [t / cp, 1], or [t / cp / tp, 1] where the sequence is split over tensor ranks too. The results are the same on all tensor and
-    context ranks, and differentiable if all of them go on to the same loss.
+    outputs: [t / cp, 1], or [t / cp / tp, 1] if the sequence is also split over tensor ranks. The results are the same on all tensor and
+    context ranks, and differentiable if all of them compute the same loss from it.
     """
     if sequence_parallel:
         outputs = gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=tensor_group())
@@ -159,14 +159,14 @@ def token_values(outputs: torch.Tensor, microbatch: MicroBatch, *, sequence_para
     return torch.where(microbatch.loss_mask, values, 0.0)
 
 
-# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the experts that they went to when they were generated.
+# Rollout routing replay (Ma et al. 2025, arXiv 2510.11370): tokens go to the same experts as when they were generated.
 #
-# Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores, so that gradients reach the router.
-# Where no choice is known (for padding, or the end of a sequence that an environment wrote) the router makes its own.
+# Only the choice is replayed. The weights of the chosen experts come from this trainer's own scores, so that gradients reach the router. If
+# a choice is unknown (for padding, or at the end of a sequence that an environment wrote), the router makes its own.
 
 
 class LayerReplay(RouterReplay):
-    """Gives one router its choices. It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
+    """Replays the choices of one router. It replaces Megatron's own RouterReplay, which needs a recorded choice for every token.
 
     If activations are recomputed, the backward passes of several microbatches ask again, in the order of their forward passes.
     """
@@ -175,11 +175,11 @@ class LayerReplay(RouterReplay):
         # (The parent's constructor would put this into a list that outlives the trainer.)
         self._ids: torch.Tensor | None = None
         self._again: deque[torch.Tensor] = deque()
-        self.replayed: torch.Tensor | int = 0  # tokens
-        self.replaced: torch.Tensor | int = 0  # those of them whose experts differ from the router's own choice
+        self.replayed: torch.Tensor | int = 0  # replayed choices
+        self.replaced: torch.Tensor | int = 0  # replayed choices that differ from the router's own
 
     def put(self, ids: torch.Tensor, recomputed: bool) -> None:
-        """Sets ids [tokens, experts per token] for the next forward pass, -1 where unknown; with `recomputed` for its backward pass too."""
+        """Sets ids [tokens, experts per token] for the next forward pass, -1 if unknown. With `recomputed`, also for its backward pass."""
         self._ids = ids
         if recomputed:
             self._again.append(ids)
@@ -216,7 +216,7 @@ class RoutingReplay:
         self._routers: dict[torch.nn.Module, dict[int, LayerReplay]] = {chunk: {} for chunk in chunks}
         for chunk, layers in self._routers.items():
             for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
-                if router.is_mtp_layer:  # no engine runs it on what it samples
+                if router.is_mtp_layer:  # engines do not run this layer on sampled tokens
                     continue
                 assert router.layer_number is not None
                 layers[router.layer_number - 1 - format.dense_layers] = router.router_replay = LayerReplay()
@@ -229,7 +229,7 @@ class RoutingReplay:
     def put(self, chunk: torch.nn.Module, routing: torch.Tensor, boundaries: Sequence[int]) -> None:
         """Sets the experts for the next forward pass of `chunk`: [t, layers with experts, experts per token], -1 where unknown.
 
-        Each router gets the tokens of this rank, in Megatron's order: cut by context, and the part by sequence parallelism.
+        Each router gets the tokens of this rank in Megatron's order: this rank's part under context and sequence parallelism.
         """
         mine = cut(routing, boundaries, context_group())
         if self._sequence_parallel:
@@ -239,9 +239,9 @@ class RoutingReplay:
             replay.put(mine[:, layer], self._recompute and torch.is_grad_enabled())
 
     def metrics(self, positions: int, device: torch.device) -> dict[str, float]:
-        """The metrics since `reset`, over all ranks, after `positions` positions went through the model. There is one choice of experts for
-        each position and layer. The metrics are the share of choices that are replayed, and the share of these that differ from the
-        trainer's own router.
+        """The metrics since `reset`, over all ranks, after `positions` positions went through the model. Each position and layer has one
+        choice of experts. The metrics are the share of choices that were replayed, and the share of these that differ from the trainer's
+        own router.
 
         Collective: the same on every rank.
         """
@@ -275,7 +275,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class DeltaNet(GatedDeltaNet):
-    """Megatron's gated delta net, with decays as Hugging Face and engines compute them: Megatron would round the exponential to bf16."""
+    """Megatron's gated delta net, with decays as Hugging Face and engines compute them. Megatron would round the exponential to bf16."""
 
     def _compute_g_and_beta(
         self, A_log_local_cp: torch.Tensor, dt_bias_local_cp: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
@@ -285,9 +285,9 @@ class DeltaNet(GatedDeltaNet):
 
 
 class NormOfEachHead(RMSNorm):
-    """RMS normalisation of what each head of a gated delta net makes, never zero-centred (Qwen3-Next).
+    """RMS normalisation of the output of each head of a gated delta net, never zero-centred (Qwen3-Next).
 
-    All heads have one weight. Its gradient is summed over the tensor ranks here: Megatron (finalize_model_grads) would do so only under
+    All heads share one weight. Its gradient is summed over the tensor ranks here, since Megatron (finalize_model_grads) does so only with
     sequence parallelism.
     """
 
@@ -305,8 +305,8 @@ class NormOfEachHead(RMSNorm):
 class NormOfAllHeads(torch.nn.Module):
     """RMS normalisation of queries or keys over all heads of all tensor ranks together.
 
-    Every rank has the weights of all heads, and a gradient for those of its own: Megatron sums gradients of these norms over the ranks
-    (finalize_model_grads).
+    Every rank has the weights of all heads, and a gradient for those of its own heads. Megatron sums gradients of these norms over the
+    ranks (finalize_model_grads).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
@@ -320,13 +320,13 @@ class NormOfAllHeads(torch.nn.Module):
         """x [..., heads / tp, d]."""
         values = x.flatten(-2).float()
         squares = reduce_from_tensor_model_parallel_region(values.square().sum(-1, keepdim=True), group=self.group)
-        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # all ranks' heads have a gradient for it
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # the heads of all ranks have a gradient for it
         weight = self.weight.chunk(self.group.size())[self.group.rank()]
         return (weight * (values * torch.rsqrt(squares / self.width + self.eps))).to(x.dtype).view_as(x)
 
 
 class NormedResidual(torch.nn.Module):
-    """Norms what attention or an MLP makes, and adds it to the residual stream; stands in for Megatron's bias-dropout-add."""
+    """Norms the output of attention or an MLP, and adds it to the residual stream. Stands in for Megatron's bias-dropout-add."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -336,10 +336,10 @@ class NormedResidual(torch.nn.Module):
         return self._add
 
     def _add(self, output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
-        """All three [s, b, h], or this rank's part of s."""
+        """All tensors are [s, b, h], or this rank's part of s."""
         made, bias = output
         assert bias is None and dropout == 0.0
-        # Megatron switches gradients on for this, also where it has switched them off for the layer: for scores, or to recompute it later.
+        # Megatron enables gradients for this, even if it has disabled them for the layer (for scoring, or to recompute it later).
         with torch.set_grad_enabled(made.requires_grad):
             return residual + self.norm(made)
 
@@ -347,7 +347,7 @@ class NormedResidual(torch.nn.Module):
 class PairedRows(ColumnParallelLinear):
     """The first layer of an expert whose gate and up rows alternate. Its output has the gates first, as Megatron's MLP expects them.
 
-    Transformer Engine's grouped layers do it themselves (`moe_mlp_glu_interleave_size`).
+    Transformer Engine's grouped layers do this themselves (`moe_mlp_glu_interleave_size`).
     """
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,11 +361,11 @@ def _gates_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class OwnOutput(RowParallelLinear):
-    """The second layer of an expert with a bias. Megatron's MLP adds it in place, which PyTorch refuses for the output as it is, a view."""
+    """The second layer of an expert with a bias. Megatron's MLP adds the bias in place, which PyTorch refuses for a view as output."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # Megatron would sum its gradient over the tensor ranks, which have other experts, or have summed it as data-parallel ranks.
+        # Megatron would sum its gradient over tensor ranks. But those have other experts, or have already summed it as data-parallel ranks.
         self.bias.sequence_parallel = False  # type: ignore[union-attr]
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -376,8 +376,8 @@ class OwnOutput(RowParallelLinear):
 class CausalAttention(MegatronModule):
     """Causal attention of packed sequences, each by itself, with PyTorch's fused kernel; replaces DotProductAttention.
 
-    Sequences of equal length that stand side by side are one call, so that many short ones cost little. Under context parallelism every
-    rank gathers all keys and values, and masks by position.
+    Adjacent sequences of equal length are one call, so that many short ones cost little. Under context parallelism, every rank gathers all
+    keys and values, and masks by position.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class CausalAttention(MegatronModule):
         self.cp_group = context_group()
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq or 1, layer_number)
-        self.reach = config.window_size[0] if windowed and config.window_size else None  # how many tokens back it sees
+        self.reach = config.window_size[0] if windowed and config.window_size else None  # number of earlier tokens that a token sees
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -438,7 +438,8 @@ class CausalAttention(MegatronModule):
     def _with_sinks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """A token before all others, whose value is zero, and whose key gives each head its sink as score. One more dim is for that."""
+        """Adds a token before all others, with value zero. Its key gives each head its sink as score, for which there is an additional
+        dim."""
         assert self.softmax_offset is not None and self.softmax_scale is not None
         scores = (self.softmax_offset / self.softmax_scale).view(1, -1, 1, 1).expand(len(q), -1, q.size(2), 1)
         q, k, v = torch.cat([q, scores.to(q.dtype)], -1), F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
@@ -459,12 +460,12 @@ class CausalAttention(MegatronModule):
 class LatentAttention(CausalAttention):
     """Causal attention whose keys end in a part shared by all heads of all tensor ranks (DeepSeek-V2, section 2.1.3).
 
-    Megatron's local spec (0.19.2) gives every rank the whole of that part, but its gradient only from the rank's own heads.
+    In Megatron's local spec (0.19.2), every rank has that whole part, but its gradient only from the rank's own heads.
     """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """query and key [t / cp, heads, d], value [t / cp, heads, v] -> [t / cp, heads * v]."""
         assert isinstance(self.config, MLATransformerConfig)
         own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        shared = copy_to_tensor_model_parallel_region(shared)  # whose gradient is summed over the tensor ranks
+        shared = copy_to_tensor_model_parallel_region(shared)  # its gradient is summed over the tensor ranks
         return super().forward(query, torch.cat([own, shared], dim=-1), value, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of a microbatch, from hidden states, of the positions that the loss is about."""
+"""Log-probabilities and entropy from hidden states, for the positions of a microbatch that count in the loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megarl.trainer.parallel import context_group, tensor_group
 
 
 class Rows(NamedTuple):
-    """The rows of a microbatch whose predictions the loss is about, of those that this context rank holds."""
+    """The rows of a microbatch on this context rank whose predictions count in the loss."""
 
     rows: (
         torch.Tensor
     )  # [N, h] hidden states, whole on each tensor rank; every tensor rank works out its vocabulary's share of the gradient
     positions: np.ndarray  # [N] in the microbatch
-    chosen: torch.Tensor  # [N] among the `held` that this rank holds
+    chosen: torch.Tensor  # [N] their indices among the rows on this rank
     held: int
 
 
 def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel: bool) -> Rows:
-    """hidden: [t / cp, h], or [t / cp / tp, h] where the sequence is split over tensor ranks too."""
+    """hidden: [t / cp, h], or [t / cp / tp, h] if the sequence is also split over tensor ranks."""
     tensor, ranks, scored = tensor_group(), context_group(), microbatch.scored
     held = np.arange(len(scored))
     if ranks.size() > 1:
@@ -42,7 +42,8 @@ def scored_rows(hidden: torch.Tensor, microbatch: MicroBatch, sequence_parallel:
 
 
 def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Tensor:
-    """[t, ...] of values [N, ...], 0 elsewhere; the same on all context ranks, and differentiable if all go on to the same loss."""
+    """[t, ...] from values [N, ...], 0 elsewhere. The same on all context ranks, and differentiable if all compute the same loss from
+    it."""
     whole = values.new_zeros((rows.held, *values.shape[1:])).index_copy(0, rows.chosen, values)
     return layers.join(whole, microbatch.plan.boundaries, context_group())
 
@@ -50,13 +51,13 @@ def spread(values: torch.Tensor, rows: Rows, microbatch: MicroBatch) -> torch.Te
 def token_logprobs(
     rows: Rows, weight: torch.Tensor, microbatch: MicroBatch, vocab_size: int, *, temperature: float, chunk_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[t] and [t] float32: the log-prob of each position's target, and the entropy of its choice in nats; 0 where not `microbatch.scored`.
-    Both are over `microbatch.kept` where that is known.
+    """[t] and [t] float32: the log-prob of each position's target, and the entropy of its distribution in nats; 0 if not
+    `microbatch.scored`. Both are over `microbatch.kept` if that is known.
 
     weight: [padded vocabulary / tp, h].
 
-    The results are the same on all tensor and context ranks, and differentiable if all of them go on to the same loss. The gradient of
-    `weight` is added to its main_grad, where Megatron's DDP has given it one.
+    The results are the same on all tensor and context ranks, and differentiable if all of them compute the same loss. The gradient of
+    `weight` is added to its main_grad, if Megatron's DDP has given it one.
     """
     targets = microbatch.targets[sent(torch.from_numpy(rows.positions), rows.rows.device)]
     kept = microbatch.kept.of(rows.positions, rows.rows.device) if microbatch.kept else None
@@ -67,10 +68,10 @@ def token_logprobs(
 
 
 def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Where the weight's gradient is added. DDP learns of it as from Megatron's own layers under gradient_accumulation_fusion.
+    """The tensor to which the weight's gradient is added. DDP is notified as by Megatron's own layers with gradient_accumulation_fusion.
 
-    DDP then ignores what autograd gives it: zeros. Where the weight is also the embedding of this rank (zero_out_wgrad), it adds them,
-    since the embedding's gradient is among them.
+    DDP then ignores the gradient from autograd, which is zeros. If the weight is also the embedding of this rank (zero_out_wgrad), DDP adds
+    that gradient, since it includes the embedding's.
     """
     total: torch.Tensor | None = getattr(weight, "main_grad", None)
     if total is None or total.dtype != torch.float32 or not torch.is_grad_enabled():

@@ -1,12 +1,12 @@
-"""Distributes sequences over data-parallel ranks and packs them into microbatches: rows of sequences laid end to end.
+"""Distributes sequences over data-parallel ranks, and packs them into microbatches, in which sequences follow each other in one row.
 
-A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so the last token is only predicted. A
-sequence of a single token has no position, and takes no part. Everything that a microbatch has per position speaks of the predicted token.
+A sequence of n tokens has n - 1 positions. Position i reads token i and predicts token i + 1, so the last token is only predicted. So a
+sequence of one token has no position and is ignored. All per-position values of a microbatch are about the predicted token.
 
-Without sequence and context parallelism every position is one of these. With them some positions are padding (`Alignment`). It stands at
-the end of a sequence, where causal attention hides it from all positions that count, and it is masked.
+With sequence or context parallelism, there is also padding (`Alignment`). It is masked and follows the end of a sequence, where causal
+attention hides it from all positions that count.
 
-`plan_microbatches` is pure arithmetic and the same on every rank; `build` makes the tensors of one microbatch.
+`plan_microbatches` computes only with numbers and gives the same result on every rank. `build` makes the tensors of one microbatch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megarl.trainer.distributed import sent
 
 @dataclass(frozen=True)
 class Alignment:
-    """Numbers of positions are padded to multiples of these."""
+    """Numbers of positions are padded to multiples of these numbers."""
 
-    sequence: int = 1  # each sequence: context parallelism cuts it into 2 cp chunks
-    microbatch: int = 1  # all of a microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of `sequence`
+    sequence: int = 1  # for each sequence: context parallelism cuts it into 2 cp chunks
+    microbatch: int = 1  # for the microbatch: sequence parallelism cuts each context rank's part into tp. A multiple of `sequence`
 
     @classmethod
     def of(cls, topology: TrainerTopology, sequence_parallel: bool) -> Alignment:
@@ -42,10 +42,10 @@ class Alignment:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """One microbatch: its sequences, longest first, and where each begins and ends. Without sequences it is padding alone."""
+    """One microbatch: its sequences, longest first, and their beginnings and ends. Without sequences, it is only padding."""
 
     indices: tuple[int, ...]
-    boundaries: tuple[int, ...]  # from 0 to the number of positions; padding counts to the sequence before it
+    boundaries: tuple[int, ...]  # from 0 to the number of positions; padding belongs to the sequence before it
 
     @property
     def positions(self) -> int:
@@ -58,13 +58,13 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What the predicted token of each position was drawn from; on the host."""
+    """The set from which the predicted token of each position was drawn; on the host."""
 
     sizes: np.ndarray  # [t] int64, 0 where nothing is predicted or the environment wrote the token
     ids: np.ndarray  # [sum of sizes] int32, position by position
 
     def of(self, positions: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sizes, on the host, and the ids of these positions, as linear_logprobs takes them."""
+        """The sizes, on the host, and ids of these positions, as linear_logprobs expects them."""
         sizes, begins = self.sizes[positions], (np.cumsum(self.sizes) - self.sizes)[positions]
         places = np.arange(sizes.sum()) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
         return torch.from_numpy(sizes), sent(torch.from_numpy(self.ids[places]), device)
@@ -78,19 +78,19 @@ class MicroBatch:
     targets: torch.Tensor  # [t] int64, the token that each position predicts; 0 on padding
     boundaries: torch.Tensor  # [sequences + 1] int32, as in `plan`
     loss_mask: torch.Tensor  # [t] bool, False on padding
-    scored: np.ndarray  # [t] bool: loss_mask on the host. Log-probs are computed of these positions alone
+    scored: np.ndarray  # [t] bool: loss_mask on the host. Log-probs are computed only for these positions
     mu_logprobs: torch.Tensor  # [t] float32, 0 where masked
     advantages: torch.Tensor  # [t] float32, 0 where masked
-    reference_logprobs: torch.Tensor | None  # [t] float32, if train_step was given them
+    reference_logprobs: torch.Tensor | None  # [t] float32, if passed to train_step
     proximal_logprobs: torch.Tensor | None  # the same
     old_values: torch.Tensor | None  # the same
     returns: torch.Tensor | None  # the same
-    ages: torch.Tensor | None  # [t] int32, weight versions since each predicted token was sampled, if train_step was given them
+    ages: torch.Tensor | None  # [t] int32, weight versions since each predicted token was sampled, if passed to train_step
     routing: torch.Tensor | None  # [t, layers with experts, experts per token] int16, -1 where unknown; None: not replayed
     kept: KeptRows | None  # None: log-probs are over the whole vocabulary
     plan: MicrobatchPlan
-    entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once the outputs are there
-    teachers: tuple[Taught, ...] = ()  # what each teacher has to say, if train_step was given some
+    entropy: torch.Tensor | None = None  # [t] float32 with its gradient, once outputs are computed
+    teachers: tuple[Taught, ...] = ()  # the outputs of each teacher passed to train_step
 
 
 def plan_microbatches(
@@ -101,12 +101,14 @@ def plan_microbatches(
     squares: float = 0.0,
     count_multiple: int = 1,
 ) -> list[list[MicrobatchPlan]]:
-    """The microbatches of every data-parallel rank: [dp][n], where n is the same positive multiple of `count_multiple` for all ranks.
+    """The microbatches of every data-parallel rank: [dp][n], where n is a multiple of `count_multiple`, positive and the same for all
+    ranks.
 
-    A sequence of p positions costs p + squares p^2: the second term is attention's. Sequences go, longest first, to the rank with the
-    least cost so far, and there to the cheapest microbatch that has room. There are as many microbatches as first-fit decreasing needs on
-    the fullest rank: Megatron's pipeline schedules need the same number everywhere, and with virtual stages a multiple of the stages. One
-    that gets no sequence is padding. A microbatch holds at most `max_tokens` positions, or one sequence longer than that. Deterministic.
+    A sequence of p positions costs p + squares p^2, where the second term is that of attention. Sequences go, longest first, to the rank
+    with the least cost so far, and there to the cheapest microbatch that has room. A microbatch has at most `max_tokens` positions, or a
+    single sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank, because Megatron's
+    pipeline schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that get no sequence
+    are padding. Deterministic.
     """
     sizes = [math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths]
     costs = [size + squares * size * size for size in sizes]
@@ -128,7 +130,7 @@ def plan_microbatches(
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts each into the first that has room; `order` has decreasing sizes. One larger than `capacity` gets its own."""
+    """Puts each into the first microbatch that has room. `order` has decreasing sizes. Those larger than `capacity` are alone."""
     packed: list[list[int]] = []
     room = np.full(len(order), capacity)
     for index in order:
@@ -141,7 +143,7 @@ def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> lis
 
 
 def _even(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]] | None:
-    """Puts each into the cheapest of `count` that has room; None if one finds no room."""
+    """Puts each into the cheapest of `count` microbatches that has room; None if one finds none."""
     packed: list[list[int]] = [[] for _ in range(count)]
     room, loads = np.full(count, capacity), np.zeros(count)
     for index in order:
@@ -171,7 +173,7 @@ def build(
     ages: Sequence[np.ndarray] | None = None,
     routing: RoutingFormat | None = None,
 ) -> MicroBatch:
-    """The tensors of one microbatch, on `device`; `routing` is the format of the sequences' routing, if it is to be replayed."""
+    """The tensors of one microbatch, on `device`. `routing`: the format of the sequences' routing, if it is to be replayed."""
     held = {index: _held(sequences[index]) for index in plan.indices}
 
     def laid(values: Callable[[int], np.ndarray], dtype: type, part: slice = slice(1, None)) -> torch.Tensor:
@@ -203,7 +205,7 @@ def build(
 def lay(
     plan: MicrobatchPlan, values: Callable[[int], np.ndarray], dtype: type, shape: tuple[int, ...] = (), part: slice = slice(1, None)
 ) -> np.ndarray:
-    """[t, *shape] `values` of each sequence's tokens, of them `part`, which is by default the predicted ones; 0 on padding."""
+    """[t, *shape] The `values` of each sequence's tokens, of which it takes `part`, by default the predicted tokens; 0 on padding."""
     row = np.zeros((plan.positions, *shape), dtype)
     for start, index in zip(plan.boundaries, plan.indices):
         here = values(index)[part]
@@ -247,7 +249,7 @@ def _kept(plan: MicrobatchPlan, held: Mapping[int, TrainSequence], scored: np.nd
 
 
 def predicting(microbatch: MicroBatch) -> MicroBatch:
-    """What the layer predicts at each position: the token that the next one predicts. At the end of a sequence there is none."""
+    """The targets of the layer: each position gets the token that the next position predicts. The end of a sequence has none."""
     ends = np.array(microbatch.plan.boundaries[1:]) - 1
     scored = np.append(microbatch.scored[1:], False)
     scored[ends] = False
@@ -256,5 +258,5 @@ def predicting(microbatch: MicroBatch) -> MicroBatch:
 
 
 def predicted_tokens(sequences: Iterable[TrainSequence]) -> int:
-    """How many tokens of these sequences the layer predicts."""
+    """The number of tokens of these sequences that the layer predicts."""
     return sum(int(np.asarray(sequence.loss_mask)[2:].sum()) for sequence in sequences)

@@ -1,4 +1,4 @@
-"""Builds Megatron's GPTModel for a model shape and a place on the trainer's mesh, one for each virtual pipeline stage."""
+"""Builds Megatron's GPTModel from a model's shape and this rank's position on the trainer's mesh, one for each virtual pipeline stage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from megarl.trainer.microbatch import Alignment, MicroBatch, MicrobatchPlan, bui
 from megarl.trainer.multi_token import MultiToken
 from megarl.trainer.parallel import PlannedShapes, context_group, data_group
 
-# Refuses models that the trainer cannot build on this machine. Those it can build nowhere are refused by megarl.plan.
+# Refuses models that the trainer cannot build on this machine. megarl.plan refuses those that it cannot build anywhere.
 
 
 NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "cpu_offloading", "attention_backend", "use_te_activation_func")
@@ -81,8 +81,8 @@ RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for what needs Transformer Engine, where it is not used. Settings of it would be ignored in silence. On GPUs
-    experts and latent attention need it too: Megatron's router and its latent attention use names that do not exist without it. (On CPUs
+    """Raises ConfigError for what needs Transformer Engine if that is not used, because its settings would be ignored in silence. On GPUs,
+    experts and latent attention need it too, because Megatron's modules for these use names that do not exist without it. (On CPUs,
     cpu_support fixes that.)"""
     if layer_spec() != "te" and (asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]):
         raise ConfigError(f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with Transformer Engine")
@@ -99,7 +99,7 @@ def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
 
 @contextlib.contextmanager
 def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Names `key` if Megatron fails to build with the fields that it sets, for example because software is missing."""
+    """Names `key` if Megatron fails to build with the fields that the key sets, for example because software is missing."""
     try:
         yield
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
@@ -108,7 +108,7 @@ def passed_on(key: str, settings: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"{key}={yaml_text(settings)}: Megatron refuses it: {str(error) or repr(error)}") from error
 
 
-# Ends the run when Megatron warns of corrupt data; Megatron itself would go on.
+# Ends the run when Megatron warns of corrupt data. Megatron itself would continue.
 
 
 _CORRUPT = re.compile("corrupt", re.IGNORECASE)
@@ -121,8 +121,8 @@ class _Refuse(logging.Handler):
 
 
 def refuse_corruption() -> None:
-    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if it is logged, the Warning itself if it is
-    issued by `warnings`. Repeated calls do nothing."""
+    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if the warning is logged, the Warning itself
+    if it is issued by `warnings`. Repeated calls do nothing."""
     logger = logging.getLogger("megatron")
     if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
         logger.addHandler(_Refuse(logging.WARNING))
@@ -142,7 +142,7 @@ YARN_KEYS = {  # MLATransformerConfig's → those of config.json
 
 
 def transformer_config(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trainer: TrainerConfig) -> TransformerConfig:
-    """Megatron's configuration of the decoder; it asks for fused CUDA kernels only if CUDA is present."""
+    """Megatron's configuration of the decoder. It requests fused CUDA kernels only if CUDA is present."""
     chosen = _chosen(spec, topology, dtype, trainer) | trainer.megatron
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
@@ -180,8 +180,8 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
-        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on the topology. Megatron's own
-        # initialisation must still run, because it marks parameters as split over tensor ranks.
+        # Weights always come from a checkpoint or from hf_io.init_random, which does not depend on the topology. But Megatron's own
+        # initialisation must run, because it marks parameters as split over tensor ranks.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         gradient_accumulation_fusion=False,
@@ -189,10 +189,10 @@ def _chosen(spec: ModelSpec, topology: TrainerTopology, dtype: torch.dtype, trai
         persist_layer_norm=fused,
         bias_activation_fusion=cuda and spec.activation == SILU,
         bias_dropout_fusion=cuda and not spec.linear_bias,  # transformer/moe/experts.py:206
-        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",  # rope_utils.py:320 leaves out mscale
+        apply_rope_fusion=fused and not spec.kv_lora_rank and spec.rope_type != "yarn",  # rope_utils.py:320 ignores mscale
         attention_softmax_in_fp32=True,
         softmax_scale=spec.attention_scale,
-        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # tokens back and ahead
+        window_size=(spec.window - 1, 0) if spec.windowed_layers else None,  # number of tokens before and after
         window_attn_skip_freq=[int(layer in spec.windowed_layers) for layer in range(spec.num_layers)] if spec.windowed_layers else None,
         # Gradients are plain sums; the denominator is part of the loss (see step.py).
         calculate_per_token_loss=True,
@@ -218,7 +218,7 @@ def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dic
         # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
-        # There are two ways to communicate between virtual stages; the batched one gives wrong gradients on gloo.
+        # Of the two ways to communicate between virtual stages, the batched one gives wrong gradients on gloo.
         overlap_p2p_comm=topology.vpp > 1,
         batch_p2p_comm=topology.vpp == 1,
         batch_p2p_sync=False,  # with True the host waits for the GPU after each message, for the sake of old versions of PyTorch
@@ -228,14 +228,14 @@ def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dic
 
 
 def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, Any]:
-    """The settings of experts. The only loss is the algorithm's: no load balancing, no z-loss. No token is dropped."""
+    """The settings of experts. No loss is added to the algorithm's: no load balancing, no z-loss. No token is dropped."""
     limited = spec.topk_groups < spec.num_expert_groups
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.expert_intermediate_size,
         "moe_router_topk": spec.experts_per_token,
         "moe_router_score_function": spec.score_function,
-        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts; otherwise over the chosen ones
+        "moe_router_pre_softmax": not spec.norm_topk_prob,  # softmax over all experts, or else over the chosen ones
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -250,7 +250,7 @@ def _expert_settings(spec: ModelSpec, topology: TrainerTopology) -> dict[str, An
         "moe_router_num_groups": spec.num_expert_groups if limited else None,
         "moe_router_group_topk": spec.topk_groups if limited else None,
         "moe_router_topk_scaling_factor": spec.routed_scaling_factor,
-        # The bias balanced the experts while the model was pretrained; here it does not change.
+        # The bias balanced the experts during pretraining; here it does not change.
         "moe_router_enable_expert_bias": spec.router_bias,
         "moe_router_bias_update_rate": 0.0,
     }
@@ -270,7 +270,7 @@ def _linear_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
-    """The settings of latent attention and its own rotary embedding: DeepSeek's YaRN, or a plain one."""
+    """The settings of latent attention and its rotary embedding: DeepSeek's YaRN or a plain one."""
     yarn = spec.rope_scaling
     return dict(
         q_lora_rank=spec.q_lora_rank,
@@ -285,7 +285,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
-    """What GPTModel's own YaRN reads from the configuration, which has no such fields."""
+    """Fields that GPTModel's own YaRN reads from the configuration, although this does not declare them."""
     if spec.rope_type != "yarn" or spec.kv_lora_rank:
         return {}
     scaling = {f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()}
@@ -293,7 +293,7 @@ def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def build_chunks(spec: ModelSpec, topology: TrainerTopology, config: TransformerConfig, mtp_trained: bool = False) -> list[GPTModel]:
-    """This rank's part of the model (its pipeline stage and tensor slice), with unset weights: a chunk per virtual stage."""
+    """This rank's part of the model (its pipeline stage and tensor slice), without weights: one chunk for each virtual stage."""
     return [_build_chunk(spec, config, stage if topology.vpp > 1 else None, mtp_trained) for stage in range(topology.vpp)]
 
 
@@ -301,7 +301,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
     scaling, layers_of_chunk = dict(spec.rope_scaling or {}), _layer_spec(spec, config, stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cast(ModuleSpec, layers_of_chunk),  # it takes both, and is annotated with one
+        transformer_layer_spec=cast(ModuleSpec, layers_of_chunk),  # it accepts both, but its annotation has only one
         vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -319,13 +319,13 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
     if model.pre_process and spec.padding_token is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_without_padding, spec.padding_token))
     if model.pre_process and spec.embedding_scale != 1.0:
-        scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()  # rounded as Hugging Face rounds it
+        scale = torch.tensor(spec.embedding_scale, dtype=config.params_dtype).item()  # rounded as by Hugging Face
         model.embedding.register_forward_hook(partial(_scaled, scale))
     if spec.windowed_rope_theta:
         _give_windows_their_rope(spec, model)
     if spec.rope_type == "llama3":
-        # GPTModel's own rope_scaling flag fixes all but the factor at Llama 3.1's values.
-        rotary: Any = model.rotary_pos_emb  # which a checker takes for a tensor or any module
+        # GPTModel's own rope_scaling flag has Llama 3.1's values for all but the factor.
+        rotary: Any = model.rotary_pos_emb  # for type checkers it is a tensor or any module
         rotary.inv_freq = rotary._apply_scaling(
             rotary.inv_freq,
             factor=scaling["factor"],
@@ -336,7 +336,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
     if model.post_process and spec.head == SCALAR:
         model.output_layer = ScalarHead(config)  # type: ignore[assignment]
     elif model.post_process:
-        # Log-probs are made from hidden states (logprobs.py). The layer is still called, and so are DDP's hooks on it.
+        # Log-probs are computed from hidden states (logprobs.py). But the layer is called, and with it DDP's hooks.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     if model.post_process and spec.mtp_layers:
         alike = layers_of_chunk if isinstance(layers_of_chunk, ModuleSpec) else (layers_of_chunk.layer_specs or [])[-1]
@@ -345,7 +345,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
 
 
 def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
-    """Transformer Engine makes sinks of float32, and does not mark them as split over tensor ranks."""
+    """Transformer Engine makes sinks in float32, and does not mark them as split over tensor ranks."""
     for name, sinks in model.named_parameters():
         if name.endswith("softmax_offset"):
             sinks.data = sinks.data.to(config.params_dtype)
@@ -353,8 +353,8 @@ def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """No gradient goes from lookups of the padding `token` into its embedding, as nn.Embedding has it (padding_idx). `inputs`: the ids
-    [b, s]; `output` [b, s, h], or under sequence parallelism this rank's part of [s, b, h]."""
+    """Prevents gradients from lookups of the padding `token` in its embedding, like padding_idx of nn.Embedding. `inputs`: the ids [b, s].
+    `output`: [b, s, h], or under sequence parallelism this rank's part of [s, b, h]."""
     ids = inputs[0]
     if embedding.reduce_scatter_embeddings:
         ids = ids.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
@@ -366,7 +366,7 @@ def _scaled(scale: float, embedding: Any, inputs: tuple[Any, ...], output: torch
 
 
 def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
-    """GPTModel has one rotary embedding for all layers."""
+    """Gives layers with a window their own rotary embedding, since GPTModel has one for all layers."""
     on_cpu = model.config.use_cpu_initialization
     rope = RotaryEmbedding(spec.head_dim, 1.0, rotary_base=spec.windowed_rope_theta, use_cpu_initialization=on_cpu)  # type: ignore[arg-type]
 
@@ -380,19 +380,19 @@ def _give_windows_their_rope(spec: ModelSpec, model: GPTModel) -> None:
 
 
 def _hidden_states(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
-    """Stands in for the output layer's product: GPTModel returns the hidden states, [b, s, h]."""
+    """Replaces the product of the output layer, so that GPTModel returns the hidden states, [b, s, h]."""
     return hidden, None
 
 
 def output_weight(chunk: GPTModel) -> torch.nn.Parameter:
-    """The weight of the output layer, [padded vocabulary / tp, h], of a chunk that ends the model."""
+    """The weight of the output layer, [padded vocabulary / tp, h], of the chunk that ends the model."""
     weight: Any = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
     return weight
 
 
 def parameters_by_name(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
-    """This rank's parameters, and the routers' biases, which are not trained. Layers and experts have the numbers of the whole model, not
-    those of the chunk and the rank."""
+    """This rank's parameters, and the routers' biases, which are not trained. Numbers of layers and experts are those of the whole model,
+    not of the chunk or the rank."""
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
@@ -414,7 +414,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weigh
 
 
 def _global_expert(name: str, layer: Any) -> str:
-    """The parameter `name` of a layer, with the expert's number among all experts."""
+    """The parameter `name` of a layer, with the number that the expert has among all experts."""
     found = _EXPERT.fullmatch(name)
     return f"{found[1]}{layer.mlp.local_expert_indices[int(found[2])]}{found[3]}" if found else name
 
@@ -438,17 +438,17 @@ def _layer_spec(spec: ModelSpec, config: TransformerConfig, stage: int | None) -
     if spec.linear_layers:
         linear = _with_gated_delta_net(sparse)
         layers = [linear if layer in spec.linear_layers else sparse for layer in range(first, first + count)]
-    norm: Any = RMSNorm  # a class, as Megatron's own specs give it; annotated is a module
+    norm: Any = RMSNorm  # a class, as in Megatron's own specs; the annotation has a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """The spec of a layer of Megatron's own modules, with the norms and attention of `layers`."""
+    """The spec of a layer of Megatron's own modules, with the norms and the attention of `layers`."""
     latent = spec.kv_lora_rank > 0
     layer = get_gpt_layer_local_spec(
         experts, config.moe_grouped_gemm, config.qk_layernorm, multi_latent_attention=latent, normalization="RMSNorm"
     )
-    submodules: Any = layer.submodules  # annotated as any object
+    submodules: Any = layer.submodules  # its annotation is any object
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
     attention.core_attention = LatentAttention if latent else CausalAttention
@@ -462,21 +462,21 @@ def _local_layer_spec(spec: ModelSpec, config: TransformerConfig, experts: int |
 
 
 def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """The local spec of a layer, with a gated delta net in the place of attention."""
+    """The local spec of a layer, with a gated delta net instead of attention."""
     parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=NormOfEachHead, out_proj=RowParallelLinear)
     submodules: Any = replace(cast(Any, layer.submodules), self_attention=ModuleSpec(DeltaNet, submodules=parts))
     return replace(layer, submodules=submodules)
 
 
 def _adapt_gated_delta_net(layer: Any) -> None:
-    """Megatron's own spec of it, for Transformer Engine, whose norm would be zero-centred as the others are."""
+    """Adapts Megatron's own spec, which is for Transformer Engine, and whose norm would be zero-centred like the others."""
     attention = layer.submodules.self_attention
     if attention.module is GatedDeltaNet:
         attention.module, attention.submodules.out_norm = DeltaNet, NormOfEachHead
 
 
 def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None:
-    """Gives the submodules of `layer` the norms that Megatron's own specs lack."""
+    """Gives the submodules of `layer` the norms that are not in Megatron's own specs."""
     attention = layer.self_attention.submodules
     if spec.qk_norm_of_all_heads:
         attention.q_layernorm = partial(NormOfAllHeads, heads=spec.num_attention_heads)
@@ -485,26 +485,26 @@ def _place_norms(spec: ModelSpec, config: TransformerConfig, layer: Any) -> None
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if spec.norms_after:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedResidual, params={"config": config})
-    if not spec.norms_before and layer_spec() == "te":  # whose linear layers would norm their input
+    if not spec.norms_before and layer_spec() == "te":  # its linear layers would normalise their input
         provider: Any = gpt_layer_specs.TESpecProvider  # None without Transformer Engine
         attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = provider().column_parallel_linear()
 
 
-# A model on the trainer's ranks: its forward passes, what is made of their hidden states, its weights as checkpoints. MegatronTrainer
-# (step.py) adds gradients and an optimizer; without these a model is frozen: a teacher, or a reference of another shape.
+# A model on the trainer's ranks: its forward passes, the outputs computed from hidden states, and its weights as checkpoints.
+# MegatronTrainer (step.py) adds gradients and an optimizer. Without these, a model is frozen: a teacher, or a reference of another shape.
 
 
 class MegatronModel:
-    """One rank's part of a model. Every method is collective: all ranks call it, with the same arguments.
+    """One rank's part of a model. Every method is collective: all ranks call it with the same arguments.
 
-    torch.distributed must be initialised with `topology.world_size` ranks, and, without CUDA, cpu_support.install()
-    must have been called before this module was imported. Weights are zero until load_hf.
+    torch.distributed must be initialised with `topology.world_size` ranks. Without CUDA, cpu_support.install() must have been called before
+    this module is imported. Weights are zero until a call of load_hf.
     """
 
     def __init__(self, spec: ModelSpec, topology: TrainerTopology, trainer: TrainerConfig, dtype: str, seed: int, *, timeout_s: float):
-        """`timeout_s` bounds every wait of one rank for another, in each of Megatron's groups.
+        """`timeout_s` limits each time that one rank waits for another, in all of Megatron's groups.
 
-        Raises ConfigError for what cannot be built here, RuntimeError for a wrong number of processes.
+        Raises ConfigError for what cannot be built here, and RuntimeError for a wrong number of processes.
         """
         if not cpu_support.installed():
             raise RuntimeError("no CUDA here: call megarl.trainer.cpu_support.install() before importing the trainer")
@@ -522,9 +522,9 @@ class MegatronModel:
         self.max_tokens = trainer.max_tokens_per_microbatch
         self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
-        self.flops = flops = flops_per_token(spec, 0)  # without attention's part, which `squares` is
-        # Attention's part of what a sequence costs (see plan_microbatches). A second model on these ranks needs the first one's: a rank has
-        # the tokens of that one's share of a batch.
+        self.flops = flops = flops_per_token(spec, 0)  # without attention, which is in `squares`
+        # Attention's part of the cost of a sequence (see plan_microbatches). A second model on these ranks needs that of the first, since
+        # each rank has the tokens that are the first model's share of a batch.
         self.squares = (flops_per_token(spec, 1) - flops) / flops
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
@@ -533,7 +533,7 @@ class MegatronModel:
         with passed_on("trainer.megatron", trainer.megatron):
             self.chunks = self._build_chunks()
         self.mtp = self._find_mtp() if self.mtp_trained and self.chunks[-1].post_process else None
-        self.modules: list[torch.nn.Module] = [*self.chunks]  # what Megatron's schedules run
+        self.modules: list[torch.nn.Module] = [*self.chunks]  # modules that Megatron's schedules run
         self.routing: RoutingFormat | None = None
         self.replay: RoutingReplay | None = None
 
@@ -546,14 +546,14 @@ class MegatronModel:
     # -- scoring
 
     def token_logprobs(self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0) -> list[np.ndarray]:
-        """The log-prob of every token of `loss_mask` given those before it, one array per sequence, with 0 for the other tokens; the same
+        """The log-prob of every token of `loss_mask` given the tokens before it, one array per sequence, with 0 for other tokens. The same
         on every rank."""
         assert self.spec.head == LM
         return self._scored(sequences, temperature)
 
     def token_values(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[np.ndarray]:
-        """The scalar head's value of the tokens before each token of `loss_mask`, one array per sequence, 0 for other tokens; the same on
-        every rank."""
+        """The scalar head's value for the tokens before each token of `loss_mask`, one array per sequence, with 0 for other tokens. The
+        same on every rank."""
         assert self.spec.head == SCALAR
         return self._scored(sequences, temperature=1.0)
 
@@ -580,8 +580,8 @@ class MegatronModel:
         return [part.numpy() for part in flat.cpu().split(lengths)]
 
     def scored_hidden(self, sequences: Sequence[TrainSequence | Elsewhere]) -> dict[tuple[int, ...], torch.Tensor]:
-        """By the sequences of each microbatch, on the last pipeline stage: the hidden states [N, h] that predict the tokens of `loss_mask`,
-        in the host's memory. A context rank has those of its positions."""
+        """The hidden states [N, h] that predict the tokens of `loss_mask`, in host memory on the last pipeline stage. Keys: the sequences
+        of each microbatch. Each context rank has those of its positions."""
         plan = self._plan(sequences)
         with torch.no_grad():
             rows = self._run(
@@ -595,11 +595,11 @@ class MegatronModel:
     # -- shared by training and scoring
 
     def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
-        """[dp][…] which sequences each data-parallel rank needs: in the place of the others it may be given Elsewhere."""
+        """[dp][…] the sequences that each data-parallel rank needs. All others may be given to it as Elsewhere."""
         return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """The sums over the data-parallel ranks, each with its own values."""
+        """The sums over the data-parallel ranks, each of which has its own values."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=data_group())
         return total.tolist()
@@ -612,7 +612,7 @@ class MegatronModel:
         return plan_microbatches(lengths, self.topology.dp, self.max_tokens, self.alignment, self.squares, stages)
 
     def _outputs(self, hidden: torch.Tensor, microbatch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values that the loss takes, and the entropies."""
+        """The values from which the loss is computed, and the entropies."""
         if self.spec.head == SCALAR:
             values = token_values(hidden[0], microbatch, sequence_parallel=self.sequence_parallel)
             return values, torch.full_like(values, math.nan)
@@ -628,10 +628,10 @@ class MegatronModel:
     def _run(
         self, plan: list[MicrobatchPlan], make: Callable[[MicrobatchPlan], MicroBatch], head: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """Runs Megatron's schedule over the microbatches and returns what `head` returned, on the last stage.
+        """Runs Megatron's schedule over the microbatches. Returns the results of `head` on the last stage.
 
-        `head(microbatch, hidden)` is given hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism; h is 1 with a
-        scalar head, which GPTModel has applied.
+        `head(microbatch, hidden)` gets hidden states [1, t / cp, h], or [1, t / cp / tp, h] under sequence parallelism. With a scalar head,
+        which GPTModel has applied, h is 1.
         """
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -640,7 +640,7 @@ class MegatronModel:
             if self.replay is not None:
                 assert microbatch.routing is not None
                 self.replay.put(model, microbatch.routing, microbatch.plan.boundaries)
-            # No ids or mask: rotary positions and causality come from the boundaries of the sequences.
+            # No ids or mask: the boundaries of the sequences imply rotary positions and causality.
             packed = packed_sequences(microbatch, self.topology.cp)
             return model(inputs[None], None, None, packed_seq_params=packed), partial(head, microbatch)
 
@@ -654,7 +654,7 @@ class MegatronModel:
             data_iterator=[map(make, plan) for _ in self.modules],  # chunks of a rank are at different microbatches
             model=[*self.modules],
             num_microbatches=len(plan),
-            # Not used, but the schedule multiplies them.
+            # Not used, although the schedule multiplies them.
             seq_length=plan[0].positions,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -668,7 +668,7 @@ class MegatronModel:
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by Megatron's names with global layer numbers: the tensors of `layout`."""
+        """This rank's live parameters, which are the tensors of `layout`, by Megatron's names with global layer numbers."""
         return {name: parameter.data for name, parameter in parameters_by_name(self.chunks).items()}
 
     sent_parameters = merged_parameters = local_parameters  # as engines and exports get them
@@ -676,14 +676,14 @@ class MegatronModel:
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
-        `new_head`: what a scalar head begins with if the checkpoint has none; None: it has one."""
+        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one."""
         hf_io.load_hf(self.spec, self.layout, self.local_parameters(), path, new_head, self.seed)
 
     def export_hf(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}) -> None:
-        """Writes the weights as an HF checkpoint folder, and `files` (name → text) beside them. Configuration and tokenizer files come from
+        """Writes the weights as an HF checkpoint folder, with `files` (name → text). Configuration and tokenizer files come from
         `hf_config_dir`."""
         self.begin_export(path, hf_config_dir, files, beside=False).finish()
 
     def begin_export(self, path: str, hf_config_dir: str, files: Mapping[str, str] = {}, *, beside: bool) -> Writing[None]:
-        """As `export_hf`, but complete when `finish` of the result has returned; `beside` training if so."""
+        """Like `export_hf`, but complete once `finish` of the result has returned. `beside`: whether training goes on meanwhile."""
         return hf_io.export_hf(self.spec, self.layout, self.merged_parameters(), path, hf_config_dir, files=files, beside=beside)

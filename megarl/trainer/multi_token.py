@@ -1,8 +1,8 @@
-"""The layer for multi-token prediction on the last pipeline stage, and its training beside the policy (models/multi_token.py).
+"""The layer for multi-token prediction on the last pipeline stage, and its training in addition to the policy's (models/multi_token.py).
 
-It learns the tokens of the loss, each from the hidden states two tokens before, by their log-prob. Its gradient ends at the layer: hidden
-states, embedding and output layer are taken as they are, and its gradient is clipped by itself. So the policy's steps are the same with
-and without it. A factor on its loss would change nothing: Adam's steps do not depend on it.
+It learns the tokens of the loss by their log-probs, each from the hidden states two tokens before. Its gradient ends at the layer, which
+does not change hidden states, embedding and output layer, and is clipped separately. So the policy's steps are the same with and without
+it. A factor for its loss would have no effect, since Adam's steps do not depend on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN_NORM = "mtp"  # Megatron clips gradients of such parameters by their own nor
 
 
 def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int | None, trained: bool) -> MultiTokenPredictionLayer:
-    """The layer around one that is specified like `decoder_layer`, with unset weights."""
+    """The layer, without weights, around a decoder layer with the spec `decoder_layer`."""
     own = copy.copy(config)
     own.mtp_num_layers = 1  # without it the layer has no decoder layer
     if layer_spec() == "te":
@@ -53,16 +53,16 @@ def build_layer(config: TransformerConfig, decoder_layer: ModuleSpec, stage: int
 
 
 class MultiToken:
-    """The layer of a chunk that ends the model."""
+    """The layer of the chunk that ends the model."""
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig, chunk: GPTModel, vocab_rows: int):
         self.spec, self.config, self.chunk = spec, config, chunk
-        layer: Any = chunk.mtp_layer  # (`mtp` would be a block of Megatron's, which its schedules look into)
+        layer: Any = chunk.mtp_layer  # (Megatron's schedules would look into `mtp`, a block of its own)
         self.layer: MultiTokenPredictionLayer = layer
         self.embedding: Any = chunk.embedding if chunk.pre_process else _frozen_embedding(config, vocab_rows)
 
     def hidden(self, microbatch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's hidden states, of the shape of the model's, `hidden` [1, t / cp, h], or [1, t / cp / tp, h] under sequence
+        """The layer's hidden states. They have the shape of the model's, `hidden`: [1, t / cp, h], or [1, t / cp / tp, h] under sequence
         parallelism."""
         packed = packed_sequences(microbatch, self.config.context_parallel_size)
         following = layers.cut(microbatch.targets, microbatch.plan.boundaries, context_group())[None]
@@ -81,7 +81,7 @@ class MultiToken:
         return self.embedding(**ids)
 
     def _rotary(self, length: Any) -> torch.Tensor | None:
-        """As GPTModel makes it; latent attention makes its own."""
+        """Like GPTModel's. Latent attention makes its own."""
         if self.spec.kv_lora_rank:
             return None
         rotary: Any = self.chunk.rotary_pos_emb
@@ -95,7 +95,7 @@ def _frozen_embedding(config: TransformerConfig, rows: int) -> LanguageModelEmbe
 
 
 def bring_embedding(first: GPTModel, head: MultiToken | None) -> None:
-    """Gives the last pipeline stage, which has `head`, the embedding of the `first` chunk. Called by all stages."""
+    """Gives the embedding of the `first` chunk to the last pipeline stage, which has `head`. All stages call it."""
     group = pipeline_group()
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:

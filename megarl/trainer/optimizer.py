@@ -24,7 +24,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 def build_optimizer(
     config: AdamConfig, megatron: Mapping[str, Any], chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int
 ) -> ChainedOptimizer:
-    """AdamW on fp32 master weights; with zero=1 its state is split over data-parallel ranks. `megatron`: trainer.optimizer.megatron."""
+    """AdamW on fp32 master weights. With zero=1, its state is split over data-parallel ranks. `megatron`: trainer.optimizer.megatron."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -34,7 +34,7 @@ def build_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
-            # The norm is always reported, but computed only with clipping: so without clipping the bound is infinite.
+            # The norm is always reported, but computed only with clipping. So the bound is infinite if clipping is off.
             clip_grad=config.clip_grad or math.inf,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -43,16 +43,16 @@ def build_optimizer(
         ),
         [*chunks],
     )
-    assert isinstance(optimizer, ChainedOptimizer)  # as it is without Megatron-FSDP
+    assert isinstance(optimizer, ChainedOptimizer)  # always, without Megatron-FSDP
     for part in optimizer.chained_optimizers:
         _allocate_state(part)
     return optimizer
 
 
 def _allocate_state(part: MegatronOptimizer) -> None:
-    """Allocates both moments of all its parameters. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded.
+    """Allocates both moments of all parameters of the part. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded.
 
-    On GPUs AdamW (there without Transformer Engine) then updates in one kernel; otherwise it needs memory of the parameters' size besides.
+    On GPUs without Transformer Engine, AdamW then updates in one kernel; otherwise it needs additional memory of the parameters' size.
     """
     if part.optimizer is None:  # this rank has no parameters of this mesh
         return
@@ -66,7 +66,7 @@ def _allocate_state(part: MegatronOptimizer) -> None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The part of a parameter that this rank's optimizer holds: its elements first .. end, flattened."""
+    """The part of a parameter that this rank's optimizer has: its elements first .. end, flattened."""
 
     parameter: torch.nn.Parameter
     first: int
@@ -80,12 +80,12 @@ class OptimizerShard:
 
     @property
     def live(self) -> torch.Tensor:
-        """[end - first]: the same elements of the model's own parameter."""
+        """[end - first]: these elements of the model's own parameter."""
         return self.parameter.data.view(-1)[self.first : self.end]
 
 
 def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
-    """All shards that this rank's optimizers hold (one optimizer, or one for the dense mesh and one for experts); possibly none."""
+    """All shards of this rank's optimizers (one optimizer, or one for the dense mesh and one for experts); possibly none."""
     for part in optimizer.chained_optimizers:
         for parameter, first, master in _masters(part):
             state = part.optimizer.state[master]
@@ -93,7 +93,7 @@ def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
 
 
 def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Yields (parameter, its first element held here, the master weights)."""
+    """Yields (parameter, index of its first element here, master weights)."""
     if part.optimizer is None:
         return
     groups = part.optimizer.param_groups
@@ -109,11 +109,11 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 
 
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
-    """The steps made by Adam's own count: one number, or none if this rank holds nothing."""
+    """The number of steps by Adam's own count: one element, or none if this rank has no parameters."""
     adams = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
     ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
     groups = [group for adam in adams if not isinstance(adam, torch.optim.AdamW) for group in adam.param_groups if group["params"]]
-    return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts by group
+    return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts for each group
 
 
 def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
@@ -129,7 +129,7 @@ def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
 class LearningRate:
     """Warm-up, then constant, cosine or linear, with Megatron's scheduler. Step k = 1, 2, … has the rate of scheduler position k.
 
-    A run that is no longer than its warm-up ends in it. Raises ConfigError for an unknown schedule.
+    A run that is not longer than its warm-up ends during it. Raises ConfigError for an unknown schedule.
     """
 
     def __init__(self, config: AdamConfig, optimizer: MegatronOptimizer, total_steps: int):
@@ -137,7 +137,7 @@ class LearningRate:
             raise ConfigError(f"optimizer.schedule={config.schedule}: allowed are {', '.join(SCHEDULES)}")
         self.optimizer = optimizer
         min_lr = config.lr * config.min_lr_ratio if config.schedule != "constant" else 0.0
-        for group in optimizer.param_groups:  # each group carries the bounds it was made with
+        for group in optimizer.param_groups:  # each group has the bounds with which it was made
             group["max_lr"], group["min_lr"] = config.lr, min_lr
         self.scheduler = OptimizerParamScheduler(
             optimizer,
@@ -155,11 +155,11 @@ class LearningRate:
 
     @property
     def position(self) -> int:
-        """Optimizer steps begun so far."""
+        """The number of optimizer steps that have begun."""
         return self.scheduler.num_steps
 
     def advance(self) -> float:
-        """Sets the rate of the next optimizer step and returns it. Called before the step, so the first one is not lost to warm-up."""
+        """Sets and returns the rate of the next optimizer step. Call it before the step, so that the first step counts for the warm-up."""
         self.scheduler.step(1)
         return self.scheduler.get_lr(self.optimizer.param_groups[0])
 

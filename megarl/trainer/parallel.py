@@ -1,4 +1,4 @@
-"""The trainer's process groups, and MegaRL's own communication in them."""
+"""The trainer's process groups, and MegaRL's own communication in these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.base.geometry import TrainerTopology
 from megarl.trainer.distributed import groups_closed
 from megarl.trainer.microbatch import MicrobatchPlan
 
-# Megatron's process groups, with usable types: its own getters are typed as if they could return None or a number.
+# Megatron's process groups, with types that can be used: the annotations of its own getters also allow None or a number.
 
 
 def tensor_group() -> dist.ProcessGroup:
@@ -49,14 +49,14 @@ def _made(group: Any) -> dist.ProcessGroup:
     return group
 
 
-_made_for: list[Any] = []  # the topology of this process's groups, and the group that all of them are parts of
+_made_for: list[Any] = []  # the topology of this process's groups, and the group that contains all of them
 
 
 def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
     """Makes Megatron's process groups, in its default order of axes (that of TrainerTopology), and seeds its generators.
 
-    `timeout_s` bounds every collective of these groups. A second model of the same topology shares the groups of the first, which Megatron
-    keeps as globals of the process.
+    `timeout_s` limits every collective of these groups. A second model of the same topology shares the groups of the first, since Megatron
+    keeps them as globals of the process.
     """
     if parallel_state.model_parallel_is_initialized():
         if _made_for == [topology, dist.group.WORLD]:
@@ -82,8 +82,8 @@ def initialize(topology: TrainerTopology, seed: int, timeout_s: float) -> None:
 def data_parallel(
     config: TransformerConfig, topology: TrainerTopology, settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """The model's chunks with buffers for their gradients, which are reduced in float32, and on GPUs during the last microbatch's backward
-    pass. `settings` are further fields of DistributedDataParallelConfig."""
+    """The model's chunks with buffers for gradients. These are reduced in float32, on GPUs already during the last microbatch's backward
+    pass. `settings`: other fields of DistributedDataParallelConfig."""
     overlap = torch.cuda.is_available() and topology.dp * topology.cp > 1
     chosen = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": topology.zero == 1, "overlap_grad_reduce": overlap, **settings}
     if chosen["use_distributed_optimizer"]:
@@ -95,8 +95,8 @@ def data_parallel(
 
 
 def _give_up_zeros(chunks: Sequence[torch.nn.Module]) -> None:
-    """Takes the memory of trained matrices of zeros, as all are until weights are loaded. DDP, with the distributed optimizer, moves every
-    trained parameter into a buffer, which it makes first: weights would be there twice, beside all gradients."""
+    """Frees the memory of trained matrices that are zero, as all are until weights are loaded. With the distributed optimizer, DDP first
+    makes a buffer and then moves every trained parameter into it. So weights would be there twice, in addition to all gradients."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
@@ -113,7 +113,7 @@ def _no_reduction(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
 def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dict[str, float]:
     """The sums over all microbatches of all ranks, the same on every rank.
 
-    outputs: scalars of each microbatch of this rank; empty on all but the last pipeline stage, which alone knows the names.
+    outputs: scalars of each microbatch of this rank; empty except on the last pipeline stage, which alone knows the names.
     """
     sums: dict[str, float] = {}
     if outputs:
@@ -129,17 +129,17 @@ def global_sums(outputs: list[dict[str, torch.Tensor]], dp: int, pp: int) -> dic
     return sums
 
 
-# Messages between pipeline stages, whose shapes every stage knows from the plan of microbatches.
+# Messages between pipeline stages. Every stage knows their shapes from the plan of microbatches.
 
-Tensors = Any  # as P2PCommunicator has them: a list with one tensor
+Tensors = Any  # as in P2PCommunicator: a list with one tensor
 
 
 class PlannedShapes(P2PCommunicator):
-    """Of one run of Megatron's schedule without virtual stages, which receives microbatches in their order in both directions. Megatron
-    itself knows one shape for all, or has stages tell each other the shapes of every message, for which the host waits twice."""
+    """The shapes for one run of Megatron's schedule without virtual stages, which receives microbatches in their order in both directions.
+    Megatron itself has one shape for all, or lets stages tell each other the shapes of every message, for which the host waits twice."""
 
     def __init__(self, config: TransformerConfig, plan: Sequence[MicrobatchPlan], split: int):
-        """`split`: over how many ranks the positions of a microbatch are cut."""
+        """`split`: the number of ranks over which the positions of a microbatch are split."""
         super().__init__(pipeline_group(), config)
         shapes = [[(microbatch.positions // split, 1, config.hidden_size)] for microbatch in plan]
         self._forward, self._backward = iter(shapes), iter(shapes)

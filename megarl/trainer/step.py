@@ -1,10 +1,10 @@
 """The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
 
-Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass, and
-everything after that is a plain sum: over microbatches (calculate_per_token_loss=True turns off Megatron's division by their number, and
-returning a 3-tuple to the schedule turns off the factor cp) and over data-parallel ranks (the same flag makes the reduction a sum);
-finalize_model_grads gets no token count to divide by. So the gradient is that of sum(loss) / denominator over the global batch, whatever
-the topology and the microbatches.
+Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass. All
+that follows is a plain sum, over microbatches and over data-parallel ranks, since three things of Megatron are turned off: its division by
+the number of microbatches (by calculate_per_token_loss=True, which also makes the reduction over ranks a sum), the factor cp (by returning
+a 3-tuple to the schedule), and a division by the token count (finalize_model_grads gets none). So the gradient is that of sum(loss) /
+denominator over the global batch, whatever the topology and the microbatches.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predi
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
 from megarl.trainer.optimizer import LearningRate, build_optimizer
 
-# Sums up, over the tokens of an optimizer step, what the meters of agreement follow from (observe/agreement.py).
+# Sums over the tokens of an optimizer step, from which the metrics of agreement are computed (observe/agreement.py).
 
 
 _MOST = 300.0  # bound of a log-ratio whose exponential is squared, so that float64 holds the square
 
 
 class Tally:
-    """The sums on `device`, of the microbatches of one rank."""
+    """The sums over the microbatches of one rank. They are on `device`."""
 
     def __init__(self, device: torch.device):
         zeros = {"dtype": torch.float64, "device": device}
         self._ages = sent(torch.tensor(YOUNGEST[1:]), device)
         self._edges = sent(torch.from_numpy(EDGES), device)
-        # Tokens that do not count go into one more row.
+        # Tokens that do not count go into an additional row.
         self._sums = torch.zeros((len(AGES) + 1, 6), **zeros)
         self._bins = torch.zeros((len(AGES) + 1) * 2 * BINS, **zeros)
         self._largest = torch.zeros(len(AGES) + 1, **zeros)
@@ -62,7 +62,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, logprobs: torch.Tensor, microbatch: MicroBatch) -> None:
-        """logprobs: [t] the trainer's. Nothing here waits for a GPU."""
+        """`logprobs`: [t] the trainer's. Nothing here waits for a GPU."""
         assert microbatch.ages is not None
         mask = microbatch.loss_mask
         age = torch.where(mask, torch.bucketize(microbatch.ages, self._ages, right=True), len(AGES))
@@ -79,8 +79,8 @@ class Tally:
         self._sequences += torch.stack([some.sum(), whole.sum(), whole.square().sum()])
 
     def totals(self, counts: bool) -> Totals:
-        """The sums over all ranks of which `counts` is true: those that together have seen each token once. Collective; the same on every
-        rank."""
+        """The sums over all ranks of which `counts` is true; together these have seen each token once. Collective. The result is the same
+        on every rank."""
         rows = len(AGES)
         largest = self._largest[:rows]
         flat = torch.cat([self._sums[:rows].flatten(), self._bins[: 2 * rows * BINS], self._sequences])
@@ -94,19 +94,19 @@ class Tally:
 
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(outputs [t] float32, microbatch) -> LossOutput; sums, not means; the same keys in `sums` at every call of a step. The outputs are the
-log-probs of the tokens of `loss_mask` or, with a scalar head, values: what the head makes of the tokens before each of these."""
+"""(outputs [t] float32, microbatch) -> LossOutput, which has sums, not means, and in a step always the same keys in `sums`. The outputs are
+the log-probs of the tokens of `loss_mask` or, with a scalar head, values: the head's outputs for the tokens before each of these."""
 
-# Among a step's sums, beside the loss function's own.
+# Keys of a step's sums, besides those of the loss function.
 ENTROPY, ENTROPY_TOKENS, POSITIONS, MTP = "entropy", "entropy tokens", "positions", "mtp"
 
 
 class TokenRow(NamedTuple):
-    """What a step knew of the tokens of one sequence that the policy wrote; [n] each."""
+    """The numbers that a step had for the tokens of one sequence that the policy wrote; [n] each."""
 
     ids: np.ndarray
-    positions: np.ndarray  # of the tokens in the sequence
-    logprobs: np.ndarray  # log pi, by the weights before the step
+    positions: np.ndarray  # position of each token in the sequence
+    logprobs: np.ndarray  # log pi, of the weights before the step
     mu_logprobs: np.ndarray
     advantages: np.ndarray
 
@@ -119,24 +119,24 @@ class StepResult:
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
     sequences: int
-    tokens: int  # of `loss_mask` that the loss was taken of
-    entropy: float  # the policy's mean over the tokens of `loss_mask`, in nats, before the step; NaN without any, and of a scalar head
+    tokens: int  # number of tokens of `loss_mask` that the loss was computed of
+    entropy: float  # mean over the tokens of `loss_mask`, in nats, before the step; NaN without tokens or with a scalar head
     learning_rate: float
-    padded: int  # positions that the model computed beside those of the sequences (microbatch.py)
+    padded: int  # positions that the model computed besides those of the sequences (microbatch.py)
     routing: dict[str, float]  # metrics of routing replay; empty without it
-    flops: float = 0.0  # of the forward and backward passes over the sequences, from the model's shape: recomputation does not count
-    mtp_loss: float = math.nan  # of the layer for multi-token prediction, a mean over the tokens that it predicts; NaN: not trained
-    agreement: Totals | None = None  # of the policy before the step with what sampled the tokens, if their ages were given
-    kept: dict[int, TokenRow] = field(default_factory=dict)  # this rank's own: of the sequences in `keep`
+    flops: float = 0.0  # of forward and backward passes over the sequences, from the model's shape; without recomputation
+    mtp_loss: float = math.nan  # mean over the tokens that the layer for multi-token prediction predicts; NaN: not trained
+    agreement: Totals | None = None  # of the policy before the step with the behaviour policy, if the tokens' ages were given
+    kept: dict[int, TokenRow] = field(default_factory=dict)  # only this rank's, for the sequences in `keep`
 
     def check_tokens(self, expected: int) -> None:
-        """Raises RunError if the loss was not taken of `expected` tokens: a sequence was left out, trained on twice, or cut."""
+        """Raises RunError if the loss was not computed of `expected` tokens: a sequence was left out, trained on twice, or cut."""
         if self.tokens != expected:
             raise RunError(f"the step was made of {self.tokens} tokens, but its samples have {expected}; its weights are not used")
 
 
 class MegatronTrainer(MegatronModel):
-    """One rank's part of the trainer: a model with gradients and an optimizer. Weights are zero until load_hf, init_random or
+    """One rank's part of the trainer: a model with gradients and an optimizer. Weights are zero until a call of load_hf, init_random or
     checkpoint.load."""
 
     def __init__(
@@ -151,7 +151,7 @@ class MegatronTrainer(MegatronModel):
         timeout_s: float,
         optimizer: AdamConfig | None = None,
     ):
-        """`optimizer` replaces trainer.optimizer, except trainer.optimizer.megatron, which holds for every optimizer."""
+        """`optimizer` replaces trainer.optimizer, except for trainer.optimizer.megatron, which applies to every optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
         self.saved_layout = self.layout  # of what checkpoints hold
         self.frozen = False  # whether the model is, and something beside it is trained (`LoraTrainer`)
@@ -188,10 +188,10 @@ class MegatronTrainer(MegatronModel):
     ) -> StepResult:
         """Makes one optimizer step on the gradient of sum(loss) / denominator.
 
-        `temperature` is that of the behaviour policy; `reference_logprobs`, `proximal_logprobs`, `old_values`, `returns` and `ages`, one
-        array per sequence, become MicroBatch's fields of these names, as does what `teachers` say. With `ages` the result has
-        the agreement with the behaviour policy. `keep`: sequences whose tokens' numbers the result has, on one rank that trains on them.
-        Without sequences the gradient is zero and the optimizer still steps.
+        `temperature`: that of the behaviour policy. `reference_logprobs`, `proximal_logprobs`, `old_values`, `returns` and `ages`, one
+        array per sequence, become MicroBatch's fields of these names, as do the outputs of `teachers`. With `ages`, the result has the
+        agreement with the behaviour policy. `keep`: sequences for which the result has the TokenRow, on one of the ranks that train on
+        them. Without sequences, the gradient is zero, and the optimizer still makes a step.
         Raises RuntimeError if the gradient is not finite.
         """
         assert denominator > 0
@@ -267,7 +267,7 @@ class MegatronTrainer(MegatronModel):
         return total, torch.zeros((), dtype=torch.int, device=self.device), sums
 
     def _begin_mtp(self, sequences: Sequence[TrainSequence | Elsewhere]) -> float:
-        """Prepares a step of the layer for multi-token prediction. Returns how many tokens it predicts, at least 1."""
+        """Prepares the layer for multi-token prediction for a step. Returns the number of tokens that it predicts, but at least 1."""
         multi_token.bring_embedding(self.chunks[0], self.mtp)
         own = [cast(TrainSequence, sequences[index]) for microbatch in self._plan(sequences) for index in microbatch.indices]
         return max(1.0, *self.summed([predicted_tokens(own)]))
@@ -302,7 +302,7 @@ class MegatronTrainer(MegatronModel):
     def token_logprobs(
         self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
     ) -> list[np.ndarray]:
-        """As MegatronModel's method; for the reference if `model` says so."""
+        """Like MegatronModel's method, but of the reference if `model` says so."""
         if model == "policy":
             return super().token_logprobs(sequences, temperature)
         if isinstance(self._reference, MegatronModel):
@@ -311,7 +311,7 @@ class MegatronTrainer(MegatronModel):
             return super().token_logprobs(sequences, temperature)
 
     def hold_reference(self, model: MegatronModel | None = None) -> None:
-        """Keeps, for the KL penalty, `model`, or a frozen copy of the current weights."""
+        """Keeps `model`, or else a frozen copy of the current weights, as the reference of the KL penalty."""
         self._reference = model or [p.detach().clone() for p in self._parameters()]
 
     @contextlib.contextmanager
@@ -334,21 +334,21 @@ class MegatronTrainer(MegatronModel):
         return {tensor.name: tensor.shape for tensor in hf_layout(self.spec, "float32").tensors(0)}
 
     def init_random(self, seed: int) -> None:
-        """Sets random weights, which depend only on the seed, not on the topology."""
+        """Sets random weights. They depend only on the seed, not on the topology."""
         hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
         self.optimizer.reload_model_params()
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
-        `new_head`: what a scalar head begins with if the checkpoint has none; None: it has one."""
+        `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one."""
         super().load_hf(path, new_head)
         self.optimizer.reload_model_params()
 
 
 def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:
-    """Takes the log-probs of the `wanted` sequences of a microbatch into `kept`. They stay where they are: reading them here would make
-    the host wait for the GPU."""
+    """Keeps in `kept` the log-probs of the `wanted` sequences of a microbatch. They stay on the device: to read them here would make the
+    host wait for the GPU."""
     plan = microbatch.plan
     for index, begin, end in zip(plan.indices, plan.boundaries, plan.boundaries[1:]):
         if index in wanted:
@@ -356,7 +356,7 @@ def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: Mi
 
 
 def _token_rows(kept: Mapping[int, torch.Tensor], sequences: Sequence[TrainSequence | Elsewhere]) -> dict[int, TokenRow]:
-    """The TokenRow of each of these sequences; `kept`: log-probs of their positions."""
+    """The TokenRow of each of these sequences. `kept`: the log-probs of their positions."""
     if not kept:
         return {}
     host = torch.cat([*kept.values()]).cpu().split([len(logprobs) for logprobs in kept.values()])

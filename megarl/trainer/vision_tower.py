@@ -1,4 +1,4 @@
-"""The vision tower of a checkpoint, which is neither trained nor served: an export carries its tensors through, byte for byte."""
+"""The vision tower of a checkpoint. It is neither trained nor served: an export copies its tensors byte for byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX, FILE = "model.visual.", "model-vision.safetensors"
 
 
 def carry_through(spec: ModelSpec, source: Path, folder: Path) -> dict[str, str]:
-    """Copies the tower of the checkpoint `source`, if it has one, to a file of its own in `folder`. Returns tensor name -> file name.
+    """Copies the tower of the checkpoint `source`, if it has one, to a separate file in `folder`. Returns tensor name -> file name.
 
     Raises ConfigError if a file of `source` is damaged.
     """

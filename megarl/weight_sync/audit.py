@@ -1,4 +1,4 @@
-"""The audit compares hashes of the values that trainer ranks sent with hashes of the engines' memory, and these with earlier ones."""
+"""The audit compares hashes of the values that trainer ranks sent with hashes of the engines' memory, and those with earlier hashes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.weight_sync.commands import UNPROVEN, UNPROVEN_OUTSIDE, Changes, Hel
 
 
 class AuditError(RunError):
-    """An engine's memory does not hold what was sent, or has changed since the last audit."""
+    """An engine's memory differs from what was sent, or has changed since the last audit."""
 
 
 def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
-    """`changes` by generator rank, `urls` of the engines. Raises AuditError."""
+    """Raises AuditError if memory has changed. `changes`: of each generator rank; `urls`: of the engines."""
     per_engine = len(changes) // len(urls)
     lines = [
         f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since {_when(each.since)}"
@@ -32,8 +32,8 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
 
 
 def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
-    """Names memory that may be copies of old weights. Raises AuditError if `strict` and a model holds such memory; memory held by others
-    may be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
+    """Prints memory that may be copies of old weights. With `strict`, raises AuditError if a model has such memory; outside a model it may
+    be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
     unproven = [(held, ranks) for held, ranks in ranks_of.items() if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)]
     if not unproven:
         return
@@ -50,13 +50,14 @@ def _when(version: int) -> str:
 
 
 def packed(hashes: Mapping[str, int]) -> bytes:
-    """The hashes of a rank's tensors as they travel: uint64, in the order of names."""
+    """The hashes of a rank's tensors in the form in which they travel: uint64, sorted by name."""
     return np.array([hashes[name] for name in sorted(hashes)], dtype=np.uint64).tobytes()
 
 
 def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
-    """The shares of one sender, by generator rank and name, as they travel. In this order: the number of different shares (uint32), these
-    (uint64), and the index of each one among them. Replicas of a tensor have equal shares, so this takes at most a third of the bytes."""
+    """The shares of one sender (generator rank -> name -> share) in the form in which they travel: the number of different shares (uint32),
+    these shares (uint64), and for each share its index among them. Replicas have equal shares, so this takes at most a third of the
+    bytes."""
     return pack_shares(np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64))
 
 
@@ -76,13 +77,13 @@ def _index_type(count: int) -> type[np.unsignedinteger]:
 
 
 def digest_of(hashes: bytes) -> bytes:
-    """The digest of a rank's hashes (`packed`). The hashes are asked for only if it differs from the expected one."""
+    """The digest of a rank's hashes (`packed`). The hashes themselves are requested only if it differs from the expected one."""
     return hashlib.blake2b(hashes, digest_size=16).digest()
 
 
 def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
-    """What the hash of each place (SentTensors) should be, uint64: the sum of the trainer ranks' `shares` (`packed_shares`) modulo 2^64. A
-    relayed tensor must equal what was sent to its leader. Raises AuditError where shares are missing."""
+    """The expected hash of each place (SentTensors), uint64: the sum of the trainer ranks' `shares` (`packed_shares`) modulo 2^64. A
+    relayed tensor must equal what was sent to its leader. Raises AuditError if shares are missing."""
     sums = np.zeros(tensors.places[-1], dtype=np.uint64)
     for rank, of_sender in enumerate(shares):
         sums[tensors.sent_by(rank)] += _checked(
@@ -94,14 +95,14 @@ def expected(shares: Sequence[bytes], tensors: SentTensors) -> np.ndarray:
 
 
 def differing(digests: Sequence[bytes | None], sums: np.ndarray, tensors: SentTensors) -> list[int]:
-    """The generator ranks whose hashes are not as `expected`, by their digests (None: it is lost)."""
+    """The generator ranks whose hashes are not as `expected`, judged by their digests (None: the rank is lost)."""
     of_ranks = zip(digests, pairwise(tensors.places.tolist()), strict=True)
     return [rank for rank, (digest, (a, b)) in enumerate(of_ranks) if digest is not None and digest != digest_of(sums[a:b].tobytes())]
 
 
 def compare(found: Sequence[bytes | None], shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
-    """Compares what generator ranks have `found` (`packed`; None: not asked) with what is `expected`. `tensors`: of the map and its relays.
-    Raises AuditError that names tensors and ranks."""
+    """Compares what generator ranks have `found` (`packed`; None: not asked) with `expected`. `tensors`: of the map and its relays. Raises
+    AuditError that names tensors and ranks."""
     sent = expected(shares, tensors)
     held = sent.copy()
     for rank, hashes in enumerate(found):
@@ -122,7 +123,7 @@ def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
-    """The trainer ranks that should have filled a tensor, and the generator rank that passed it on."""
+    """A text with the trainer ranks that should have written a tensor, and the generator rank that passed it on."""
     leader = leaders.get((rank, name), rank)
     ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"

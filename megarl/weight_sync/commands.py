@@ -13,81 +13,82 @@ class _Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(_Command, frozen=True):
-    """The first command: says where answers go. The worker of TP rank r is generator rank `first_rank` + r. Answer: its Host."""
+    """The first command: where to send answers. The worker of TP rank r is generator rank `first_rank` + r. Answer: its Host."""
 
     first_rank: int
     reply_address: str  # of the run's hub
-    connection: str  # suffix of the workers' names at the hub; never used before, so that answers of lost engines are ignored
-    key_file: str  # of its RunKey, readable by this user alone
+    connection: str  # suffix of the workers' names at the hub, unique, so that answers of lost engines are ignored
+    key_file: str  # file of the hub's RunKey, which only this user can read
 
 
 class Describe(_Command, frozen=True):
-    """Answer: Description, every live parameter as the engine shows it; None if the digest of their forms is `known[generator rank]`."""
+    """Answer: every live parameter in the engine's form; None if the digest of their forms is `known[generator rank]`."""
 
     known: dict[int, bytes] = {}
 
 
 class Arrange(_Command, frozen=True):
-    """Gives parameters another shape over the same memory, for all later commands: by generator rank and name. The engine keeps some
-    quantised weights transposed, and shapes some scales differently from the reshard map."""
+    """Gives parameters another shape over the same memory for all later commands: generator rank -> name -> shape. The engine keeps some
+    quantised weights transposed, and some scales in other shapes than the reshard map."""
 
     shapes: dict[int, dict[str, tuple[int, ...]]]
 
 
 class Open(_Command, frozen=True):
-    """Opens the parameters to one transport. Answer: a Packed endpoint, or None from a rank that is offered nothing."""
+    """Opens the parameters to one transport. Answer: a Packed endpoint, or None from a rank without an offer."""
 
-    kind: str  # of transport
+    kind: str  # kind of transport
     memory: str  # import path of its end in the worker
-    offers: dict[int, Offer]  # by generator rank, of one engine only: a large run has too many to send them all to everyone
-    known: dict[int, bytes] = {}  # by generator rank: the digest of forms that need not be answered
+    offers: dict[int, Offer]  # generator rank -> offer, of one engine only: a large run has too many to send all to everyone
+    known: dict[int, bytes] = {}  # generator rank -> digest of forms that need not be sent back
 
 
 class Spread(_Command, frozen=True):
-    """Copies the boxes that have landed into their parameters. Other boxes may still be written meanwhile.
+    """Copies boxes from landing memory into their parameters. Other boxes may still be written meanwhile.
 
-    With `changes_to`, the changes that lead to that version have landed instead (weights.delta), all of them."""
+    With `changes_to`, landing memory has the complete changes that lead to that version (weights.delta)."""
 
     changes_to: int = -1
-    adapters: bool = False  # only those of adapters
+    adapters: bool = False  # only boxes of adapters
 
 
 class Receive(_Command, frozen=True):
-    """Receives all messages of one update, straight into the live parameters; with `changes_to`, the changes that lead to that version."""
+    """Receives all messages of one update, directly into live parameters. With `changes_to`, receives the changes that lead to that
+    version."""
 
     changes_to: int = -1
-    adapters: bool = False  # only adapters come
+    adapters: bool = False  # the update has only adapters
 
 
 class MeetNeighbours(_Command, frozen=True):
-    """Opens the way to other generator ranks, to which this one will pass tensors on."""
+    """Connects to other generator ranks, to which this one will pass on tensors."""
 
-    endpoints: bytes  # of the ranks that are passed on to, as `decode_endpoints` reads them
-    relays: dict[int, list[Relay]]  # by generator rank that passes on, of one engine only
-    timeout_s: float  # of passing on
+    endpoints: bytes  # of the ranks that receive relays; decoded by `decode_endpoints`
+    relays: dict[int, list[Relay]]  # passing generator rank -> its relays, of one engine only
+    timeout_s: float  # deadline of passing on
 
 
 class PassOn(_Command, frozen=True):
     """Passes on the tensors that this rank leads, once all of them are written. Answered when they have arrived: list[int], the
     generator ranks that could not be reached."""
 
-    adapters: bool = False  # only those of adapters
+    adapters: bool = False  # only tensors of adapters
 
 
 class Watch(_Command, frozen=True):
-    """Hashes the tensors that no update writes, for every audit to compare. Rehearses the post-load work of an update, which makes some of
-    them. Does nothing when sent again. Answer: Watched."""
+    """Hashes the tensors that no update writes, to be compared in every audit. Also rehearses the post-load work of an update, which makes
+    some of them. Does nothing when repeated. Answer: Watched."""
 
 
 class Inventory(_Command, frozen=True):
-    """After Watch. Answer: list[Held], all memory of a worker; empty from ranks that are not asked."""
+    """Sent after Watch. Answer: list[Held], all memory of a worker; empty from ranks that are not asked."""
 
     ranks: list[int]
 
 
 class Recall(_Command, frozen=True):
-    """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. It is empty when
-    nothing has been audited since the last Recall. If no update will follow, `unwritten` asks for the tensors that no update writes too."""
+    """Sent before parameters are written. Answer: Changes, the parameters that have changed since the last audit. Empty if there was no
+    audit since the last Recall. If no update will follow, `unwritten` also asks for the tensors that no update writes."""
 
     unwritten: bool = False
 
@@ -95,15 +96,15 @@ class Recall(_Command, frozen=True):
 class Audit(_Command, frozen=True):
     """Answer: Found."""
 
-    version: int = -1  # that was written
+    version: int = -1  # the version that was written
 
 
 class Hashes(_Command, frozen=True):
-    """Answer: bytes, the audit hash of every live parameter as the last Audit found it (audit.packed)."""
+    """Answer: bytes, the audit hashes of all live parameters from the last Audit (audit.packed)."""
 
 
 class End(_Command, frozen=True):
-    """Ends the engine's processes, so that it is started again, because its weights are half-written. Not answered."""
+    """Ends the engine's processes, so that it is restarted, since its weights are half-written. Not answered."""
 
 
 Command = (
@@ -111,13 +112,13 @@ Command = (
 )
 
 
-WRITTEN = "written"  # by each update, and compared with what was sent
-DERIVED = "derived"  # made again after each update, of what was written
-CONSTANT = "constant"  # as before the first weight was loaded; each audit compares its hash
+WRITTEN = "written"  # written by each update, and compared with what was sent
+DERIVED = "derived"  # derived again from the weights after each update
+CONSTANT = "constant"  # unchanged since before the first weight was loaded; each audit compares its hash
 WORKING = "working"  # made by forward passes, so not watched
-UNPROVEN = "unproven"  # made while weights were loaded, and not again by updates: perhaps a copy of old weights
-OUTSIDE = "outside"  # nothing in the model leads to it, so not watched; as before the first weight was loaded
-UNPROVEN_OUTSIDE = "unproven outside"  # the same, but made or changed while weights were loaded
+UNPROVEN = "unproven"  # made while weights were loaded and not again by updates: perhaps a copy of old weights
+OUTSIDE = "outside"  # not reachable from the model, so not watched; unchanged since before the first weight was loaded
+UNPROVEN_OUTSIDE = "unproven outside"  # not reachable from the model; made or changed while weights were loaded
 KINDS = (WRITTEN, DERIVED, CONSTANT, WORKING, UNPROVEN, OUTSIDE, UNPROVEN_OUTSIDE)
 
 
@@ -129,19 +130,19 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     bytes: int
     kind: str
-    detail: str  # of a constant, its hash (megarl.kernels.audit); of other memory, what made it, and when
+    detail: str  # for a constant its hash (megarl.kernels.audit), otherwise what made it, and when
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """How much memory a worker computes with that no update writes. Of workers with equal digests, one can list its memory for all."""
+    """The amount of memory that a worker computes with and no update writes. Workers with equal digests have equal inventories."""
 
-    digest: bytes  # of the inventory
+    digest: bytes  # digest of the inventory
     tensors: int
     tensor_bytes: int
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Tensors that have changed since the last audit, which was of version `since` (-1: since the start)."""
+    """Tensors that have changed since the last audit, of version `since` (-1: since the start)."""
 
     tensors: list[str]
     since: int
@@ -150,7 +151,7 @@ class Changes(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """The state of a worker's memory: the audit hashes of live parameters, and the changes among the tensors that no update writes."""
 
-    digest: bytes = b""  # of what Hashes answers
+    digest: bytes = b""  # digest of the answer to Hashes
     changes: Changes = Changes([], -1)
 
 

@@ -45,8 +45,8 @@ def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run, or to as many `engines` of each group. Their ranks
-    follow each other, group by group."""
+    """The reshard map from the trainer's layout `source` to all engines of the run, or to `engines`, the number of each group. Ranks are
+    numbered group by group."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", plan.config.model.dtype
     destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
     if (adapters := plan.sent_adapters) is not None:

@@ -1,4 +1,4 @@
-"""A process that holds only the parameters of an engine, to test or time direct writes without SGLang."""
+"""A process that has only the parameters of an engine, to test or time direct writes without SGLang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.weight_sync.transports.choice import transport_class
 
 
 class Neighbour:
-    """The other process, seen from the one that writes: generator rank 0. A context manager: leaving it ends the process."""
+    """A handle to that process, which is generator rank 0, for the process that writes. A context manager: leaving it ends the process."""
 
     def __init__(self, device: str, layout: Layout, timeout_s: float):
         context = multiprocessing.get_context("spawn")
@@ -31,9 +31,9 @@ class Neighbour:
         theirs.close()
 
     def start(self, what: str, *arguments: Any) -> None:
-        """Makes it call a method of Held."""
+        """Makes the process call a method of Held."""
         self._asked = what
-        with contextlib.suppress(BrokenPipeError):  # it has ended; the answer will say so
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` will report it
             self._pipe.send((what, arguments))
 
     def answer(self) -> Any:
@@ -62,7 +62,7 @@ class Neighbour:
 
 
 class Held:
-    """The process's content: the parameters of generator rank 0, in memory of its own."""
+    """The content of the process: the parameters of generator rank 0."""
 
     def __init__(self, device: str, layout: Layout):
         if device.startswith("cuda"):
@@ -75,7 +75,7 @@ class Held:
         return {name: parameter.data for name, parameter in self.parameters.items()}
 
     def open(self, kind: str, offer: Offer = Offer(), address: str = "") -> str:
-        """Opens them to one kind of transport, in place of that before. Returns the encoded Endpoint."""
+        """Opens the parameters to one kind of transport instead of the previous one. Returns the encoded Endpoint."""
         self.memory = transport_class(kind).memory()
         return self.memory.open(Live(0, kind, Host(), address, self.parameters, self.tensors), offer).encode()
 

@@ -1,8 +1,8 @@
 """Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before the first update.
 
-Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding): trainer ranks write only to the leaders, whose workers
-pass tensors on once everything is written. By default a host relays if it holds several engines and the trainer runs elsewhere, so that
-every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
+Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding). Trainer ranks then write only to the leaders, whose
+workers pass on tensors once everything is written. By default there are relays on a host if it has several engines and the trainer runs
+elsewhere, so that every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from megarl.weight_sync.workers import Workers, arranged_forms
 OFFSET_BYTES = 8
 _decode_opened = msgspec.msgpack.Decoder(commands.Opened).decode
 
-Writers = Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it
-Ways = dict[str, set[int]]  # kind of transport → generator ranks that receive relayed tensors by it
+Writers = Mapping[int, Collection[int]]  # generator rank -> trainer ranks that write to it
+Ways = dict[str, set[int]]  # kind of transport -> generator ranks that receive relays by it
 
 
 @dataclass(frozen=True)
 class Opened:
-    map: ReshardMap  # what the trainer ranks write: everything that is not passed on
-    endpoints: Endpoints  # where trainer ranks write, and where engines pass tensors on to
-    relay: RelayRule | None  # the rule that engines pass tensors on by
-    relays: list[Relay]  # the tensors they pass on
+    map: ReshardMap  # the copies that trainer ranks write: everything but relays
+    endpoints: Endpoints  # endpoints for trainer ranks, and for engines that pass on tensors
+    relay: RelayRule | None  # the rule by which engines pass on tensors
+    relays: list[Relay]  # the relays themselves
 
     @property
     def kinds(self) -> set[str]:
@@ -72,17 +72,17 @@ class Opened:
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> bytes:
-        """The part of the endpoints that a trainer rank needs (base.decode_endpoints): those of the ranks that it writes to, with only the
-        tensors that it writes, and one of each group that it belongs to. (At 405B all endpoints together are 100 MB, for each of 512
-        ranks.)"""
+        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints): those of the ranks that it writes to, with only the
+        tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B, all endpoints together are 100 MB, for
+        each of 512 ranks.)"""
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
-        begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # of each rank's places
+        begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # first place of each rank
         wanted: list[tuple[int, np.ndarray | None]] = []
         for begin, end in zip(begins, [*begins[1:], len(places)]):
             rank = int(ranks[begin])
             first, after = self.tensors.places[rank : rank + 2].tolist()
-            for at, held in self._of_rank[rank]:  # (a transport of somebody's own may list other tensors)
+            for at, held in self._of_rank[rank]:  # (a user's own transport may list other tensors)
                 wanted.append((at, places[begin:end] - first if held == after - first else None))
         reached = {self._group(at) for at, _ in wanted}
         for group, at in self._groups.items():
@@ -97,7 +97,7 @@ class Opened:
 
     @cached_property
     def _of_rank(self) -> dict[int, list[tuple[int, int]]]:
-        """The endpoints of a generator rank: places in the list, and numbers of tensors."""
+        """Generator rank -> its endpoints: (index in the list, number of tensors)."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for at, each in enumerate(self.endpoints.packed):
             found[each.endpoint.rank].append((at, len(each.offsets) // OFFSET_BYTES))
@@ -116,13 +116,13 @@ class Opened:
 async def open_engines(
     workers: Workers, weights: WeightsConfig, map: ReshardMap, trainers: Sequence[Host], engines: Sequence[Host]
 ) -> Opened:
-    """Opens the memory of all engines. `trainers` and `engines` say where each rank runs. Needs an open update session.
+    """Opens the memory of all engines. `trainers` and `engines`: the hosts of all ranks. Needs an open update session.
 
     Raises ConfigError for a transport that cannot work between two of the hosts, before anything is opened.
     """
     pairs = transport_pairs(weights.transport, trainers, engines)
     whole = map
-    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])  # engines relay only where all are alike
+    rule, map, relays = passing_on(weights.relay, pairs, engines, whole, workers.tp[0])  # engines relay only if all are alike
     passed_on = sum(relay.bytes for relay in relays)
     print(f"weights go by {describe_pairs(pairs)}; {passed_on} bytes an update are passed on by engines", flush=True)
     ways, forms = relay_ways(relays, engines), arranged_forms(whole.destination, workers.count)
@@ -141,7 +141,7 @@ async def _open_in_all_ways(
     deltas: bool,
     forms: Sequence[list[Form]],
 ) -> Endpoints:
-    """Opens every generator rank to each transport by which trainer ranks write to it, or other engines pass tensors on."""
+    """Opens every generator rank to each transport by which trainer ranks write to it or other engines pass on tensors."""
     asked = {*pairs.kinds} | relayed.keys()
     digests = {id(own): digest_of(own) for own in {id(own): own for own in forms}.values()}
     known = {rank: digests[id(own)] for rank, own in enumerate(forms)}
@@ -167,7 +167,7 @@ async def open_memory(
 ) -> list[Endpoint]:
     """Makes the live parameters writable by one kind of transport. Returns the endpoint of every generator rank in `writers`.
 
-    `writers`: which trainer ranks will write to which generator ranks by it (None: all to all). `hosts`: where all ranks run (empty: on
+    `writers`: generator rank -> trainer ranks that will write to it by this transport (None: all to all). `hosts`: of all ranks (empty:
     this host). `deltas`: whether updates may come as changes. Needs an open update session.
     """
     if writers is None:
@@ -177,7 +177,7 @@ async def open_memory(
 
 
 async def _open_memory(workers: Workers, kind: str, opening: Opening, known: Mapping[int, bytes]) -> list[Packed]:
-    """`known`: the digest of the forms that are expected of each generator rank, and need not be answered."""
+    """`known`: generator rank -> digest of the expected forms, which need not be sent back."""
     transport = transport_class(kind)
     offers, memory = transport.offers(opening), f"{transport.memory.__module__}:{transport.memory.__qualname__}"
     of_engines = [
@@ -193,8 +193,8 @@ def passing_on(
 ) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
     """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
 
-    `relay` is weights.relay, `pairs` the transports from trainer ranks, `tp` the ranks of an engine. `auto` relays when every host holds
-    several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
+    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays if every
+    host has several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
     """
     rule = None
     if relay == ENGINES:
@@ -202,7 +202,7 @@ def passing_on(
     elif relay == AUTO and (per_host := _ranks_per_host(pairs, engines)):
         rule = RelayRule(INSIDE_HOSTS, per_host)
     if rule is not None:
-        with contextlib.suppress(ValueError):  # raised when replicas are spread unevenly over the hosts
+        with contextlib.suppress(ValueError):  # raised if replicas are spread unevenly over the hosts
             written, forwarding = relayed(map, rule)
             if forwarding.relays:
                 return rule, written, forwarding.relays
@@ -210,7 +210,7 @@ def passing_on(
 
 
 def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
-    """The transports that relays take. Raises ConfigError where two engines on different hosts have no one-sided transport between them."""
+    """The transports of relays. Raises ConfigError if there is no one-sided transport between two engines on different hosts."""
     ways: Ways = defaultdict(set)
     for source, destination in sorted({(relay.source_rank, relay.destination_rank) for relay in relays}):
         kind = transport_between(AUTO, engines[source], engines[destination])
@@ -222,7 +222,7 @@ def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
 
 
 def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
-    """How many generator ranks share a host; 0 if hosts hold unequal numbers, or if a trainer rank shares a host with engines."""
+    """The number of generator ranks on each host; 0 if it differs between hosts, or if a trainer rank shares a host with engines."""
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(engines, key=lambda host: (host.memory, host.network))]
     hosts = len({(host.memory, host.network) for host in engines})
     even = len(runs) == hosts and all(run == runs[0] for run in runs[:-1]) and runs[-1] <= runs[0]
@@ -231,17 +231,17 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
-    """Connects the engines' workers to those they pass tensors on to. Each engine gets only its own part of the endpoints."""
+    """Connects the engines' workers to those to which they pass on tensors. Each engine gets only its own part of the endpoints."""
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)
-    at: dict[int, list[int]] = defaultdict(list)  # the endpoints of a generator rank
+    at: dict[int, list[int]] = defaultdict(list)  # generator rank -> its endpoints
     for place, each in enumerate(endpoints.packed):
         at[each.endpoint.rank].append(place)
     commands = []
     for ranks in workers.ranks:
         own = {rank: of_rank[rank] for rank in ranks}
-        passed_on: dict[int, set[str]] = defaultdict(set)  # by the rank that gets them
+        passed_on: dict[int, set[str]] = defaultdict(set)  # receiving rank -> tensors
         for relay in itertools.chain.from_iterable(own.values()):
             passed_on[relay.destination_rank].add(relay.tensor)
         wanted = [(place, endpoints.numbers(place, names)) for rank, names in passed_on.items() for place in at[rank]]

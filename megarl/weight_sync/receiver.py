@@ -51,17 +51,18 @@ class Offered:
 
 
 class Offers:
-    """Collects the offers of the ranks `trainers`. Once one rank has offered a version, the others must follow within `timeout_s`."""
+    """Collects the offers of the ranks `trainers`. Once a rank has offered a version, the others must follow within `timeout_s`."""
 
     def __init__(self, link: Hub, trainers: Sequence[str], timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
-        self._open: dict[Version, dict[str, WeightsOffer]] = {}  # by whom
-        self._pending: Counter[str] = Counter()  # how many of them are each rank's
+        self._open: dict[Version, dict[str, WeightsOffer]] = {}  # version -> rank -> its offer
+        self._pending: Counter[str] = Counter()  # rank -> number of its open offers
 
     async def next(self, serving: Version, again: bool = False) -> Offered:
-        """Waits for the next version that every rank has offered. With `again` that can only be `serving`, for engines that have come back.
+        """Waits for the next version that every rank has offered. With `again`, that can only be `serving`, for engines that have come
+        back.
 
-        The first offer has no deadline here: whoever needs the weights has one. Raises TimeoutError that names the ranks still missing.
+        The first offer has no deadline here, since its users have one. Raises TimeoutError that names missing ranks.
         """
 
         def awaited() -> str:
@@ -89,7 +90,7 @@ class Taken:
 
     pause: Pause
     bytes_written: int  # by all trainer ranks together
-    engines: list[int]  # that took part
+    engines: list[int]  # engines that took part
 
 
 class ServedExecutor(Protocol):
@@ -105,11 +106,11 @@ class ServedExecutor(Protocol):
 
 
 class ServingExecutor(ServedExecutor, Protocol):
-    """The generator's executor, as the receiving end uses it."""
+    """What the receiving end needs of the generator's executor."""
 
     curr_step: int
     status: StatusBoard
-    pulse: Pulse  # beats when the version changes, or anything else that `wait_until` may wait for
+    pulse: Pulse  # beats when the version changes, or another condition of `wait_until`
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None: ...
 
@@ -125,10 +126,10 @@ class ServingExecutor(ServedExecutor, Protocol):
 
 
 class WeightsReceiver:
-    """Trainer → generator, in the generator's only process.
+    """The generator's end, in its only process.
 
-    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile.
-    The executor decides what an update does to running requests (`hold`, `release`).
+    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile. The
+    executor decides what an update does to running requests (`hold`, `release`).
 
     The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.topologies).
     """
@@ -136,16 +137,16 @@ class WeightsReceiver:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link = plan, link
         self._run_ahead = run_ahead(plan.config.async_)
-        self.settled: Version = -1  # the newest version taken whose probe and evaluation are done too
+        self.settled: Version = -1  # the newest version whose probe and evaluation are also done
         self._sessions = EngineSessions(plan, source, link, key_file)
         self._trainers = [f"trainer.{rank}" for rank in range(plan.trainer_topology.world_size)]
         self._offers = Offers(link, self._trainers, plan.config.timeouts.weights_s)
-        self._hosts: list[Host] = []  # of the trainer ranks
-        self._busy = False  # an update is under way
+        self._hosts: list[Host] = []  # hosts of the trainer ranks
+        self._busy = False  # whether an update is running
         self._updates = 0
 
     def recv(self, executor: ServingExecutor) -> None:
-        """Waits for the weights that the coming batch needs."""
+        """Waits for the weights that the next batch needs."""
         if self._run_ahead is not None:
             self.await_version(executor, executor.curr_step - self._run_ahead)
 
@@ -156,14 +157,14 @@ class WeightsReceiver:
             executor.wait_until(lambda: self.settled >= oldest, awaited)
 
     async def serve(self, executor: ServingExecutor) -> None:
-        """Takes every version up to the run's last, and brings the version being served into engines that come back."""
+        """Takes every version up to the run's last. Also brings the served version into engines that come back."""
         executor.start(self._invite(executor), "invitation of engines that came back")
         executor.start(self._answer(executor), "last look at the engines of a run that stops")
         while executor.version < self._plan.config.max_steps:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
             try:
-                while not after.done():  # it needs engines, and all of them may be among those that come back
+                while not after.done():  # it needs engines, and perhaps all of them are just coming back
                     await self._join_beside(after, executor)
                 after.result()
             finally:
@@ -184,13 +185,13 @@ class WeightsReceiver:
             offer.cancel()
 
     async def _after(self, executor: ServingExecutor) -> None:
-        """The probe and the evaluation that follow an update."""
+        """Makes the probe and the evaluation after an update."""
         if is_probe_version(executor.version, self._plan.config.observe.probe_every):
             await self._tell(await executor.probe())
         await executor.evaluate()
 
     async def take(self, executor: ServingExecutor) -> None:
-        """Waits for the next new version and brings it into the engines; until it comes, serves offers made for engines that came back."""
+        """Waits for the next new version and brings it into the engines. Until it comes, serves offers for engines that have come back."""
         while (offered := await self._offers.next(executor.version)).version == executor.version:
             await self._join(executor, offered.version)
         version = offered.version
@@ -204,8 +205,8 @@ class WeightsReceiver:
         await self._applied(executor.fleet, version, taken, changed_fraction(offered.offers) if compared else None)
 
     async def look_again(self, executor: ServedExecutor) -> None:
-        """The last audit of a run, with weights.audit=strict. No further update would find changes in the engines since the last one.
-        Raises AuditError."""
+        """The last audit of a run, with weights.audit=strict, since no further update will find changes in the engines. Raises
+        AuditError."""
         if self._plan.config.weights.audit != STRICT:
             return
         self._busy = True
@@ -215,7 +216,7 @@ class WeightsReceiver:
         self._over(executor.fleet)
 
     async def _answer(self, executor: ServedExecutor) -> None:
-        """Compares the memory again when the run stops; trainer rank 0 has a deadline for it."""
+        """Compares the memory again when the run stops. Trainer rank 0 has a deadline for this."""
         sender, _ = await self._link.arrival(LookAgain, None, "the run's stop")
         await executor.fleet.pulse.until(lambda: not self._busy)
         found = LookedAgain()
@@ -228,7 +229,7 @@ class WeightsReceiver:
         self._link.send(sender, found)
 
     async def _join(self, executor: ServingExecutor, version: Version) -> None:
-        """Brings `version`, which the other engines go on serving, into engines that have come back."""
+        """Brings `version` into engines that have come back, while the other engines serve it."""
         fleet, self._busy = executor.fleet, True
         with executor.trace.span(f"weights {version} for engines {sorted(fleet.returned)}", track="weights"):
             session = await self._sessions.open(fleet, self._hosts, version, version, joining=True)
@@ -248,7 +249,7 @@ class WeightsReceiver:
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
-        """For the trace. The audit has raised an error where memory was not as sent."""
+        """Values for the trace. If memory were not as sent, the audit would have raised an error."""
         return {"bytes": taken.bytes_written, "audited": self._plan.config.weights.audited, "engines": taken.engines}
 
     def _over(self, fleet: Fleet) -> None:
@@ -261,8 +262,8 @@ class WeightsReceiver:
         return self._sessions.fixed
 
     async def _invite(self, executor: ServingExecutor) -> None:
-        """When an engine has come back, asks for the weights being served. Trainer ranks that are not waiting for a batch will soon send
-        newer ones, and the engine takes part in that update instead."""
+        """Asks for the served weights when an engine has come back. Trainer ranks that are not waiting for a batch will soon send newer
+        weights; the engine then takes part in that update instead."""
         fleet = executor.fleet
         while True:
             await fleet.pulse.until(lambda: bool(fleet.returned) and not self._busy and executor.version >= 0)
@@ -281,11 +282,11 @@ class WeightsReceiver:
         while (
             session := await self._sessions.open(fleet, self._hosts, serving, offered.version, delta=worth_it(offered.offers, serving))
         ) is None:
-            await fleet.pulse.until(lambda: bool(fleet.members))  # the watch over lost engines has a deadline
+            await fleet.pulse.until(lambda: bool(fleet.members))  # no deadline here: the watch over lost engines has one
         return await self._write(fleet, session)
 
     async def _write(self, fleet: Fleet, session: Session) -> Taken:
-        """From the grant until the engines go on. Afterwards all that took part serve, except those that were lost meanwhile."""
+        """Does an update from the grant until the engines continue. Afterwards all members serve, except those lost meanwhile."""
         try:
             bytes_written = await self._take_writes(session)
             pause = await session.update.close()
@@ -316,7 +317,7 @@ class WeightsReceiver:
         return writes.bytes_written
 
     async def _meet_trainers(self) -> list[Host]:
-        """Checks, before the first byte is written, that both ends have computed the same map. Returns where each trainer rank runs."""
+        """Checks that both ends have computed the same map, before the first byte is written. Returns the hosts of the trainer ranks."""
         hosts: dict[str, Host] = {}
         differing, missing = [], set(self._trainers)
 
@@ -336,7 +337,7 @@ class WeightsReceiver:
 
 
 class InitialWeights:
-    """The same receiving end without lag, for the weights that the run starts from and those it ends with."""
+    """The same receiving end without lag, for the first and the last weights of the run."""
 
     def __init__(self, channel: WeightsReceiver):
         self._channel = channel

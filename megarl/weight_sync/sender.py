@@ -1,4 +1,4 @@
-"""The weights channel, sending end: each trainer rank writes its share of every update straight into the engines (DDMA).
+"""The weights channel, sending end: each trainer rank writes its share of every update directly into the engines (DDMA).
 
 One update, seen from both ends (LlamaRL, section 5.2):
 
@@ -10,11 +10,11 @@ One update, seen from both ends (LlamaRL, section 5.2):
 
 `content.STRATEGIES` names what defines the content of an update, and prepares it before it is offered.
 
-Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces the rest, and the workers spread
-the landed boxes while the rest is written.
+Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces that the rest follows, so that the
+workers spread the landed boxes meanwhile.
 
-No rank gathers a tensor, and no rank sends for another. The reshard map says which rank writes which box where. Trainer ranks that hold
-parts of the same quantisation tile exchange its amax before they offer.
+No rank gathers a tensor, and no rank sends for another. The reshard map says which rank writes which box to which place. Trainer ranks that
+share a quantisation tile exchange its amax before they offer.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ M = TypeVar("M", WeightsGrant, ProbeReady)
 
 @dataclass
 class SyncReport:
-    """The cost of one weight update to a trainer rank, including any repeats of it for engines that came back."""
+    """The cost of one weight update to a trainer rank, including repeats for engines that have come back."""
 
     wait_s: float = 0.0  # until the generator granted it
     sync_s: float = 0.0  # from the grant until everything was written
 
 
 class WeightsExecutor(Protocol):
-    """The trainer's executor, as the sending end uses it."""
+    """What the sending end needs of the trainer's executor."""
 
     rank: int
     device: torch.device
@@ -65,12 +65,12 @@ class WeightsExecutor(Protocol):
 
     @property
     def version(self) -> Version:
-        """The version of the weights it holds."""
+        """The version of its weights."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """Where the trainer's ranks keep the weights."""
+        """The layout of the weights on the trainer's ranks."""
         ...
 
     def get_model(self) -> Mapping[str, torch.Tensor]: ...
@@ -81,10 +81,10 @@ class WeightsExecutor(Protocol):
 
 
 class WeightsSender:
-    """Trainer → generator. Construct on every trainer rank; `send` is called by all of them, once a version."""
+    """The trainer's end. Construct it on every trainer rank. All ranks call `send` once per version."""
 
     receiver = GENERATOR
-    of = ""  # the trace's word for what the engines are for
+    of = ""  # in the trace, the purpose of the engines
 
     def __init__(self, plan: RunPlan, link: Peer, stop: StopRequest | None = None):
         config = plan.config
@@ -92,19 +92,19 @@ class WeightsSender:
         self._plan, self._link = plan, link
         self._timeout_s = config.timeouts.weights_s
         self._probe_every = config.observe.probe_every
-        self._engines = tuple(group.settings.engines for group in plan.groups)  # how many of each group the map is for
-        self._updates: FullUpdates | None = None  # from the first offer on
-        self._report = SyncReport()  # of the newest version
-        self._unconfirmed: Version | None = None  # the newest version written, until the generator confirms it
+        self._engines = tuple(group.settings.engines for group in plan.groups)  # number of engines of each group in the map
+        self._updates: FullUpdates | None = None  # set from the first offer on
+        self._report = SyncReport()  # report of the newest version
+        self._unconfirmed: Version | None = None  # the newest written version, until the generator confirms it
         self._applied: WeightsApplied | None = None  # the newest confirmation
-        self._offered = self._written = -1  # the newest versions
+        self._offered = self._written = -1  # the newest offered and written versions
 
     def send(self, executor: WeightsExecutor, again: bool = False) -> None:
         """Offers the executor's weights, waits for the grant, and writes. Gives the executor a SyncReport, unless the run stops.
 
-        `again` sends a version once more, for an engine that has come back; its cost is added to that version's report.
+        `again` repeats a version for an engine that has come back, and adds the cost to that version's report.
 
-        The deadline for the grant is that of a batch: with `async.partial_rollout=block` the grant waits for rollouts to finish. The
+        The deadline for the grant is that of a batch, since with `async.partial_rollout=block` the grant waits for rollouts to finish. The
         first grant also waits for the engines to start.
         """
         version = executor.version
@@ -158,14 +158,14 @@ class WeightsSender:
         with executor.trace.span(f"write {self.of}weights {version}") as noted:
             try:
                 noted["bytes"] = self._write(executor, updates, grant)
-            except Exception as error:  # tells the generator at once, instead of letting it run into its deadline
+            except Exception as error:  # tells the generator at once, so that it need not wait until its deadline
                 self._link.send(WeightsWritten(version, 0, 0.0, error=str(error) or repr(error)))
                 raise
         report.sync_s += time.monotonic() - granted
         return grant
 
     def _unless_stopped(self, executor: WeightsExecutor, kind: type[M], timeout_s: float, awaited: str) -> M | None:
-        """Receives a message that the receiver sends to every rank; None, on every rank, when the run is to stop. Collective."""
+        """A message that the receiver sends to every rank, or None on every rank if the run must stop. Collective."""
         with executor.status.waiting(self.receiver, awaited):
             found = self._link.receive_unless(self._stop_asked, kind, timeout_s, awaited)
         if self._stop.agree(found is None, executor.device):
@@ -177,7 +177,7 @@ class WeightsSender:
         return self._stop.asked
 
     def _await_applied(self, version: Version) -> WeightsApplied | None:
-        """The receiver's confirmation that the engines serve `version`; None when the run is to stop before it comes."""
+        """The receiver's confirmation that the engines serve `version`; None if the run must stop before it comes."""
         while self._applied is None or self._applied.version != version:
             awaited = f"{self.receiver} to apply weights version {version}"
             found = self._link.receive_unless(self._stop_asked, WeightsApplied, self._timeout_s, awaited)
@@ -191,9 +191,9 @@ class WeightsSender:
         return self._applied
 
     def _prepare(self, executor: WeightsExecutor) -> FullUpdates:
-        """Before any write: computes the map from the two layouts, proves it, tells the generator its hash and where this rank runs."""
+        """Before any write: computes the map from the two layouts, proves it, and sends its hash and this rank's host to the generator."""
         config = self._plan.config
-        self._whole = weights_map(self._plan, executor.layout)  # whatever engines pass on of it
+        self._whole = weights_map(self._plan, executor.layout)  # includes what engines pass on
         host, may_lose = this_host(), config.generator.on_failure != "fail"
         transport = PairwiseTransport(config.weights.transport, host, executor.rank, self._timeout_s, may_lose)
         updates = strategy_of(self._plan).sends(transport, self._whole, executor.rank, config)
@@ -202,7 +202,7 @@ class WeightsSender:
         return updates
 
     def _write(self, executor: WeightsExecutor, updates: FullUpdates, grant: WeightsGrant) -> int:
-        """Returns the bytes written."""
+        """Writes the update. Returns the number of bytes."""
         if grant.plan_hash:
             self._connect(executor, updates, grant)
         size_bytes, started = 0, time.monotonic()
@@ -224,17 +224,17 @@ class WeightsSender:
         executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
-        """Waits until the last weights are in use, because the generator takes a rank that leaves early for lost."""
-        if self._unconfirmed is not None:  # (a run that stops does not wait)
+        """Waits until the last weights are in use, since the generator would take a rank that leaves early for a lost one."""
+        if self._unconfirmed is not None:  # a run that stops does not wait
             self._await_applied(self._unconfirmed)
-        # (An offer that was left keeps the engines paused.) After the last version the generator looks of itself.
+        # (An unanswered offer keeps the engines paused.) After the last version, the generator looks without being asked.
         if self._stop.asked and self._link.name == "trainer.0" and -1 < self._offered == self._written < self._plan.config.max_steps:
             self._look_again()
         if self._updates is not None:
             self._updates.transport.close()
 
     def _look_again(self) -> None:
-        """The last audit when the run stops, since no further update would find changes in the engines. Raises RunError if memory has
+        """The last audit when the run stops, since no further update will find changes in the engines. Raises RunError if memory has
         changed."""
         config = self._plan.config
         left_s = config.checkpoint.on_termination_s - (time.monotonic() - self._stop.since)

@@ -1,4 +1,4 @@
-"""Update sessions with the engines that are alive. The way to their memory stays open until a different set of engines takes part."""
+"""Update sessions with the live engines. Their memory stays open until a different set of engines takes part."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megarl.weight_sync.workers import Workers, check_parallelism, connect, sett
 
 @dataclass(frozen=True)
 class Session:
-    """Paused engines whose memory is open to be written."""
+    """Paused engines whose memory is open for writing."""
 
     members: list[int]  # indices of the engines in the fleet
     update: WeightUpdate
     opened: Opened
     grant: WeightsGrant  # the same for every trainer rank
-    opens: bool  # whether the grant must carry the trainer ranks' endpoints; otherwise these have not changed
+    opens: bool  # whether the grant must carry endpoints, since they have changed
 
 
 class EngineSessions:
@@ -56,14 +56,14 @@ class EngineSessions:
     async def open(
         self, fleet: Fleet, trainers: Sequence[Host], serving: Version, version: Version, joining: bool = False, delta: bool = False
     ) -> Session | None:
-        """Opens a session to write `version` into all members of the fleet, or only into those that have come back (`joining`). Returns
-        None when there are none.
+        """Opens a session to write `version` into all members of the fleet, or with `joining` only into those that have come back. None if
+        there are none.
 
-        `serving` is the version that the engines hold by now (-1: none of the run's yet), `trainers` says where each trainer rank runs.
-        `delta`: the trainer ranks may write only changes since `serving`, or only adapters. That is possible unless the engines' memory
-        must be opened anew, because then all of them hold that version.
+        `serving`: the current version in the engines (-1: none of the run's). `trainers`: the hosts of the trainer ranks. `delta`: the
+        trainer ranks may write only changes since `serving`, or only adapters. That is possible if the engines' memory need not be opened
+        anew, since then all of them have that version.
 
-        An engine that turns out to be lost is left out. Any other error is raised, and the engines are not used any more.
+        An engine that turns out to be lost is left out. Any other error is raised, and the engines are no longer used.
         """
         while True:
             if serving >= 0:
@@ -102,10 +102,10 @@ class EngineSessions:
                 return Session(members, session, opened, grant, opens=not known)
 
     async def look_again(self, fleet: Fleet, version: Version) -> list[int]:
-        """Compares the memory of all engines that serve `version` with what the last audit found in it. Returns these engines, less those
-        that are lost meanwhile. Raises AuditError.
+        """Compares the memory of all engines that serve `version` with the findings of the last audit. Returns these engines, without those
+        lost meanwhile. Raises AuditError.
 
-        All of them are connected anew: those that have come back were opened in a session of their own.
+        Connects to all of them anew, since those that came back were opened in separate sessions.
         """
         await notice_restarts(fleet, self._plan.config.timeouts.weights_s)
         fleet.updating = set(fleet.serving)
@@ -121,8 +121,8 @@ class EngineSessions:
         return [index for index in members if index in fleet.serving]
 
     async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
-        """Tries engines that join, before the others are paused for them. They must reach the hub, be laid out as planned, and open their
-        memory in a way that lets engines come and go. Those that fail must leave; the run goes on."""
+        """Tries engines that join before the others are paused for them. They must reach the hub, have the planned layout, and open their
+        memory by a transport that lets engines come and go. Engines that fail must leave; the run goes on."""
         if not joining:
             return
         weights, workers = self._plan.config.weights, self._workers_for(joining, fleet)
@@ -138,7 +138,7 @@ class EngineSessions:
         except (RuntimeError, TimeoutError, ConfigError) as error:
             fleet.updating = set()
             if len(joining) > 1:
-                with contextlib.suppress(TimeoutError):  # each says so by itself
+                with contextlib.suppress(TimeoutError):  # `leave` reports this itself
                     await trial.cancel()
                 for index in joining:
                     await self._try_joining(fleet, [index], trainers)
@@ -163,17 +163,17 @@ class EngineSessions:
         return self._workers_for(members, fleet)
 
     def _workers_for(self, members: Sequence[int], fleet: Fleet) -> Workers:
-        """`members`, in the order of their ranks."""
+        """The workers of `members`, in the order of their ranks."""
         clients = [fleet.engines[index] for index in members]
         tp = [topology.tp for topology in self._topologies(fleet.counts(members))]
         return Workers(clients, tp, self._link, self._plan.config.timeouts.weights_s)
 
     def _topologies(self, engines: Sequence[int]) -> list[GeneratorTopology]:
-        """The topology of each engine, in order. `engines`: how many of each group."""
+        """The topology of each engine, in order. `engines`: the number of engines of each group."""
         return [group.topology for group, count in zip(self._plan.groups, engines, strict=True) for _ in range(count)]
 
     async def _connect(self, workers: Workers, trainers: Sequence[Host], engines: tuple[int, ...]) -> Opened:
-        """Compares the live engines with the map's destination layout, then opens their parameters to be written."""
+        """Compares the live engines with the map's destination layout, then opens their parameters for writing."""
         every = tuple(group.settings.engines for group in self._plan.groups)
         map = self.map if engines == every else weights_map(self._plan, self.map.source, engines)
         hosts = await self._check(workers, map, engines)
@@ -185,7 +185,7 @@ class EngineSessions:
         return await open_engines(workers, self._plan.config.weights, map, trainers, hosts)
 
     async def _check(self, workers: Workers, map: ReshardMap, engines: Sequence[int]) -> list[Host]:
-        """Connects the workers, and compares the live engines with the map's destination. Returns where each generator rank runs."""
+        """Connects the workers, and compares the live engines with the map's destination. Returns the hosts of the generator ranks."""
         await check_parallelism(workers, self._topologies(engines))
         hosts = await connect(workers, self._key_file)
         await settle_layout(workers, map.destination)
@@ -193,7 +193,7 @@ class EngineSessions:
 
 
 async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
-    """Counts an engine as lost if it was restarted while it had no requests: it no longer has the run's weights."""
+    """Counts an engine as lost if it was restarted while it had no requests, since it no longer has the run's weights."""
     asked = [fleet.engines[index] for index in sorted(fleet.serving)] if fleet.elastic else []
     answers = await asyncio.gather(*(engine.version(timeout_s) for engine in asked), return_exceptions=True)
     for engine, answer in zip(asked, answers):
@@ -206,6 +206,6 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
 
 
 def _two_sided(kinds: Iterable[str]) -> str:
-    """Names the transports among these that tie a run to the engines it has; empty if none does."""
+    """A text that names the transports among `kinds` whose engines cannot change; empty if there are none."""
     ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
     return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""

@@ -1,4 +1,4 @@
-"""One update of the engines' weights, as the generator sees it: engines pause, are written to, are audited, and go on.
+"""One update of the engines' weights, at the generator: engines pause, are written to, are audited, and continue.
 
 It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`); `content.STRATEGIES` has all of them.
 """
@@ -38,38 +38,38 @@ from megarl.weight_sync.workers import Workers
 # await update.abandon(reason)       # instead, when any of it failed: half-written weights never generate
 
 
-ENDED_S = 10.0  # for an engine to end after it was asked to; then it is left to its launcher
+ENDED_S = 10.0  # time for an engine to end after it was asked to; later its launcher must end it
 
 _decode_found = msgspec.msgpack.Decoder(commands.Found).decode
 _decode_changes = msgspec.msgpack.Decoder(commands.Changes).decode
 
-Pause = tuple[float, float]  # when the first engine stopped and the last one went on, by time.perf_counter
+Pause = tuple[float, float]  # times when the first engine stopped and the last one continued, by time.perf_counter
 
 
 class VersionError(RuntimeError):
-    """An engine holds another version of the weights than it should."""
+    """An engine has another version of the weights than it should."""
 
 
-# The trainer ranks' reports of what they have written, collected at the generator.
+# The trainer ranks' reports of their writes, collected at the generator.
 
 
 class Writes:
-    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last has no `more`.
+    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last does not have `more`.
 
     `parts` lists (rank's name, message)."""
 
     def __init__(self, link: Hub, trainers: Sequence[str], version: Version, timeout_s: float):
         self._link, self._trainers, self._timeout_s = link, trainers, timeout_s
         self._version = version
-        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks that have reported nothing, or not yet everything
+        self._unheard, self._unfinished = set(trainers), set(trainers)  # ranks that have reported nothing, or not everything
         self.parts: list[tuple[str, WeightsWritten]] = []
 
     async def landed(self) -> None:
-        """Returns when each rank has written its first part, so that all landing boxes are there. Raises as `done` does."""
+        """Returns once each rank has written its first part, so that all landing boxes are written. Raises as `done` does."""
         await self._until_none_of(self._unheard)
 
     async def done(self) -> None:
-        """Returns when all is written. Raises RuntimeError where a rank failed or wrote another version, TimeoutError where it is late."""
+        """Returns once all is written. Raises RuntimeError if a rank failed or wrote another version, and TimeoutError if one is late."""
         await self._until_none_of(self._unfinished)
 
     async def _until_none_of(self, missing: set[str]) -> None:
@@ -89,27 +89,27 @@ class Writes:
 
     @property
     def bytes_written(self) -> int:
-        """By all trainer ranks together."""
+        """The bytes that all trainer ranks have written."""
         return sum(message.bytes_written for _, message in self.parts)
 
     @property
     def unwritten(self) -> dict[int, str]:
-        """Generator ranks that some trainer rank could not write to → why."""
+        """Generator ranks to which some trainer rank could not write → the reason."""
         return {rank: f"{sender} could not write" for sender, message in self.parts for rank in message.unwritten}
 
     def shares(self) -> list[bytes]:
-        """Each trainer rank's share of the hashes, once the update is done."""
+        """Each trainer rank's share of the hashes. Call it when the update is done."""
         whole = {sender: message.shares for sender, message in self.parts if not message.more}
         return [whole[name] for name in self._trainers]
 
 
 @dataclass
 class WeightUpdate:
-    """One update of all engines with all weights. Running requests are retracted, and their KV is recomputed under the new weights; with
-    `in_place` they keep it."""
+    """One update of all engines with all weights. Running requests are retracted, and their KV is recomputed under the new weights, unless
+    `in_place` lets them keep it."""
 
     workers: Workers
-    version: Version  # that is being written
+    version: Version  # the version that is written
     in_place: bool = False
 
     passing_on: ClassVar = PassOn()
@@ -117,8 +117,8 @@ class WeightUpdate:
     async def open(self, serving: Version | None = None) -> None:
         """Pauses the engines at a token boundary and opens SGLang's update session.
 
-        `serving` is the version that they must hold by now (-1: none of the run's yet; None: not checked). Raises VersionError where an
-        engine holds another: it is a new process, whose memory is not the one that is mapped.
+        `serving`: the version that they must have now (-1: none of the run's yet; None: not checked). Raises VersionError if an engine has
+        another. It is then a new process, whose memory is not the memory that is mapped.
         """
         if serving is not None:
             await self._check_versions(serving, "was it restarted since the last update?")
@@ -127,14 +127,14 @@ class WeightUpdate:
         stopped: list[float] = []
 
         async def begin(engine: EngineClient) -> None:
-            await engine.begin_update(self.workers.timeout_s)  # it answers once its running step is over
+            await engine.begin_update(self.workers.timeout_s)  # it answers once its running step has ended
             stopped.append(time.perf_counter())
 
         await self._each(begin)
         self._began = min(stopped, default=time.perf_counter())
 
     async def take(self, opened: Opened, writes: Writes) -> None:
-        """Waits, after the grant, until everything is in place at the engines that the trainer ranks write to. Gives up engines that lack a
+        """Waits, after the grant, until the engines to which the trainer ranks write have received everything. Gives up engines that lack a
         part. Raises as `Writes.done` does."""
         if not opened.one_sided:
             await self.receive()
@@ -146,15 +146,16 @@ class WeightUpdate:
         await self.give_up(writes.unwritten)
 
     async def receive(self) -> None:
-        """Two-sided transports only: the workers receive what the trainer ranks are sending."""
+        """Only for two-sided transports: the workers receive what the trainer ranks send."""
         await self.workers.run_all(Receive())
 
     async def spread(self) -> None:
-        """Mooncake only, once all landing boxes are written: the workers copy them to where they belong."""
+        """Only for Mooncake, once all landing boxes are written: the workers copy them to the parameters."""
         await self.workers.run_all(Spread())
 
     async def pass_on(self, relays: Collection[Relay]) -> None:
-        """Has the leaders pass tensors on, if there are relays, once everything is in place at them (after `receive` and `spread`)."""
+        """If there are relays, makes the leaders pass on tensors, once the leaders have received everything (after `receive` and
+        `spread`)."""
         leading = {self.workers.place_of(relay.source_rank) for relay in relays}
         places = range(len(self.workers.engines))
         payloads = await self.workers.run([self.passing_on if place in leading else None for place in places])
@@ -167,8 +168,8 @@ class WeightUpdate:
         await self.give_up(left_out)
 
     async def give_up(self, left_out: Mapping[int, str]) -> None:
-        """Goes on without the engines of these generator ranks, which lack a part of the weights; the values say why. Those that still
-        answer are ended, so that they are started again. Raises EngineUnreachable where no engine may be lost."""
+        """Continues without the engines of these generator ranks, which lack a part of the weights, for the reasons in `left_out`. Ends
+        those that still answer, so that they are started again. Raises EngineUnreachable if no engine may be lost."""
         places = {self.workers.place_of(rank): why for rank, why in left_out.items()}
         missed = {place: why for place, why in places.items() if place not in self.workers.lost}
         engines = {place: self.workers.engines[place] for place in missed}
@@ -184,7 +185,7 @@ class WeightUpdate:
 
     async def audit(self, shares: Sequence[bytes], tensors: SentTensors, relays: Collection[Relay] = ()) -> None:
         """Compares the hashes of the live parameters with the trainer ranks' shares (audit.packed_shares). Checks that tensors which no
-        update writes are unchanged. Raises AuditError naming tensors and ranks."""
+        update writes are unchanged. Raises AuditError with the names of tensors and ranks."""
         payloads = await self.workers.run_all(Audit(self.version))
         found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
         check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
@@ -200,18 +201,19 @@ class WeightUpdate:
         return [msgspec.msgpack.decode(payload, type=bytes) if rank in ranks else None for rank, payload in enumerate(payloads)]
 
     async def recall(self, unwritten: bool = False) -> None:
-        """Before the first write: raises AuditError, naming tensors and ranks, where parameters have changed since the last audit; or where
-        other tensors have, if `unwritten`."""
+        """Call it before the first write. Raises AuditError, with the names of tensors and ranks, if parameters have changed since the last
+        audit, or if other tensors have and `unwritten` is true."""
         payloads = await self.workers.run_all(Recall(unwritten))
         changes = [_decode_changes(payload) if payload else commands.Changes([], -1) for payload in payloads]
         check_unchanged(changes, [engine.url for engine in self.workers.engines])
 
     async def close(self) -> Pause:
-        """Ends the session, which runs SGLang's post-load work, drops keys and values of older weights, and resumes as `version`. Returns
-        the pause.
+        """Ends the session, which runs SGLang's post-load work, empties the prefix cache of older weights' keys and values, and resumes as
+        `version`. Returns the pause.
 
-        With `in_place` running requests still use their keys and values, which are kept; the version in a request's cache key keeps other
-        requests from them (`EngineClient.complete`). Raises VersionError if an engine does not report `version`; no engine is resumed then.
+        With `in_place`, keys and values are kept, since running requests still use them. Other requests do not, because the version is a
+        part of a request's cache key (`EngineClient.complete`). Raises VersionError if an engine does not report `version`, and then
+        resumes none.
         """
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.set_version(self.version, self.workers.timeout_s))
@@ -222,20 +224,20 @@ class WeightUpdate:
         return self._began, time.perf_counter()
 
     async def look_again(self) -> None:
-        """Instead of writing: raises AuditError where anything has changed since the last audit. Otherwise the engines go on as before."""
+        """Call it instead of writing. Raises AuditError if anything has changed since the last audit. Otherwise the engines continue."""
         await self.recall(unwritten=True)
         await self._each(lambda engine: engine.end_update(self.workers.timeout_s))
         await self._each(lambda engine: engine.resume(self.workers.timeout_s))
 
     async def cancel(self) -> None:
-        """Before anything was granted: ends the sessions that were begun, leaving the weights unchanged and the engines paused."""
+        """Call it before anything is granted. Ends the sessions that have begun; weights stay unchanged and engines paused."""
         called = (engine.end_update(self.workers.timeout_s) for engine in self.workers.engines)
         for outcome in await asyncio.gather(*called, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # it had begun no session, or is the lost one
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):  # it had begun no session, or is lost
                 raise outcome
 
     async def abandon(self, reason: str) -> None:
-        """Leaves the engines as they are, most of them paused; their clients refuse all requests, running and new."""
+        """Leaves the engines as they are, most of them paused. Their clients refuse all requests, running and new."""
         await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
 
     async def _check_versions(self, version: Version, why: str) -> None:
@@ -254,7 +256,7 @@ class WeightUpdate:
 
 
 class DeltaUpdate(WeightUpdate):
-    """An update with the changes since the version before."""
+    """An update with the changes since the previous version."""
 
     async def take(self, opened: Opened, writes: Writes) -> None:
         if not opened.one_sided:

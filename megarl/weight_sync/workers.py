@@ -1,7 +1,7 @@
-"""Sends commands to all workers of the engines; their answers come back over the run's hub.
+"""Sends commands to all workers of the engines. Their answers come back over the run's hub.
 
-Commands need an open update session: SGLang passes none to its workers outside one. Before the first write of a run call `connect`, then
-`settle_layout`, which compares the live parameters with the layout that the reshard map was built on.
+Commands need an open update session, because SGLang passes none to its workers outside one. Before the first write of a run, call
+`connect`, then `settle_layout`, which compares the live parameters with the layout from which the reshard map was built.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Workers:
     """All TP workers of all engines, whose generator ranks follow each other."""
 
     engines: Sequence[EngineClient]
-    tp: Sequence[int]  # of each engine
+    tp: Sequence[int]  # size of each engine
     hub: Hub  # answers come here
-    timeout_s: float  # of one command
+    timeout_s: float  # limit of one command
     stores: list[dist.Store] = field(default_factory=list)  # where the process groups of transports meet
     may_lose: bool = False  # whether commands go on without an engine that becomes unreachable
-    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # by index in `engines`
+    lost: dict[int, EngineUnreachable] = field(default_factory=dict)  # index in `engines` -> error
     connection: str = field(default_factory=lambda: secrets.token_hex(4))  # suffix of the workers' names
 
     @property
@@ -51,7 +51,7 @@ class Workers:
 
     @property
     def address(self) -> str:
-        """The address of this host at which the engines reach it."""
+        """The address at which the engines reach this host."""
         return urlsplit(self.hub.address).hostname or ""
 
     @cached_property
@@ -61,18 +61,18 @@ class Workers:
         return [range(end - tp, end) for end, tp in zip(ends, self.tp)]
 
     def place_of(self, rank: int) -> int:
-        """Index in `engines` of the engine that a generator rank belongs to."""
+        """The index in `engines` of the engine of a generator rank."""
         return bisect.bisect_right(self.ranks, rank, key=lambda ranks: ranks.start) - 1
 
     async def run(self, per_engine: Sequence[Command | None]) -> list[bytes]:
-        """Sends one command to each engine, or none. Returns the answers' payloads by generator rank, empty where none was sent or the
-        engine is lost.
+        """Sends one command, or none, to each engine. Returns the payloads of the answers by generator rank; they are empty for engines
+        that got no command or are lost.
 
-        Raises RuntimeError with the worker's traceback when one failed, TimeoutError when one did not answer, and EngineUnreachable.
+        Raises RuntimeError with the worker's traceback if one failed, TimeoutError if one did not answer, and EngineUnreachable.
         """
         commanded = {engine: command for engine, command in zip(self.engines, per_engine) if command is not None}
         name = "".join({type(command).__name__ for command in commanded.values()})  # all are of one kind
-        encoded: dict[int, bytes] = {}  # many are the same object
+        encoded: dict[int, bytes] = {}  # by id, since many commands are the same object
 
         tp_of = dict(zip(self.engines, self.tp))
 
@@ -90,7 +90,7 @@ class Workers:
             answers = await self.hub.arrivals(WorkerReply, self.timeout_s, lambda: f"the answer of {_ranks(missing)} to {name}")
             for sender, reply in answers:
                 if not sender.endswith(self.connection) or reply.command != name or reply.generator_rank not in missing:
-                    continue  # from an engine that was lost after it had answered
+                    continue  # its engine was lost after it had answered
                 if reply.error:
                     raise RuntimeError(f"generator rank {reply.generator_rank} failed at {reply.command}:\n{reply.error}")
                 missing.discard(reply.generator_rank)
@@ -99,7 +99,7 @@ class Workers:
         return [payloads.get(rank, b"") for rank in range(self.count)]
 
     async def each(self, call: Callable[[EngineClient], Awaitable[None]]) -> dict[int, EngineUnreachable]:
-        """Calls all engines except lost ones, and waits for all. Returns those that could not be reached; raises any other error."""
+        """Calls all engines except lost ones, and waits for all. Returns those that could not be reached. Raises any other error."""
         places = [place for place in range(len(self.engines)) if place not in self.lost]
         outcomes = await asyncio.gather(*(call(self.engines[place]) for place in places), return_exceptions=True)
         unreachable: dict[int, EngineUnreachable] = {}
@@ -111,7 +111,7 @@ class Workers:
         return unreachable
 
     def go_on_without(self, unreachable: Mapping[int, EngineUnreachable]) -> None:
-        """Notes them as lost. Raises one of them where no engine may be lost."""
+        """Notes these engines as lost. Raises one of the errors if no engine may be lost."""
         if unreachable and not self.may_lose:
             raise next(iter(unreachable.values()))
         self.lost |= unreachable
@@ -125,10 +125,10 @@ def _ranks(missing: Collection[int]) -> str:
 
 
 async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopology]) -> None:
-    """Raises LayoutError that names every engine with other parallel sizes than `planned` for it. Call it before `connect`, which relies on
-    them."""
+    """Raises LayoutError that names every engine whose parallel sizes are not `planned`. Call it before `connect`, which relies on these
+    sizes."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
-    wrong: dict[str, list[str]] = {}  # by what the map is for
+    wrong: dict[str, list[str]] = {}  # sizes that the map is for -> engines that differ
     for engine, sizes, wanted in zip(workers.engines, found, planned, strict=True):
         runs, wants = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size), _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
         if runs != wants:
@@ -142,7 +142,7 @@ def _sizes(tp: int, ep: int, dp_attention: int) -> str:
 
 
 async def connect(workers: Workers, key_file: str) -> list[Host]:
-    """Connects the workers to the hub, once, before anything else. Returns where each generator rank runs."""
+    """Connects the workers to the hub, once, before anything else. Returns the host of each generator rank."""
     first_ranks = [ranks.start for ranks in workers.ranks]
     payloads = await workers.run([Connect(rank, workers.hub.address, workers.connection, key_file) for rank in first_ranks])
     return [msgspec.msgpack.decode(payload, type=Host) for payload in payloads]
@@ -159,9 +159,9 @@ async def _described(workers: Workers, known: Mapping[int, bytes]) -> list[list[
 
 
 async def settle_layout(workers: Workers, layout: Layout) -> None:
-    """Checks the live engines against the layout, and has their workers use its shapes. Raises LayoutError.
+    """Checks the live engines against the layout, and makes their workers use its shapes. Raises LayoutError.
 
-    Each worker gets the digest of the expected layout, and describes itself only if it differs: a large run has a million tensors."""
+    Each worker gets the digest of the expected layout, and describes itself only if it differs, since a large run has a million tensors."""
     tensors = [layout.shapes(rank) for rank in range(workers.count)]
     shown = {id(own): digest_of(_forms(own, engine_view)) for own in _distinct(tensors)}
     found = await _described(workers, {rank: shown[id(own)] for rank, own in enumerate(tensors)})
@@ -172,7 +172,7 @@ async def settle_layout(workers: Workers, layout: Layout) -> None:
 
 
 def arranged_forms(layout: Layout, count: int) -> list[list[Form]]:
-    """The tensors of the first `count` ranks once the layout is settled; replicas share the list."""
+    """The tensors of the first `count` ranks once the layout is settled. Replicas share the list."""
     tensors = [layout.shapes(rank) for rank in range(count)]
     forms = {id(own): _forms(own, lambda tensor: (tensor.shape, contiguous_strides(tensor.shape))) for own in _distinct(tensors)}
     return [forms[id(own)] for own in tensors]
@@ -187,10 +187,10 @@ def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[Loc
 
 
 async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
-    """Has the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
-    writes a list of all of it into `file`, an object a line. Unproven memory is named, or if `strict` raises AuditError."""
+    """Makes the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
+    writes a list of all of it to `file`, one object a line. Names memory that is not proved; if `strict`, raises AuditError instead."""
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
-    alike: dict[bytes, list[int]] = {}  # ranks by digest: of replicas one is asked
+    alike: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
     for rank, each in enumerate(watched):
         alike.setdefault(each.digest, []).append(rank)
     asked = {ranks[0]: ranks for ranks in alike.values()}
@@ -212,7 +212,7 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
 
 
 def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) -> None:
-    """Raises LayoutError that names every tensor in which the engines differ from the layout the map was built on. None: as planned."""
+    """Raises LayoutError that names every tensor that is different in the engines and in the layout of the map. None: as planned."""
     problems = []
     for rank, tensors in enumerate(live):
         if tensors is None:

@@ -1,4 +1,4 @@
-"""The content that a trainer rank writes in an update: all weights (`FullUpdates`), or their changes (`DeltaUpdates`).
+"""The content that a trainer rank writes in an update: all weights (`FullUpdates`) or their changes (`DeltaUpdates`).
 
 The sending end of the weights channel (`megarl.weight_sync.sender`) has one of those in `content.STRATEGIES`.
 """
@@ -56,7 +56,7 @@ class Connected(Writer, Protocol):
     def close(self) -> None: ...
 
 
-Shares = dict[int, dict[str, int]]  # generator rank → tensor → this sender's share of its audit hash
+Shares = dict[int, dict[str, int]]  # generator rank -> tensor -> this sender's share of its audit hash
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def send(
 ) -> Sent:
     """Carries out `copies`, all of one source rank, and fences.
 
-    `sources`: the rank's parameters by their names in the trainer layout. `shapes`: the shapes of destination tensors by rank and name.
-    `amax`: the maxima of the tiles that the copies cut. `payloads` is kept from one update to the next. The shares are hashes of the values
-    as they should arrive, computed at the source, so that the audit covers the whole way.
+    `sources`: the rank's parameters by their names in the trainer layout. `shapes`: rank -> name -> shape of the destination tensor.
+    `amax`: of the tiles that the copies cut. `payloads` is kept from one update to the next. The shares are hashes of the expected values,
+    computed at the source, so that the audit covers the whole way.
     """
     hashes = Hashes()
     payloads = payloads or Payloads()
@@ -98,7 +98,7 @@ def send(
 
 
 def shares_of(parts: Sequence[Sent]) -> Shares:
-    """Of all parts of an update together. A tensor's boxes may be in several."""
+    """The shares of all parts of an update together. Boxes of one tensor may be in several parts."""
     whole: Shares = defaultdict(dict)
     for rank, of_rank in ((rank, of_rank) for sent in parts for rank, of_rank in sent.shares.items()):
         known = whole[rank]
@@ -117,18 +117,18 @@ def landing_first(copies: Iterable[Copy], endpoints: Iterable[Endpoint]) -> tupl
 
 
 def shapes_of(endpoints: Sequence[Endpoint]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Shape of every destination tensor, by generator rank and name."""
+    """Generator rank -> name -> shape of every destination tensor."""
     return {endpoint.rank: {tensor.name: tensor.shape for tensor in endpoint.tensors} for endpoint in endpoints}
 
 
 class AmaxExchange:
-    """The amax of tiles that several trainer ranks hold parts of, exchanged before an update is quantised, over gloo.
+    """Exchanges the amax of tiles that several trainer ranks share, over gloo, before an update is quantised.
 
-    Ranks that share a tile send each other one message, with the amax of all tiles of the parts they share, in forward order. Both ends
-    derive its content from the map, so it carries no names.
+    Ranks that share a tile send each other one message with the amax of all tiles of their shared parts, in forward order. Both ends derive
+    the order from the map, so the message has no names.
 
     Construct it on every trainer rank. If the map cuts a tile, that is collective over the default process group, unless the exchange
-    `before` has a group already. (A group that is not used any more keeps its connections all the same.)
+    `before` already has a group. (A group that is no longer used still keeps its connections.)
     """
 
     def __init__(self, map: ReshardMap, rank: int, timeout_s: float, before: AmaxExchange | None = None):
@@ -147,7 +147,7 @@ class AmaxExchange:
     def table(self, tensors: Mapping[str, torch.Tensor]) -> AmaxTable:
         """The amax of every cut tile that this rank's copies touch, computed from the current values of `tensors`.
 
-        Raises RuntimeError on NaN or infinity, naming the tensor, and TimeoutError naming the two ranks where one does not answer.
+        Raises RuntimeError on NaN or infinity, which names the tensor, and TimeoutError, which names both ranks, if one does not answer.
         """
         table = AmaxTable.measure(self._parts, tensors)
         measured = [(part.peers, amax) for part, (_, _, amax) in zip(self._parts, table.entries)]
@@ -157,7 +157,7 @@ class AmaxExchange:
             received[peer] = torch.empty(sum(part.tiles.numel for part in awaited))
             outgoing.append((dist.isend(message, peer, group=self._group), f"to trainer rank {peer}", message))
             incoming.append((dist.irecv(received[peer], peer, group=self._group), f"from trainer rank {peer}", received[peer]))
-        for work, whither, _ in incoming + outgoing:  # incoming and outgoing keep the tensors alive until then
+        for work, whither, _ in incoming + outgoing:  # these lists keep the tensors alive until then
             self._wait(work, whither)
         for peer, values in received.items():
             table.merge(_entries(self._awaited[peer], values, measured[0][1].device))
@@ -181,9 +181,9 @@ def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) 
     return [(part.tiles_of, part.tiles, piece.view(part.tiles.shape)) for part, piece in zip(parts, pieces)]
 
 
-# Deltas (`weights.delta`). Trainer ranks find the changes before they offer an update, so no engine is paused for it. Each offers
-# a delta from the version that the generator confirmed last, with its size. The generator grants it if all ranks offer one from the version
-# that all engines hold, and if it saves enough; otherwise every rank writes everything.
+# Deltas (`weights.delta`). Trainer ranks find the changes before they offer an update, so no engine is paused for that. Each rank offers a
+# delta from the version that the generator confirmed last, with its size. The generator grants it if all ranks offer one from the version
+# that all engines have, and if it saves enough. Otherwise every rank writes everything.
 
 
 @dataclass(frozen=True)
@@ -192,23 +192,23 @@ class Found:
 
     by_rank: Mapping[int, Changes]
     by_payload: Mapping[tuple, Delta]
-    shares: dict[int, dict[str, int]]  # as of `Sent`, of the whole values
-    sizes: Mapping[int, int]  # bytes of what goes to each rank
+    shares: dict[int, dict[str, int]]  # as in `Sent`, of the whole values
+    sizes: Mapping[int, int]  # rank -> bytes that go to it
     changed_bytes: int
     full_bytes: int
 
 
 def compares(weights: WeightsConfig) -> bool:
-    """Whether updates are compared with earlier ones."""
+    """Whether updates are compared with earlier ones to find changes."""
     return weights.delta != "off" and weights.delta_refresh > 1
 
 
 class Deltas:
-    """The values that were sent last. Version by version: `find` before the offer; then `send_changes` and `keep_changes`, or a full update
+    """The values that were sent last. For each version: `find` before the offer, then `send_changes` and `keep_changes`, or a full update
     and `keep`.
 
-    It keeps the bytes that were written, cast or quantised, once for all engines that get them. They count as those of a version when all
-    of them were written. An update that fails is followed by a full one.
+    It keeps the bytes that were written, cast or quantised, once for all engines that get them. They count as those of a version once all
+    of them were written. After an update that fails comes a full one.
     """
 
     def __init__(self, weights: WeightsConfig):
@@ -216,7 +216,7 @@ class Deltas:
         self._refresh, self._on_host = weights.delta_refresh, weights.delta_shadow == "host"
         self._kept: dict[tuple, torch.Tensor] = {}
         self._version: Version = -1  # the version that the bytes belong to
-        self._fulls = 1  # updates to come that are sent in full, without comparing
+        self._fulls = 1  # number of next updates that are full and not compared
         self._since_full = 0
 
     def find(
@@ -228,7 +228,7 @@ class Deltas:
         amax: AmaxTable | None,
         payloads: Payloads,
     ) -> Found | None:
-        """The changes since version `confirmed`; None if they are not known, or not to be used. `payloads` are at their update."""
+        """The changes since version `confirmed`; None if they are unknown or must not be used. `payloads`: of this update."""
         usable = self.on and confirmed >= 0 and confirmed == self._version and not self._fulls
         if not usable or any(_key(copy) not in self._kept for copy in copies):
             return None
@@ -253,7 +253,8 @@ class Deltas:
         return Found(by_rank, deltas, dict(shares), sizes, changed, sum(copy.bytes for copy in copies))
 
     def keep(self, version: Version, copies: Sequence[Copy], amax: AmaxTable | None, payloads: Payloads, declined: bool) -> None:
-        """After a full update: keeps its bytes, if they will be compared with. `declined`: a delta would have been too large."""
+        """After a full update: keeps its bytes if a later update will be compared with them. `declined`: a delta would have been too
+        large."""
         if not self.on:
             return
         self._fulls, self._since_full, self._version = self._refresh if declined else max(self._fulls - 1, 0), 0, -1
@@ -280,18 +281,18 @@ class Deltas:
         self._version = version
 
     def begin_write(self) -> None:
-        """From now on the engines may hold half of an update."""
+        """From now on, the engines may have half of an update."""
         self._version = -1
 
 
 def worth_it(offers: Sequence[WeightsOffer], serving: Version) -> bool:
-    """Whether every rank can send the changes since the version that all engines hold, and the busiest rank saves enough by it."""
+    """Whether every rank can send the changes since the version that all engines have, and the busiest rank saves enough."""
     most, full = max(offer.delta_bytes for offer in offers), max(offer.full_bytes for offer in offers)
     return serving >= 0 and all(offer.base == serving for offer in offers) and most <= MOST_OF_FULL * full
 
 
 def changed_fraction(offers: Sequence[WeightsOffer]) -> float | None:
-    """The share of bytes that belong to changed elements; None if some rank has not compared."""
+    """The share of bytes in changed elements; None if a rank has not compared."""
     if not all(offer.full_bytes for offer in offers):
         return None
     return sum(offer.changed_bytes for offer in offers) / sum(offer.full_bytes for offer in offers)
@@ -307,7 +308,7 @@ def send_changes(transport: Writer, found: Found, version: Version, sources: Map
 
 
 def _key(copy: Copy) -> tuple:
-    """Equal for copies of the same values."""
+    """A key that is equal for copies of the same values."""
     return copy.source_tensor, copy.source_box, copy.transform, copy.dtype, copy.destination_box.shape
 
 
@@ -318,20 +319,20 @@ def _alike(copies: Sequence[Copy]) -> dict[tuple, list[Copy]]:
     return alike
 
 
-# How a run's updates are made.
+# The updates of a run.
 
 
 Part = tuple[Sent, Shares | None]  # (the written part, the shares of all parts, or None if more parts follow)
 
 
 class FullUpdates:
-    """Every update has all weights, cast or quantised. Version by version: `offer`, perhaps `connect`, `write`."""
+    """Every update has all weights, cast or quantised. For each version: `offer`, perhaps `connect`, `write`."""
 
     compares = False  # whether `offer` looks for changes since a base
 
     def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):
-        """Proves the map. Collective, as `AmaxExchange` is."""
-        self.transport, self.copies = transport, list[Copy]()  # in sending order
+        """Proves the map. Collective, like `AmaxExchange`."""
+        self.transport, self.copies = transport, list[Copy]()  # copies in sending order
         self._rank, self._timeout_s, self._audited = rank, config.timeouts.weights_s, config.weights.audited
         self._payloads = Payloads()
         self._landing, self._others = list[Copy](), list[Copy]()
@@ -348,12 +349,12 @@ class FullUpdates:
         self._amax = self._exchange.table(model)
 
     def offer(self, version: Version, base: Version, model: Mapping[str, torch.Tensor], trace: TraceWriter) -> WeightsOffer:
-        """Does what it can before any engine is paused. `base` is the version that all engines hold, or -1. Collective."""
+        """Does all work that is possible before any engine is paused. `base`: the version that all engines have, or -1. Collective."""
         self._measure(model)
         return WeightsOffer(version)
 
     def connect(self, map: ReshardMap, endpoints: Sequence[Endpoint], model: Mapping[str, torch.Tensor]) -> None:
-        """Connects to the engines that take part from now on; `map` leads to them."""
+        """Connects to the engines that take part from now on. `map`: the map to them."""
         if map.plan_hash != self._map.plan_hash:
             self._use(map)
             self._measure(model)
@@ -364,7 +365,7 @@ class FullUpdates:
         self._landing, self._others = landing_first(self.copies, endpoints)
 
     def write(self, grant: WeightsGrant, model: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-        """Writes what was granted, part by part: boxes that go through landing memory first."""
+        """Writes the granted update, part by part. Boxes that go through landing memory come first."""
         sent = []
         if self._landing:
             sent.append(self._send(self._landing, model))
@@ -384,7 +385,7 @@ class FullUpdates:
 
 
 class DeltaUpdates(FullUpdates):
-    """An update has only the changes since the version that all engines hold, if they are known and that saves enough."""
+    """An update has only the changes since the version that all engines have, if these are known and small enough."""
 
     compares = True
 

@@ -1,4 +1,4 @@
-"""Fixtures of several files."""
+"""Fixtures that several test files use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of copies, one by one: proven, and carried out on tensors that lie in one address space."""
+"""Proves a list of copies, and executes it on tensors of one address space, copy by copy."""
 
 from __future__ import annotations
 

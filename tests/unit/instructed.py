@@ -1,4 +1,4 @@
-"""What the tests of IFEval share: nltk's sentence data where a package has it, and made-up responses that follow an instruction, or not."""
+"""Shared by the tests of IFEval: nltk's sentence data if a package has it, and made-up responses that follow an instruction or do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests of what runs in an event loop, or in other processes."""
+"""Helpers for tests of code in an event loop or in other processes."""
 
 from __future__ import annotations
 

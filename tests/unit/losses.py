@@ -1,4 +1,4 @@
-"""The loss of an algorithm on tensors of a test."""
+"""The loss of an algorithm on a test's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models and layouts for the reshard tests, their maps executed on real tensors, and what must hold of the lists of copies."""
+"""Random models and layouts for the reshard tests, their maps executed on real tensors, and checks of the lists of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration of Llama-3.1-8B for the tests of what is resolved from one, and its problems."""
+"""A configuration of Llama-3.1-8B for the tests of resolving, and the problems of a configuration."""
 
 from __future__ import annotations
 

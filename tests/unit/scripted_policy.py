@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, for rollouts that need no engine."""
+"""A policy with given responses, for rollouts without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model, its reshard map between two sides, and all copies of that."""
+"""A small model, its reshard map between two sides, and all copies of the map."""
 
 from __future__ import annotations
 

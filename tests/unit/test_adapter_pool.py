@@ -1,4 +1,4 @@
-"""Adapters in SGLang's pool: which it can serve, and that the map writes them as its own loader would slice them."""
+"""Adapters in SGLang's pool: which ones it can serve, and that the map writes them as SGLang's loader would slice them."""
 
 from __future__ import annotations
 

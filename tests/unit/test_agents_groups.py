@@ -83,7 +83,7 @@ def test_samples_are_checked_by_episodes() -> None:
     assert sample_problems(good, 2, 8, 10) == []
     assert sample_problems(good, 3, 8, 10) == ["it must return 3 samples, not 2"]
     assert sample_problems([replace(good[0], branch=1), *good[1:]], 1, 8, 10) == [
-        "the first sample has branch=1, but no sample before it is of the same episode"
+        "the first sample has branch=1, but no sample of the same episode comes before it"
     ]
     assert sample_problems([good[0], replace(good[1], reward=0.5), good[2]], 2, 8, 10) == [
         "the branches of an episode must have the same reward"

@@ -1,4 +1,4 @@
-"""What `megarl bench sync` makes of its measurements, without an engine."""
+"""The results that `megarl bench sync` computes from its measurements, without an engine."""
 
 from __future__ import annotations
 

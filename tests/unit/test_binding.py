@@ -1,4 +1,4 @@
-"""GPUs as the driver shows them, and the cores near them, read from the kernel's files."""
+"""GPUs as listed by the driver, and the cores near them, read from the kernel's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/extending.md, "A capability": a toy one is a folder, and the trunk names it in few lines of few files."""
+"""docs/extending.md, "A capability": an example is one folder, and few lines of few files outside it name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in the formats of OpenAI, verl and slime, tools, and what of a conversation is learned."""
+"""Rows in the formats of OpenAI, verl and slime, tools, and which parts of a conversation are learned."""
 
 from __future__ import annotations
 

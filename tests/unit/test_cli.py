@@ -1,4 +1,4 @@
-"""The command line as people meet it: exit statuses, where messages go, and nothing heavy before the checks are done."""
+"""The command line: exit statuses, where messages are printed, and that nothing slow is imported before the checks are done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: what is accepted, what every mistake is answered with, and that a dumped config loads back equal."""
+"""Loading: what is accepted, the message for every mistake, and that a dumped config loads to an equal one."""
 
 from __future__ import annotations
 

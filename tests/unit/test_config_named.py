@@ -1,4 +1,4 @@
-"""What a configuration names by its import path."""
+"""Objects that a configuration names by their import paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings inside a role: overrides of its own for megarl sft, and mappings whose names YAML reads otherwise; what is said of its path."""
+"""Settings inside a role: separate overrides for megarl sft, mappings whose names YAML reads as other types, and the paths in messages."""
 
 from __future__ import annotations
 

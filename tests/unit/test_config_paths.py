@@ -1,4 +1,4 @@
-"""What a path in a configuration is relative to: ./ to the YAML, all else to the working directory, and what is doubtful is refused."""
+"""What a path in a configuration is relative to: the YAML for ./, otherwise the working directory; ambiguous paths are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting does something: no key of the schema that nothing reads."""
+"""Every setting has an effect: some code reads each key of the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guards of tests/conftest.py, seen from outside: a pytest session of its own that misbehaves."""
+"""The guards of tests/conftest.py, tested by separate pytest sessions that break the rules."""
 
 from __future__ import annotations
 

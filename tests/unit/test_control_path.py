@@ -1,4 +1,4 @@
-"""What the generator's event loop does for each message of a weight update does not grow with the number of trainer ranks."""
+"""The work of the generator's event loop for each message of a weight update does not grow with the number of trainer ranks."""
 
 from __future__ import annotations
 

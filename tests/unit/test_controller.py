@@ -1,4 +1,4 @@
-"""The loop's order, shown with fake executors that run as threads (the real ones are in tests/cpu)."""
+"""The order of the loop, with fake executors that run as threads (the real ones are in tests/cpu)."""
 
 from __future__ import annotations
 

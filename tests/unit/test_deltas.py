@@ -1,4 +1,4 @@
-"""What has changed of the values of a copy: in the form that takes the fewest bytes, and back again to the last bit."""
+"""The changed values of a copy, encoded in the form with the fewest bytes, and decoded bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents' commands: each is run as it stands, by a test, or listed with the reason (tests/documented.py). And their links."""
+"""The commands of the documents: a test runs each unchanged, or it is listed with the reason (tests/documented.py). And their links."""
 
 from __future__ import annotations
 

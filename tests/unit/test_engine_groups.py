@@ -1,4 +1,4 @@
-"""Unlike engines in one run (generator.groups): their map, which engine a request goes to, and what is refused."""
+"""Different engines in one run (generator.groups): their map, the engine that each request is sent to, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets by which SGLang's own processes speak, made by SGLang with our hooks around it."""
+"""The sockets between SGLang's own processes, made by SGLang with our hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transcript keeps, what samples are refused, and turns with a tool, against a scripted policy."""
+"""What a transcript keeps, which samples are refused, and turns with a tool, with a scripted policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts and reward functions that a configuration names: what is refused before anything starts, and what reaches them."""
+"""Rollouts and reward functions that a configuration names: what is refused before anything starts, and which arguments they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that only evaluate: who has them, which versions they are given, and what becomes of those that they are not given."""
+"""Engines that only evaluate: when a run has them, which versions they get, and what happens to versions that they do not get."""
 
 from __future__ import annotations
 

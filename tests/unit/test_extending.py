@@ -1,4 +1,4 @@
-"""docs/extending.md: each file of that page, written beside nothing else, is taken by the setting that it is for, and does what it says."""
+"""docs/extending.md: each file of that page, written alone to a folder, is accepted by its setting and does what the page says."""
 
 from __future__ import annotations
 

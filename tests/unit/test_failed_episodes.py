@@ -1,4 +1,4 @@
-"""Episodes and scores that fail, and scores that are waited for: what a person is told, and when. All with fakes."""
+"""Episodes and scores that fail, and scores that are late: what is printed, and when. All with fakes."""
 
 from __future__ import annotations
 

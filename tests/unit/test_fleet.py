@@ -1,4 +1,4 @@
-"""A fleet of engines as a client sees it: cuts, updates, lost engines, stop strings. The engines are fakes; real ones are in tests/cpu."""
+"""A fleet of engines for its client: aborts, updates, lost engines, stop strings. The engines are fakes; real ones are in tests/cpu."""
 
 from __future__ import annotations
 

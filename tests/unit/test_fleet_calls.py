@@ -1,4 +1,4 @@
-"""`megarl engines`, as the generator answers it; engines that have left. The engines are fakes; a real run is in tests/cpu."""
+"""The generator's answers to `megarl engines`, and engines that have left. The engines are fakes; a real run is in tests/cpu."""
 
 from __future__ import annotations
 

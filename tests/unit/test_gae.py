@@ -1,4 +1,4 @@
-"""A critic's advantages by their definition, and its loss."""
+"""A critic's advantages, compared with their definition, and its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher and the controlling process say to an engine, and the comparison of audit hashes. No engine runs here."""
+"""The requests of launcher and controlling process to an engine, and the comparison of audit hashes. No engine runs here."""
 
 from __future__ import annotations
 

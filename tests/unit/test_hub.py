@@ -1,4 +1,4 @@
-"""Names of the hub where it cannot be reached: the cache, or one message at once. By its own client, towards a port that nobody serves."""
+"""Names on the hub when it cannot be reached: the cache, or one message at once. With its own client, and a port that nobody serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What megarl init writes: it is whole, its rows and its reward are right, and nothing that is there is changed."""
+"""What megarl init writes: it is complete, its rows and its reward are correct, and existing files are not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a run reach each other by IPv6 where hosts have nothing else. A whole run on such hosts is in tests/cpu."""
+"""Processes of a run reach each other by IPv6 if hosts have only this. A whole run on such hosts is in tests/cpu."""
 
 from __future__ import annotations
 

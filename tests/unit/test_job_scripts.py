@@ -1,4 +1,4 @@
-"""The job scripts: their headers ask for what the plan needs."""
+"""The job scripts: their headers request what the plan needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of an engine read straight into arrays, against json.loads: every number is the same, and nothing else passes for one."""
+"""Answers of an engine parsed directly into arrays, compared with json.loads: all numbers are equal, and only numbers are accepted."""
 
 from __future__ import annotations
 

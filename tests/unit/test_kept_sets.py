@@ -1,4 +1,4 @@
-"""The sets that tokens were drawn from, from an engine's answer to the trainer's microbatch: packed, cut, put together, laid end to end."""
+"""The sets from which tokens were drawn, from an engine's answer to the trainer's microbatch: packed, cut, joined, laid out in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command says at its start, and how one ends whose folder has become full or read-only: the reason first, without vain waits."""
+"""What a command prints at its start, and how it ends when its folder is full or read-only: first the reason, and without useless waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher writes into the trace: its start with the plan's expectations, and its end, however that comes."""
+"""What a launcher writes to the trace: its start with the plan's expectations, and its end, whatever the reason."""
 
 from __future__ import annotations
 

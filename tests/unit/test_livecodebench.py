@@ -1,4 +1,4 @@
-"""LiveCodeBench's rows, their packed tests, releases and dates, and how results are compared."""
+"""LiveCodeBench's rows, their packed tests, releases and dates, and the comparison of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers of several nodes: who they are, how they meet, how one's failure ends all."""
+"""Launchers of several nodes: how they are identified, how they meet, and how the failure of one ends all."""
 
 from __future__ import annotations
 

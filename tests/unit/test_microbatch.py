@@ -1,4 +1,4 @@
-"""Microbatches: every sequence once, within the budget, balanced by cost, the same number for all ranks; laid end to end."""
+"""Microbatches: every sequence once, within the limit, balanced by cost, the same number for all ranks; and their tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_plan(lengths: list[int], dp: int, max_tokens: int, alignment: Alignment
 
 
 def test_balance_is_of_cost_and_not_of_tokens() -> None:
-    """A long sequence has the tokens of seven short ones; with attention's squares it costs as much as eleven."""
+    """A long sequence has as many tokens as seven short ones. With the squares of attention it costs as much as eleven."""
     lengths = [701] + [101] * 14
     by_tokens, by_cost = (plan_microbatches(lengths, 2, 10_000, squares=squares) for squares in (0.0, 1e-3))
     assert [sum(len(m.indices) for m in plan) for plan in by_tokens] == [5, 10]

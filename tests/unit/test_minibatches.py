@@ -1,4 +1,4 @@
-"""The mini-batches of a batch, who trains on them, and what a step tells of several optimizer steps."""
+"""The mini-batches of a batch, the ranks that train on them, and the reports of several optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction in configurations, and what speculative decoding asks for."""
+"""The layer for multi-token prediction in configurations, and the requirements of speculative decoding."""
 
 from __future__ import annotations
 

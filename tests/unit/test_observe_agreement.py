@@ -1,4 +1,4 @@
-"""The meters of agreement against formulas of their papers, in float64 on the tokens themselves; and when their drift is told."""
+"""The metrics of agreement, compared with their papers' formulas in float64 on the tokens themselves, and when drift is reported."""
 
 from __future__ import annotations
 

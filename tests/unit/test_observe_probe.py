@@ -1,4 +1,4 @@
-"""The limit of the log-prob difference between trainer and generator: what is usual, what is warned of, what ends a run."""
+"""The limit of the log-prob difference between trainer and generator: usual values, warnings, and what ends a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live display: one line a step where there is no terminal, a table with what waits for what where there is one."""
+"""The live display: one line per step without a terminal, and on a terminal a table of what waits for what."""
 
 from __future__ import annotations
 

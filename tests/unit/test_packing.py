@@ -1,4 +1,4 @@
-"""Groups on their way: what is packed, joined to shares of any samples, and split again is what it was, over random groups."""
+"""Groups on their way to the trainer: packed, joined to shares of any samples, and split again, they are unchanged. Over random groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process runs on which node."""
+"""The node of each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megarl plan as people and scripts use it, and the configs that ship."""
+"""megarl plan, for people and for scripts, and the configs in the package."""
 
 from __future__ import annotations
 

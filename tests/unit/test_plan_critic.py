@@ -1,4 +1,4 @@
-"""The critic of a run: what it may be, and what planning counts of it."""
+"""The critic of a run: which settings are allowed, and how planning counts it."""
 
 from __future__ import annotations
 

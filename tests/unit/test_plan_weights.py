@@ -1,4 +1,4 @@
-"""Resolving: the model, the weights that a run begins with, and the run that it goes on with."""
+"""Resolving: the model, the weights with which a run begins, and the run that it continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine is asked by `megarl doctor`, and a node before a run. Texts are as NVIDIA's driver (550 to 580) prints them."""
+"""The checks of `megarl doctor`, and of a node before a run. Texts are as printed by NVIDIA's driver (550 to 580)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for what starts later."""
+"""Ports for processes that start later."""
 
 from __future__ import annotations
 

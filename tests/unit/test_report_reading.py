@@ -1,4 +1,4 @@
-"""What the report page is made from: columns, spans and samples equal the files, whatever state those are in."""
+"""The data of the report page: columns, spans and samples equal those of the files, whatever the state of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sends how much: orders of turns, the bound that no schedule can beat, and how close the map comes to it."""
+"""How much each rank sends: orders of turns, the bound for all schedules, and how close the map comes to it."""
 
 from __future__ import annotations
 

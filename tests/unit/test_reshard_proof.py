@@ -1,4 +1,4 @@
-"""The proof that every destination byte is written once, by one who holds it: what is damaged is refused, and named."""
+"""The proof that every destination byte is written once, by a rank that has it: damaged maps are refused, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines pass on to each other: it evens out who sends, and a wrong list of it is found."""
+"""What engines pass on to each other: this balances the senders, and wrong lists of it are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run goes on from, what an export reads while a run goes on, and room on the disk."""
+"""What a run continues from, what an export reads while a run continues, and free space on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed scores: how they are counted, when they are too many, and where people see them."""
+"""Failed scores: how they are counted, when there are too many, and where they are reported."""
 
 from __future__ import annotations
 

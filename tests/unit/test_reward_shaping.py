@@ -1,4 +1,4 @@
-"""Penalties for length: what they come to, what they change, what is refused."""
+"""Penalties for length: their values, their effects, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier: right answers in the shapes people and models write them, hostile ones refused, the fast path against SymPy."""
+"""The verifier: correct answers in the forms that people and models use, hostile ones refused, the fast path compared with SymPy."""
 
 from __future__ import annotations
 

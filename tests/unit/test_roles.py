@@ -1,4 +1,4 @@
-"""The models beside the policy: what their settings may be, what a judge is asked and how its verdicts count."""
+"""The models besides the policy: their allowed settings, the questions to a judge, and how its verdicts count."""
 
 from __future__ import annotations
 

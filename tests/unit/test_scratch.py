@@ -1,4 +1,4 @@
-"""The folder of a launch under TMPDIR, and folders that are nobody else's."""
+"""The folder of a launch in TMPDIR, and folders that nobody else can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in virtual time: against closed forms, in many small worlds, and with wrong schedulers, which must be noticed."""
+"""Runs in virtual time: compared with closed forms, in many small worlds, and with wrong schedulers, which must be detected."""
 
 from __future__ import annotations
 

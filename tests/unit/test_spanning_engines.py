@@ -1,4 +1,4 @@
-"""An engine larger than a node: what each of its nodes starts."""
+"""An engine that is larger than a node: what each of its nodes starts."""
 
 from __future__ import annotations
 

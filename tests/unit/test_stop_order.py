@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C at the launchers, of several nodes too."""
+"""SIGTERM and Ctrl-C at the launchers, also of several nodes."""
 
 from __future__ import annotations
 

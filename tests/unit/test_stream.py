@@ -1,4 +1,4 @@
-"""The rollout stream and the background tasks it is made of, with fake rollouts and a fake channel (real engines are in tests/cpu)."""
+"""The rollout stream and its background tasks, with fake rollouts and a fake channel (real engines are in tests/cpu)."""
 
 from __future__ import annotations
 

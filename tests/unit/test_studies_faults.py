@@ -1,4 +1,4 @@
-"""What `python tests/studies faults` chooses and counts, without a run."""
+"""The faults that `python tests/studies faults` chooses and counts, without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of old data: its runs, what it measures of a policy, its tables."""
+"""The study of old data: its runs, its measurements of a policy, its tables."""
 
 from __future__ import annotations
 

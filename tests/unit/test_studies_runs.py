@@ -1,4 +1,4 @@
-"""Benchmarks that compare whole runs: results of other settings are not theirs, and signals end what they have started."""
+"""Benchmarks that compare whole runs: they ignore results of other settings, and signals end the processes that they have started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused when a run is planned, or where the trainer lacks something on this machine."""
+"""Models that cannot be trained are refused when a run is planned, or by the trainer if this machine lacks something."""
 
 from __future__ import annotations
 

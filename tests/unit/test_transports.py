@@ -1,4 +1,4 @@
-"""Shared memory between two ends of one process: boxes of any shape arrive where they should, and nothing else changes."""
+"""Shared memory between two ends in one process: boxes of any shape arrive at the right place, and nothing else changes."""
 
 from __future__ import annotations
 

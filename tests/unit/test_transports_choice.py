@@ -1,4 +1,4 @@
-"""Which transport serves which pair of ranks, by table; and what is refused, in which words."""
+"""The transport for each pair of ranks, by table, and what is refused, with which message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory stays mapped when the process that owned it has ended: writes into it must not go unnoticed."""
+"""Shared memory stays mapped when the process that owned it has ended. Writes to it must be detected."""
 
 from __future__ import annotations
 

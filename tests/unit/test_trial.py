@@ -1,4 +1,4 @@
-"""What a user wrote is tried before anything starts: rewards on a few rows, an agent's program and script."""
+"""The user's own code is tried before anything starts: rewards on a few rows, an agent's program and script."""
 
 from __future__ import annotations
 

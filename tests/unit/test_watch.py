@@ -1,4 +1,4 @@
-"""What an engine's worker computes with though no update writes it: what is watched, what may change, what is told. No engine runs here."""
+"""Memory that an engine's worker computes with but no update writes: what is watched, may change, is reported. No engine runs here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.weight_sync.engine.watch import LAYERS, Built, Watch, inventory, liv
 
 
 class Config:
-    """An object of SGLang's layers that is no module."""
+    """An object of SGLang's layers that is not a module."""
 
     __module__ = LAYERS + "moe.topk"
 
@@ -24,7 +24,7 @@ class Config:
 
 
 class Group:
-    """An object of others': the memory of collectives."""
+    """An object outside the layers: the memory of collectives."""
 
     def __init__(self):
         self.buffer = torch.zeros(4)
@@ -56,7 +56,7 @@ class Model(torch.nn.Module):
 
 
 def from_outside(values: torch.Tensor) -> None:
-    """As another process writes: torch does not see it."""
+    """Writes like another process, so that torch does not see it."""
     values.detach().view(-1).view(torch.uint8).numpy()[1] ^= 4
 
 
@@ -75,7 +75,7 @@ def watch(model) -> Watch:
 
 
 def test_memory_with_two_names_counts_once_and_parameters_not_at_all(model, watch):
-    """The rotary cache, and of each layer: what is made, two scales, the bias."""
+    """The rotary cache; and for each layer, what is made, two scales, the bias."""
     assert watch.count == 1 + 2 * 4
     assert watch.nbytes == 4 * (64 + 2 * (48 + 1 + 1 + 4))
 
@@ -165,7 +165,7 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
 
 
 def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_one():
-    """As a forward pass casts or moves what it finds; also under the name that an adapter's wrapper gives it."""
+    """Casts or moves what it finds, like a forward pass; also under the name that an adapter's wrapper gives it."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = Built(model, before)
@@ -183,7 +183,7 @@ def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_
 
 
 class Wrapper(torch.nn.Module):
-    """A layer with an adapter, as SGLang wraps it."""
+    """A layer with an adapter, wrapped as by SGLang."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
@@ -193,8 +193,8 @@ class Wrapper(torch.nn.Module):
 
 
 def test_what_wrappers_of_layers_hold_is_no_constant():
-    """Adapters' memory is written; a copy of weights that they make is unproven; so is a parameter that they still have, though post-load
-    work has put another in its place."""
+    """Adapters' memory is written. A copy of weights that they make is not proved, and neither is a parameter that they still have although
+    post-load work has replaced it."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = Built(model, before)
@@ -250,7 +250,7 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
 
 
 def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
-    """No audit will follow, which would compare what no update writes."""
+    """No audit follows that would compare what no update writes."""
     worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
     worker.unwritten = Watch(model, None)
     worker.unwritten.start()

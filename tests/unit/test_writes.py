@@ -29,7 +29,7 @@ def part(more: bool = False, version: int = VERSION, error: str = "") -> Weights
 
 
 def test_what_lands_is_there_before_all_is_written(ends):
-    """A rank of which nothing lands says nothing but the end."""
+    """A rank of which nothing lands reports only the end."""
     hub, (first, second) = ends
 
     async def take() -> list[tuple[str, bool]]:
@@ -73,7 +73,7 @@ def test_a_rank_that_says_nothing_is_named(ends):
 
 
 def test_what_lands_goes_first():
-    """A box lands where the endpoint of its own rank says so; all keep their order."""
+    """A box lands at the place in the endpoint of its own rank, and all keep their order."""
 
     def copy(rank: int, row: int) -> Copy:
         box = Box((row, 0), (1, 4))

@@ -1,3 +1,3 @@
-"""Environments of hubs, as they come from their packages: each hub's packages are in an interpreter of their own (docs/agents.md)."""
+"""Environments from hubs, used as their packages provide them. Each hub's packages are in a separate interpreter (docs/agents.md)."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds or serves an environment of OpenEnv, and lists its rows (inside_serving.py says how this program is asked).
+"""Finds or serves an environment of OpenEnv, and lists its rows. inside_serving.py describes the requests to this program.
 
-What was asked has `servers`, each the URL of a running server or `module:app`, which is then served here; `rows`, split → a number of seeds
-or the name of the environment's split; `system_prompt` and `instructions` of the rows; `start_s`; and what inside_openenv_episodes.py
-needs, which plays them.
+The request has `servers`, `rows`, `system_prompt` and `instructions` of the rows, `start_s`, and what inside_openenv_episodes.py needs,
+which plays the episodes. Each of `servers` is the URL of a running server, or a `module:app` that this program serves. `rows` maps a split
+to a number of seeds, or to the name of one of the environment's splits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inside_serving import Mistake, check_module, main, shown
 
 _URL = re.compile(r"(http|ws)s?://[^/\s]+.*")
 _APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_ACT = "step"  # the tool of environments that have none
+_ACT = "step"  # name of the tool for environments without tools
 
 
 def look(asked):
@@ -38,14 +38,14 @@ def look(asked):
 
 
 def load(asked):
-    """Starts the servers that are to be served here, and asks what actions there are. Raises Mistake."""
+    """Starts the servers that this program serves, and asks which actions the environment has. Raises Mistake."""
     look(asked)
     served = asked["do"] == "serve"
     if not served and not any(isinstance(rows, str) for rows in asked["rows"].values()):
-        return Hub(asked, {})  # seeds are written without a server
+        return Hub(asked, {})  # seeds need no server
     urls = [server if _URL.fullmatch(server) else _serve(server) for server in asked["servers"]]
     hub = Hub(asked, dict.fromkeys((url.rstrip("/") for url in urls), 0))
-    end = time.monotonic() + 0.5 * asked["start_s"]  # earlier than start_s, so that whoever waits for this program still hears why
+    end = time.monotonic() + 0.5 * asked["start_s"]  # earlier than start_s, so that the caller still gets the reason
     for url in hub.sessions:
         _wait_for(url, end)
     if served:
@@ -54,7 +54,7 @@ def load(asked):
 
 
 def _serve(name):
-    """Serves `module:app` in a thread of its own, so that an environment that never awaits holds up its own episodes alone."""
+    """Serves `module:app` in a thread of its own, so that an environment that never awaits delays only its own episodes."""
     import uvicorn
 
     module, _, attribute = name.partition(":")
@@ -70,7 +70,7 @@ def _serve(name):
 
 
 def _wait_for(url, end):
-    """Until a server is healthy. Raises Mistake with its last answer."""
+    """Waits until a server is healthy. Raises Mistake with its last answer."""
     import httpx
 
     while True:
@@ -87,7 +87,7 @@ def _wait_for(url, end):
 
 
 async def _ask_for_actions(hub, end):
-    """Which tools the policy is shown, or whether its text can be a field of an action. Raises Mistake."""
+    """Finds the tools to show to the policy, or checks that its text can be a field of an action. Raises Mistake."""
     text_field, url = hub.asked["text_field"], next(iter(hub.sessions))
     schema = _json(f"{_http(url)}/schema")["action"]
     fields = {name: each for name, each in schema.get("properties", {}).items() if name != "metadata"}
@@ -103,7 +103,7 @@ async def _ask_for_actions(hub, end):
 
 
 async def _mcp_tools(url, limit_s, end):
-    """None if the environment has actions of its own: it then refuses the question. A full server is asked again until `end`."""
+    """The environment's MCP tools. None if it has its own actions: it then refuses the request. Asks a full server again until `end`."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
 
     while True:
@@ -128,7 +128,7 @@ def _tool(name, description, parameters):
 
 
 def write_rows(hub, files):
-    """A row for each seed, or for each task of a split of the environment's; returns a line about each file. Raises Mistake."""
+    """Writes a row for each seed, or for each task of one of the environment's splits. Returns a line about each file. Raises Mistake."""
     asked, told, seeds = hub.asked, [], 0
     system = [{"role": "system", "content": asked["system_prompt"]}] if asked["system_prompt"] else []
     prompt = [*system, {"role": "user", "content": asked["instructions"]}]

@@ -1,9 +1,10 @@
-"""Plays episodes of an environment of OpenEnv, by the package `openenv`; inside_openenv.py is the program.
+"""Plays episodes of an environment of OpenEnv with the package `openenv`. inside_openenv.py is the program.
 
-An episode is a session of its own. The policy answers what it is shown with calls of tools, each a step, or with text, which is a step's
-field `text_field`. Tools are the environment's MCP tools; one that has none has the tool `step`, whose arguments are its action.
+An episode is a session of its own. The policy answers observations with calls of tools, each of which is a step, or with text, which
+becomes the field `text_field` of a step. Tools are the environment's MCP tools. If it has none, there is the tool `step`, whose arguments
+are the action.
 
-What was asked of the program has `text_field` and `shown` (fields of actions and observations), `reward` (sum or last) and `max_turns`.
+The request has `text_field`, `shown` (fields of observations to show), `reward` (sum or last) and `max_turns`.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from dataclasses import dataclass, field
 
 from inside_serving import policy_of, within
 
-_CODE = re.compile(r"\(code: (\w+)\)$")  # at the end of what the client raises if a server answers with an error
+_CODE = re.compile(r"\(code: (\w+)\)$")  # ends the client's message for an error from a server
 FULL = "CAPACITY_REACHED"
-_ASK_AGAIN_S = (0.05, 1.0)  # a server that is full or gone: first, and at most
-_AWAY_S = 5.0  # for which a server that could not be reached is asked last
-_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # the policy does not answer, because the conversation has ended
+_ASK_AGAIN_S = (0.05, 1.0)  # interval at which a full or unreachable server is asked again: first, longest
+_AWAY_S = 5.0  # how long an unreachable server comes last in order
+_NO_ROOM = ("context_length_exceeded", "request_too_large", "max_calls")  # error codes after which the policy cannot answer any more
 
 
 @dataclass
 class Hub:
     asked: dict
-    sessions: dict  # URL → how many are open
-    away: dict = field(default_factory=dict)  # URL of a server that could not be reached → until when others are asked first
+    sessions: dict  # URL -> number of open sessions
+    away: dict = field(default_factory=dict)  # URL of an unreachable server -> until when it comes last
     tools: list = field(default_factory=list)  # in OpenAI's form; none if actions are texts
-    by_mcp: bool = False  # whether the tools are the environment's own
+    by_mcp: bool = False  # whether the tools are the environment's MCP tools
 
 
 @dataclass
 class _Course:
-    """What happens in an episode. Its start is recorded, because a row's episodes are compared only if they begin in the same way."""
+    """The course of an episode. Its start is recorded, since a row's episodes are compared only if they begin in the same way."""
 
     start: str
-    ended: bool  # by the environment
+    ended: bool  # whether the environment has ended it
     rewards: list
     steps: int = 0
-    refused: int = 0  # actions that the environment did not take
-    unrewarded: int = 0  # steps
+    refused: int = 0  # actions that the environment has refused
+    unrewarded: int = 0  # steps without a reward
 
     def take(self, result):
         self.steps += 1
@@ -57,13 +58,13 @@ class _Course:
         if not self.rewards:
             return {"kind": "reward", "error": f"none of its {self.steps} steps had a reward", "start": self.start}
         reward = math.fsum(self.rewards) if how == "sum" else self.rewards[-1]
-        # A reward that is NaN comes as none: servers write it as null.
+        # A reward that is NaN arrives as None: servers write it as null.
         metrics = {"env_steps": self.steps, "env_refused": self.refused, "env_ended": float(self.ended), "env_unrewarded": self.unrewarded}
         return {"reward": reward, "metrics": metrics, "start": self.start}
 
 
 async def play(hub, asked):
-    """The outcome of each episode; all of them together take at most `deadline_s`."""
+    """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
     end = time.monotonic() + asked["deadline_s"]
     told = await asyncio.gather(*(within(end, asked, _episode(hub, asked, episode)) for episode in asked["episodes"]))
     different = len({each.pop("start") for each in told if "start" in each}) > 1
@@ -91,13 +92,13 @@ async def _episode(hub, asked, episode):
 
 @contextlib.asynccontextmanager
 async def _session(hub, asked, reset):
-    """A session and its first result, at the server that has the fewest of our sessions. A full server is asked again. So is one that is
-    gone, after all others, for as long as a server may take to start."""
+    """A session and its first result, at the server with the fewest of our sessions. A full server is asked again. So is an unreachable
+    server, after all others, for as long as a server may take to start."""
     from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
     from websockets.exceptions import ConnectionClosed  # pyright: ignore[reportMissingImports]
 
     wait_s, longest_s = _ASK_AGAIN_S
-    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # so the error names this reason, not the time limit
+    patient = time.monotonic() + 0.5 * min(hub.asked["start_s"], asked["deadline_s"])  # before the time limit, to give the reason
     while True:
         url = _chosen(hub)
         hub.sessions[url] += 1
@@ -129,7 +130,7 @@ def _chosen(hub):
 
 
 def _begin(prompt, start):
-    """The row's messages, with what the environment shows first at the end of what the user says."""
+    """The row's messages, with the first observation at the end of the user's last text."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     last = messages.pop() if messages and messages[-1]["role"] == "user" else {"role": "user", "content": ""}
     said = last["content"]
@@ -139,7 +140,7 @@ def _begin(prompt, start):
 
 
 async def _ask(hub, asked, policy, messages):
-    """The policy's message; None if it has no room or calls left."""
+    """The policy's next message; None if it has no room or calls left."""
     import openai
 
     tools = {"tools": hub.tools} if hub.tools else {}
@@ -153,8 +154,7 @@ async def _ask(hub, asked, policy, messages):
 
 
 async def _answer(hub, session, course, said):
-    """The messages that follow the policy's. There are none if it calls no tool, which ends the episode. Calls after the end are
-    ignored."""
+    """The messages that answer the policy's message. Empty if it calls no tool, which ends the episode. Calls after the end are ignored."""
     if not hub.tools:
         text, _ = await _step(hub, session, course, {hub.asked["text_field"]: said.get("content") or ""})
         return [{"role": "user", "content": text}]
@@ -168,18 +168,18 @@ async def _answer(hub, session, course, said):
 
 
 async def _call(hub, session, course, name, arguments):
-    """The answer to a call, whose arguments are a JSON object. The policy's mistakes are counted, and shown to it."""
+    """The answer to a call, whose arguments are a JSON object. Mistakes of the policy are counted and shown to it."""
     if not hub.by_mcp:
         return (await _step(hub, session, course, arguments))[0]
     text, observation = await _step(hub, session, course, {"type": "call_tool", "tool_name": name, "arguments": arguments})
-    if isinstance(failed := observation.get("error"), dict):  # else it is a field of an observation of the environment's own
+    if isinstance(failed := observation.get("error"), dict):  # otherwise it is an ordinary field of the observation
         course.refused += 1
         return f"error: {failed.get('message', '')}"
     return _text_of_tool(observation.get("result"), text)
 
 
 async def _step(hub, session, course, action):
-    """The text that the policy is shown, and the observation. For an invalid action the text says so."""
+    """The text to show to the policy, and the observation. For an invalid action, the text is an error message."""
     try:
         result = await session.step(action)
     except RuntimeError as error:
@@ -192,15 +192,15 @@ async def _step(hub, session, course, action):
 
 
 def _start(observation, fields):
-    """The first observation as the policy is shown it. Raises ValueError if it lacks all of the fields; later observations may lack
-    some."""
+    """The text of the first observation for the policy. Raises ValueError if the observation has none of the fields; later observations may
+    lack them."""
     if fields and not set(fields) & set(observation):
         raise ValueError(f"shown={', '.join(fields)}: the first observation has {', '.join(observation) or 'no fields'}")
     return _text(observation, fields)
 
 
 def _text(observation, fields):
-    """The fields of an observation that the policy is shown; by default those that say something. One text is shown as it is."""
+    """The fields of an observation to show to the policy, by default all that are not empty. A single text is shown as it is."""
     if fields is None:
         kept = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})}
     else:
@@ -212,7 +212,7 @@ def _text(observation, fields):
 
 
 def _text_of_tool(result, otherwise):
-    """MCP's results have parts, of which the texts are shown, and of others their kind; or, without parts, a structure."""
+    """The text of an MCP result: its text parts, and the kinds of other parts. A result without parts has a structure instead."""
     parts = result.get("content") if isinstance(result, dict) else None
     if not isinstance(parts, list):
         return result if isinstance(result, str) else otherwise
@@ -223,6 +223,6 @@ def _text_of_tool(result, otherwise):
 
 
 def code_of(error):
-    """The server's error code in what the client has raised; empty if it has none."""
+    """The server's error code in an exception of the client; empty without one."""
     found = _CODE.search(str(error))
     return found.group(1) if found else ""

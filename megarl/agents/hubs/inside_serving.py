@@ -1,11 +1,11 @@
-"""What the programs for other interpreters share. They import the standard library, this folder's inside_*.py and the hub's packages.
+"""Shared code of the programs for other interpreters. They import the standard library, this folder's inside_*.py and the hub's packages.
 
-Such a program has one argument, a JSON object with `do` (look, rows or serve) and what its hub needs; with rows also `files`, split → file
-to write. What goes wrong before an environment is served is one line on standard error, and exit status 1.
+Such a program has one argument: a JSON object with `do` (look, rows or serve) and what its hub needs. For rows it also has `files`, which
+maps splits to files to write. An error before an environment is served is one line on standard error, with exit status 1.
 
-Served, it reads a JSON object a line from standard input: `id`, `row`, `model`, `deadline_s` and `episodes`, each with the `url` and the
-`key` of an endpoint of its own. It writes {"ready": true}, then for each of these `id` and `episodes`: `reward` and `metrics`, or
-`error` and `kind` (environment, deadline, reward).
+When it serves, it first writes {"ready": true}. Each line of standard input is a request, a JSON object: `id`, `row`, `model`, `deadline_s`
+and `episodes`, each with the `url` and the `key` of its own endpoint. Each reply has `id` and `episodes`; an episode has `reward` and
+`metrics`, or `error` and `kind` (environment, deadline, reward).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import time
 from typing import Any
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-SAID = 2000  # characters of a message
-_MOST_WRITTEN = 1 << 15  # characters of an episode's reward and metrics
+SAID = 2000  # most characters of a message
+_MOST_WRITTEN = 1 << 15  # most characters of an episode's reward and metrics
 
 
 class Mistake(Exception):
-    """What is wrong with the environment, or with what was asked for."""
+    """A problem with the environment or with the request."""
 
 
 def check_module(module):
-    """Finds a module without importing it; a package above it is imported. Raises Mistake."""
+    """Finds a module without importing it; imports the packages above it. Raises Mistake."""
     try:
         found = _MODULE.fullmatch(module) and importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -45,21 +45,21 @@ def check_module(module):
 def main(look, load, write_rows, play):
     """The whole program. Call it from `__main__`.
 
-    Args: look: raises Mistake if something that was asked for is missing. load: what was asked → an environment. write_rows: an environment
-    and `files` → lines to print. play: async, an environment and a request → the outcome of each episode.
+    Args: look: raises Mistake if something that the request needs is missing. load: request -> environment. write_rows: environment and
+    `files` -> lines to print. play: async, environment and request -> the outcome of each episode.
     """
-    del sys.path[0]  # this folder, whose files are not for this interpreter
+    del sys.path[0]  # this folder: its other modules are not for this interpreter
     try:
         _do(json.loads(sys.argv[1]), look, load, write_rows, play)
     except Mistake as mistake:
-        sys.exit(" ".join(str(mistake).split("\n")))  # what httpx raises has two lines, the second of which says nothing
+        sys.exit(" ".join(str(mistake).split("\n")))  # errors of httpx have two lines, the second of which is useless
 
 
 def _do(asked, look, load, write_rows, play):
     if asked["do"] == "look":
         look(asked)
         return
-    # Environments print, and start programs. Neither may disturb the lines that are read and written here.
+    # Environments print and start programs. Neither may disturb the requests and replies.
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -72,8 +72,8 @@ def _do(asked, look, load, write_rows, play):
 
 
 async def within(end, asked, coroutine) -> Any:
-    """Its result, or what went wrong: its exception, or that it took until `end`. An environment may raise TimeoutError and CancelledError
-    itself, for example if it calls other services."""
+    """The coroutine's result, or the reason of its failure: its exception, or that it took until `end`. An environment may itself raise
+    TimeoutError and CancelledError, for example if it calls other services."""
     task = asyncio.ensure_future(coroutine)
     late = not (await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic())))[0]
     if late:
@@ -86,15 +86,15 @@ async def within(end, asked, coroutine) -> Any:
 
 
 def policy_of(episode, **settings):
-    """The policy, as the package `openai` calls it. It is at 127.0.0.1 without TLS: reading certificates would take 17 ms an episode."""
-    import openai  # what serving has imported
+    """A client of the package `openai` for the policy. It is at 127.0.0.1 without TLS: reading certificates would take 17 ms an episode."""
+    import openai  # serving has already imported it
 
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(base_url=episode["url"], api_key=episode["key"], max_retries=0, http_client=plain, **settings)
 
 
 def metrics_of(found):
-    """Metrics by names that can be reported. A reward function may be called `reward`, though its value is not the episode's reward."""
+    """Metrics by reportable names. A reward function may be called `reward`, though its value is not the reward of the episode."""
     metrics = {re.sub(r"\W", "_", str(name), flags=re.ASCII): value for name, value in found.items()}
     return {"reward_" if name == "reward" else name: value for name, value in metrics.items()}
 
@@ -105,7 +105,7 @@ def shown(error):
 
 
 def _fitting(told):
-    """The outcome of an episode in a form that can be written. Metrics may have any type and size, and errors may hold half characters."""
+    """The outcome of an episode as JSON. Metrics may have any type and size, and errors may contain half characters."""
     if "error" in told:
         return {**told, "error": told["error"].encode(errors="backslashreplace").decode()}
     try:
@@ -118,7 +118,7 @@ def _fitting(told):
 
 
 def _plain(value):
-    """Numbers of NumPy and torch as Python's; the reader refuses all else."""
+    """Converts numbers of NumPy and torch to Python's. The reader refuses everything else."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -133,7 +133,7 @@ async def _serve(play, requests, replies):
     def read():
         for line in requests:
             asyncio.run_coroutine_threadsafe(begin(json.loads(line)), loop)
-        # The asking process has gone. This exit does not wait for a hanging reward function, and ends what the environment has started.
+        # The generator has gone. This exit does not wait for a hanging reward function, and ends the environment's processes.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
@@ -147,7 +147,7 @@ async def _serve(play, requests, replies):
         if not task.cancelled() and task.exception():
             ended.set_exception(task.exception())
 
-    importlib.import_module("openai")  # before the first episode, whose time it would take
+    importlib.import_module("openai")  # before the first episode, so that it does not count in its time
     loop, running = asyncio.get_running_loop(), set()
     ended = loop.create_future()
     threading.Thread(target=read, daemon=True).start()

@@ -1,6 +1,6 @@
-"""Loads an environment of PrimeIntellect's `verifiers`, lists its rows, and plays its episodes (inside_serving.py says how it is asked).
+"""Loads an environment of PrimeIntellect's `verifiers`, lists its rows, and plays its episodes. inside_serving.py describes the requests.
 
-What was asked has `environment` and `args`. Rollouts of a row that the rubric compares are scored together, all others alone.
+The request has `environment` and `args`. If the rubric compares the rollouts of a row, they are scored together, otherwise one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _failed_functions = contextvars.ContextVar("reward functions that have failed")
 
 
 def look(asked):
-    """The module and attribute that the environment's name stands for, without importing them. A hub's name has no attribute.
+    """The module and attribute that the environment's name stands for, not yet imported. A name from the hub has no attribute.
 
     Raises Mistake.
     """
@@ -41,8 +41,8 @@ def look(asked):
 
 
 def _is_v1():
-    """Whether verifiers is installed in a version without load_environment, that is, from 0.4 on. This folder has a module `verifiers`
-    too."""
+    """Whether the installed verifiers has no load_environment, which is so from 0.4 on. (A module in this folder is called `verifiers`
+    too.)"""
     there = importlib.machinery.PathFinder.find_spec("verifiers", sys.path[1:])
     places = there.submodule_search_locations or () if there else ()
     inside = {inner for place in places for inner in ("envs", "legacy", "v1") if os.path.isdir(os.path.join(place, inner))}
@@ -69,7 +69,7 @@ def load(asked):
 
 
 def write_rows(environment, files):
-    """Writes the rows of each split as JSON, one a line; returns a line about each file. Raises Mistake."""
+    """Writes the rows of each split, one JSON object a line. Returns a line about each file. Raises Mistake."""
     told = []
     own = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}
     for split, file in files.items():
@@ -85,7 +85,7 @@ def write_rows(environment, files):
 
 
 async def play(environment, asked):
-    """The outcome of each episode; all of them together take at most `deadline_s`."""
+    """Returns the outcome of each episode. All episodes together take at most `deadline_s`."""
     end, alone = time.monotonic() + asked["deadline_s"], not _compares(environment)
     ran = await asyncio.gather(*(_episode(environment, asked, episode, end) for episode in asked["episodes"]))
     states = [state for state, wrong in ran if wrong is None]
@@ -109,7 +109,7 @@ def _compares(environment):
 
 
 async def _episode(environment, asked, episode, end):
-    """Its state, and what went wrong or None."""
+    """The state of the finished episode, and its error or None."""
     state = None
 
     async def run():
@@ -123,7 +123,7 @@ async def _episode(environment, asked, episode, end):
 
 
 def _client(native):
-    """The client by which an environment calls the policy; versions before 0.1.10 take the one of the package openai itself."""
+    """The client through which an environment calls the policy. Versions before 0.1.10 take the openai package's own client."""
     if importlib.util.find_spec("verifiers.clients") is None:
         return native
     from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
@@ -132,7 +132,7 @@ def _client(native):
 
 
 async def _scored(score, scored):
-    """The failed reward functions. verifiers counts a reward function that raises as 0, and only logs it; here it is a failure."""
+    """The reward functions that failed. If one raises, verifiers only logs it and counts 0; here it is a failure."""
     failed = []
     _failed_functions.set(failed)
     try:

@@ -1,8 +1,8 @@
-"""What inside_verifiers.py does, from verifiers 0.4 on (`verifiers.v1`): a taskset, agents with harnesses, and an Env that plays tasks.
+"""Like inside_verifiers.py, for verifiers 0.4 and later (`verifiers.v1`): a taskset, agents with harnesses, and an Env that plays tasks.
 
-What was asked has `environment`, the taskset's id; `args`, the other fields of its EnvConfig; `rows`, which tasks are those of a split.
-Episodes are played as the package's own server of environments plays them: a row has the task's data, from which the task is made again.
-The policy is called by the client that evaluations use, which hands requests on as they are.
+The request has `environment`, the taskset's id; `args`, the other fields of its EnvConfig; and `rows`, which says which tasks each split
+has. Episodes are played as the package's own environment server plays them: a row has the data of a task, from which the task is made
+again. The policy is called through the client for evaluations, which passes requests on unchanged.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SPLIT_FIELDS = "include, exclude, shuffle, seed, skip, limit and taskset"
 class Loaded:
     taskset: str  # its id
     config: Any  # EnvConfig
-    raw: dict[str, Any]  # of which it was made
-    agent: str  # the name of the one that the policy plays
-    rows: dict[str, dict[str, Any]]  # by split
+    raw: dict[str, Any]  # the fields from which `config` was made
+    agent: str  # name of the agent that the policy plays
+    rows: dict[str, dict[str, Any]]  # split -> its settings
 
 
 def look(asked):
-    """Raises Mistake if there is no module of the taskset."""
+    """Raises Mistake if the taskset's module is not installed."""
     module = asked["environment"].split("/")[-1].split("@")[0].replace("-", "_").lower()
     there = importlib.util.find_spec("verifiers")
     folders = there.submodule_search_locations or () if there else ()
@@ -66,7 +66,7 @@ def _with_taskset(args, environment, own):
 
 
 def _agent(vf, config):
-    """The agent that the policy plays: the only one without a client of its own. Raises Mistake."""
+    """The agent that the policy plays: the only one without its own client. Raises Mistake."""
     agents = [name for name, value in config if isinstance(value, vf.AgentConfig) and value.client is None]
     if len(agents) != 1:
         raise Mistake(
@@ -77,7 +77,7 @@ def _agent(vf, config):
 
 
 def write_rows(loaded, files):
-    """Writes the tasks of each split as JSON, one a line; returns a line about each file. Raises Mistake."""
+    """Writes the tasks of each split, one JSON object a line. Returns a line about each file. Raises Mistake."""
     told = []
     for split, file in files.items():
         try:
@@ -110,7 +110,7 @@ def _tasks(loaded, split):
 
 
 def _row(loaded, task):
-    """A task as JSON, with the conversation that it begins with. Raises Mistake if the task cannot be made of it again."""
+    """A task as JSON, with its first messages. Raises Mistake if the task cannot be made from that JSON again."""
     data = task.data.model_dump(mode="json", exclude_none=True)
     prompt = data.get("prompt") or data.get("description") or data.get("name") or f"task {task.data.idx}"
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -121,7 +121,7 @@ def _row(loaded, task):
 
 
 def _task_of(loaded, row):
-    """The task that a row was written of. Raises Mistake if it is another one by now."""
+    """The task that a row was written from. Raises Mistake if the row now makes a different task."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
     if row.get("taskset") != loaded.taskset:
@@ -134,9 +134,9 @@ def _task_of(loaded, row):
 
 
 async def play(loaded, asked):
-    """The outcome of each episode; all of them together take at most `deadline_s`.
+    """Returns the outcome of each episode. All episodes together take at most `deadline_s`.
 
-    An Env lasts for one request, because its server keeps a client for each endpoint, and each episode has an endpoint of its own.
+    Each request has its own Env, since its server keeps a client for each endpoint, and each episode has its own endpoint.
     """
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
@@ -166,8 +166,8 @@ async def _episode(loaded, environment, asked, episode):
 
 @contextlib.contextmanager
 def _key(key):
-    """The name of an environment variable with the key, the only place that clients read keys from. Harnesses do not pass on variables of
-    such a name."""
+    """The name of an environment variable with the key, since clients read keys only from there. Harnesses do not pass on variables with
+    such names."""
     name = f"MEGARL_API_KEY_{uuid.uuid4().hex}"
     os.environ[name] = key
     try:
@@ -177,7 +177,7 @@ def _key(key):
 
 
 def _wrong(episode):
-    """What went wrong, or None. An agent that has run out of its own time is scored, as in the package's own evaluations."""
+    """The error of an episode, or None. An agent that has used up its time is scored, as in the package's own evaluations."""
     failed = [trace for trace in episode.traces if not trace.ok]
     error = episode.last_error or next((trace.last_error for trace in failed), None)
     told = f"{error.type}: {error.message}" if error else "it did not end well"

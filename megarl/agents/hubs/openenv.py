@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: servers, which the package `openenv` calls in an interpreter of its own (docs/agents.md)."""
+"""Environments of OpenEnv. They are servers, which the package `openenv` calls from a separate interpreter (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
 
-_Rows = dict[Literal["train", "eval"], Positive | str]  # a number of seeds, or the name of a split of the environment's tasks
+_Rows = dict[Literal["train", "eval"], Positive | str]  # split -> a number of seeds, or the name of one of the environment's splits
 _ROWS: _Rows = {"train": 1000, "eval": 100}
 
 
@@ -28,7 +28,7 @@ class OpenEnv(HubRollout):
         shown: list[str] | None = None,
         reward: Literal["sum", "last"] = "sum",
         max_turns: Positive = 16,
-        rows: _Rows = _ROWS,  # of `megarl rows`, as the next two
+        rows: _Rows = _ROWS,  # this and the next two are for `megarl rows`
         system_prompt: str = "",
         instructions: str = "",
         python: str = "python",
@@ -44,7 +44,7 @@ class OpenEnv(HubRollout):
         retries: Count = 2,
         max_unanswered: Share = 0.1,
     ):
-        """Raises: ConfigError with all problems of the arguments, also where the interpreter lacks the package or an app."""
+        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the package or an app."""
         asked = {"text_field": text_field, "shown": shown, "reward": reward, "max_turns": max_turns, "start_s": start_s, "rows": rows}
         interpreter = _interpreter(server, asked, python, folder, variables)
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
@@ -66,7 +66,7 @@ class OpenEnv(HubRollout):
 
 
 def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
-    """Writes a row for each seed or task, split ("train", "eval") → file, and says how many. Raises ConfigError.
+    """Writes a row for each seed or task to `files`, split ("train", "eval") -> file. Returns how many. Raises ConfigError.
 
     Args: arguments: rollout.args.
     """

@@ -1,4 +1,4 @@
-"""Episodes that an environment of a hub plays, in a worker process of its own interpreter."""
+"""Episodes of a hub's environment, which a worker process in a separate interpreter plays."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.sandbox.jail import descendants
 
-# A process of another interpreter that plays episodes: a JSON object a line goes in, and one comes out for each, in any order.
+# A process in another interpreter that plays episodes. It answers each JSON line of input with one line of output, in any order.
 
 
-_MOST_LINE_BYTES = 1 << 26  # what the worker says of each episode has at most 1 << 15
+_MOST_LINE_BYTES = 1 << 26  # bound of a reply; each episode has at most 1 << 15
 _TAIL_BYTES = 4096
-_NO_LIMIT_BYTES = 1 << 62  # more than a machine has, and what setrlimit takes
-_EXIT_S = 5.0  # from its last line to its exit
+_NO_LIMIT_BYTES = 1 << 62  # more than any machine has, and valid for setrlimit
+_EXIT_S = 5.0  # time from its last line to its exit
 
 
 class WorkerFailed(Exception):
-    """The process has ended, or was ended, without an answer. The message has the end of its standard error."""
+    """The process has ended without an answer, by itself or because it was killed. The message has the end of its standard error."""
 
 
 class NotStarted(WorkerFailed):
@@ -52,25 +52,25 @@ class _Process:
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     errors: bytearray = field(default_factory=bytearray)  # the end of its standard error
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: str = ""  # why, once it has
+    gone: str = ""  # why it has ended; empty while it runs
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     ending: asyncio.Task[None] | None = None
 
 
 @dataclass
 class Worker:
-    """Starts its process when it is first asked, and again when asked after it has ended."""
+    """A worker process. It starts at the first request, and again at the next request after it has ended."""
 
     command: Sequence[str]
-    variables: dict[str, str]  # its whole environment
-    memory_mib: int  # of its data
-    start_s: float  # until it says that it is ready
+    variables: dict[str, str]  # all environment variables of the process
+    memory_mib: int  # limit of the process's data
+    start_s: float  # most time until the process reports that it is ready
     _process: _Process | None = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Ends the process if it has not answered in time: nothing else stops code that never awaits. Raises WorkerFailed."""
+        """The answer to a request. Kills the process if it is late: nothing else stops code that never awaits. Raises WorkerFailed."""
         process, number = await self._started(), next(self._numbers)
         answer = process.waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -124,14 +124,14 @@ class Worker:
         return process
 
     def _limit(self, pid: int) -> None:
-        """The limits are set from outside: code between fork and exec is unsafe while threads encode texts."""
+        """Sets limits from outside, since it is unsafe to run code between fork and exec while other threads run."""
         _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
         limit_bytes = min(self.memory_mib << 20, _NO_LIMIT_BYTES if most_bytes == resource.RLIM_INFINITY else most_bytes)
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             resource.prlimit(pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
     async def _read(self, process: _Process) -> None:
-        """Until it ends, or writes what it must not."""
+        """Reads replies until the process ends or writes an invalid one."""
         assert process.running.stdout is not None
         why = ""
         try:
@@ -159,8 +159,8 @@ class Worker:
         await asyncio.shield(self._begin_end(process, why))
 
     async def _kill(self, process: _Process, why: str) -> None:
-        """Ends its whole session, and the processes that it has started in others. Whoever waits for it hears `why`. Without a reason it
-        has ended by itself, and its status says how."""
+        """Kills its whole session, and processes that it has started in other sessions. Whoever waits for it gets `why`. If `why` is empty,
+        the process has ended by itself, and its exit status is the reason."""
         if not why:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.running.wait(), _EXIT_S)
@@ -185,7 +185,7 @@ class Worker:
 
 
 def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
-    """The environment of a worker. Of the run's own it has where programs and caches of data are, and no keys."""
+    """The environment variables of a worker. From the run's it has only the places of programs and data caches, not keys."""
     path = f"{Path(python).parent}:{os.environ.get('PATH', os.defpath)}"
     return {"PATH": path, "LANG": "C.UTF-8", "HOME": os.environ.get("HOME", "/"), **own}
 
@@ -196,8 +196,8 @@ def variables_for(python: str, own: dict[str, str]) -> dict[str, str]:
 class Interpreter:
     """Runs `program`, a file of this folder.
 
-    Args: asked: what the program needs, as JSON. key: the setting that messages begin with. folder: of modules that can be imported there.
-    variables: its environment, beside PATH and HOME.
+    Args: asked: the request of the program, as JSON. key: the setting that begins messages. folder: modules in it can be imported there.
+    variables: its environment variables, besides PATH and HOME.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class Interpreter:
         return variables_for(self._python, {**self._own, **found})
 
     def run(self, do: str, limit_s: float, **more: Any) -> str:
-        """Its output. Raises ConfigError with the last line of its errors if it fails. The processes that it has started end with it, even
-        if they keep a pipe open."""
+        """The program's output. Raises ConfigError with the last line of its errors if it fails. Processes that it has started end with it,
+        even if they keep a pipe open."""
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
             status = self._status(self.command(do, **more), limit_s, printed, errors)
             told, wrong = _written(printed), _written(errors)
@@ -236,7 +236,7 @@ class Interpreter:
         files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
         try:
             running = subprocess.Popen(command, env=self.variables(), cwd="/", start_new_session=True, **files)
-        except (OSError, ValueError) as error:  # of too long arguments, or variables that cannot be
+        except (OSError, ValueError) as error:  # arguments are too long, or variables are invalid
             raise ConfigError(f"{self._key}: {self._python} cannot be started: {error}") from None
         try:
             return running.wait(limit_s)
@@ -253,7 +253,7 @@ def _written(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-# Episodes that an environment in a worker process plays.
+# Episodes of an environment in a worker process.
 
 
 LOOK_S = 120.0
@@ -265,12 +265,12 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(eq=False)
 class HubRollout(Player):
-    """The environment defines rows, turns and reward, and a process of another interpreter plays it. If it fails, or an episode has sampled
-    nothing, all episodes of the prompt are played again."""
+    """The environment defines rows, turns and reward; a process in another interpreter plays its episodes. If that process fails, or an
+    episode has sampled nothing, all episodes of the prompt are played again."""
 
     worker: Worker
     deadline_s: float
-    grace_s: float = 15.0  # for the worker to report episodes that it has cut at their deadline
+    grace_s: float = 15.0  # extra time in which the worker reports episodes that it has cut at their deadline
 
     failures = ("environment", "deadline", "reward", "worker", UNANSWERED)
 
@@ -289,7 +289,7 @@ class HubRollout(Player):
     async def _attempt(
         self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int
     ) -> tuple[list[Episode], list[dict[str, Any]]]:
-        """The episodes and the worker's reports, of the first attempt that succeeds, or of the last. A row whose first call has no room is
+        """The episodes and the worker's reports, from the first attempt that succeeds or the last. A row whose first call has no room is
         not tried again."""
         left = self.retries
         while True:
@@ -309,7 +309,7 @@ class HubRollout(Player):
     async def _ask(self, episodes: list[Episode], prompt: Prompt) -> list[dict[str, Any]]:
         """The worker's report on each episode. Raises WorkerFailed, or the error of a failed call."""
         async with contextlib.AsyncExitStack() as context:
-            async with self._entering:  # one after the other, so that no two prompts wait for each other's places
+            async with self._entering:  # one prompt at a time, so that two prompts cannot each hold places that the other needs
                 for _ in range(min(len(episodes), self.at_once)):
                     await context.enter_async_context(self._places)
             served = [await context.enter_async_context(self._endpoint.serving(episode, None)) for episode in episodes]

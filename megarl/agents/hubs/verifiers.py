@@ -1,4 +1,4 @@
-"""Environments of PrimeIntellect's package `verifiers`, in an interpreter that has their packages (docs/agents.md)."""
+"""Environments of PrimeIntellect's package `verifiers`, in a separate interpreter that has their packages (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.tool_parsers import find_parser
 
-_Rows = dict[Literal["train", "eval"], dict[str, Any]]  # which tasks of a taskset (verifiers from 0.4 on) are those of a split
+_Rows = dict[Literal["train", "eval"], dict[str, Any]]  # split -> which tasks of a taskset it has (verifiers from 0.4 on)
 
 
 class Verifiers(HubRollout):
-    """The environment brings tools, state and rubric. One process loads it once, and plays all episodes."""
+    """The environment provides tools, state and rubric. One process loads it once and plays all episodes."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Verifiers(HubRollout):
         retries: Count = 2,
         max_unanswered: Share = 0.1,
     ):
-        """Raises: ConfigError with all problems of the arguments, also where the interpreter lacks the environment."""
+        """Raises: ConfigError with all problems of the arguments, also if the interpreter lacks the environment."""
         interpreter = _interpreter(python, environment, args, rows, folder, variables)
         if problems := problems_of(lambda: check_on_crash(on_crash), lambda: interpreter.run("look", LOOK_S)):
             raise ConfigError(problems)
@@ -59,7 +59,7 @@ class Verifiers(HubRollout):
 
 
 def write_rows(arguments: dict[str, Any], files: dict[str, Path]) -> str:
-    """Writes the environment's rows, split ("train", "eval") → file, and says how many. Raises ConfigError.
+    """Writes the environment's rows to `files`, split ("train", "eval") -> file. Returns how many. Raises ConfigError.
 
     Args: arguments: rollout.args.
     """

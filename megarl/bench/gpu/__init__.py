@@ -1,1 +1,1 @@
-"""`make gpu`: what one NVIDIA GPU makes of the kernels, the trainer and direct writes, as one JSON and one page. See docs/gpu.md."""
+"""`make gpu`: checks and times kernels, trainer and direct writes on one NVIDIA GPU. Writes a JSON file and a page. See docs/gpu.md."""

@@ -1,7 +1,7 @@
-"""Runs every part in a process of its own, one after the other, and writes what they found.
+"""Runs every part in its own process, one after the other, and writes the results.
 
-A part has a deadline. One that fails, or is late, is shown with its error and with the rows that it had; the others go on. Exit status: 0
-if all is well, 1 if a part failed, 2 if this machine lacks something.
+A part has a deadline. If it fails or is late, the page shows its error and the rows that it had; the other parts still run. Exit status: 0
+if all parts succeeded, 1 if a part failed, 2 if this machine lacks something.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_PEERS = ("transformer-engine", "liger-kernel", "cut-cross-entropy", "sglang")
 
 
 def machine(rehearse: bool) -> dict[str, str]:
-    """What it was measured on, and with which versions."""
+    """The machine, and the versions of the software."""
     import torch
 
     found = {"megarl": f"{megarl.__version__}, commit {commit()}", "python": platform.python_version(), "torch": torch.__version__}
@@ -52,7 +52,7 @@ def machine(rehearse: bool) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this checkout, or of the one that the kit was made from."""
+    """The commit of this checkout, or of the one that the kit was made from."""
     if told := os.environ.get("MEGARL_COMMIT"):
         return told
     root = Path(megarl.__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ def installed(name: str) -> str:
 
 
 def output_of(*command: str) -> str:
-    """What the program prints; empty if there is none, or if it fails."""
+    """The output of a program; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -109,7 +109,7 @@ def cell(column: str, value: Any) -> str:
 class Part:
     title: str
     program: str  # called with a Bench and `arguments`
-    deadline_s: float  # their sum keeps the whole below 8 minutes
+    deadline_s: float  # the sum of all deadlines is below 8 minutes
     arguments: tuple[str, ...] = ()
 
 
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--output", metavar="DIR", default="runs/gpu", help="folder of gpu.json and gpu.md; default: runs/gpu")
     parser.add_argument("--parts", metavar="NAME,…", default=",".join(PARTS), help=f"only these; default: {', '.join(PARTS)}")
     parser.add_argument("--rehearse", action="store_true", help="every part at toy sizes on the CPU: shows that all is there, no speed")
-    parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)  # a part's own process: its program and arguments follow
+    parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)  # for a part's own process: its program and arguments follow
     parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -154,14 +154,14 @@ def main() -> int:
             found["status"] + f" in {found['seconds']:.0f} s" + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
             flush=True,
         )
-        (output / "gpu.json").write_text(json.dumps(report, indent=1))  # after each part: an interrupted run leaves what it has
+        (output / "gpu.json").write_text(json.dumps(report, indent=1))  # after each part, so that an interrupted run keeps its results
         (output / "gpu.md").write_text(page(report))
     print(f"\n{page(report)}\n{output / 'gpu.json'} and {output / 'gpu.md'} hold this")
     return int(any(found["status"] != "ok" for found in report["parts"].values()))
 
 
 def without_gpu() -> str:
-    """What is missing; empty if a GPU can be used."""
+    """The reason why no GPU can be used; empty if one can."""
     import torch
 
     if torch.version.cuda is None:
@@ -188,7 +188,7 @@ def supervise(name: str, rehearse: bool) -> dict[str, Any]:
                 status, error = "late", f"not done within {part.deadline_s:.0f} s; the rows show what was done"
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+                    os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
                 process.wait()
         found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         last_words = log.read_text(errors="replace")[-ERROR_CHARACTERS:].strip() if status != "ok" else ""

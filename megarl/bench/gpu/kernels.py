@@ -1,8 +1,8 @@
-"""The kernels: checked against their references, then timed beside a measured ceiling and beside what others do for the same.
+"""The kernels: checked against their references, then timed beside a measured ceiling and beside other implementations.
 
-`fraction` is what must move at least (each input read once, each output written once) over the time, as a fraction of the measured copy
-bandwidth; of what multiplies matrices, the floating-point operations that cannot be avoided over the time, as a fraction of a measured
-product. Tensors are larger than the L2 cache.
+`fraction` is the achieved fraction of the ceiling. For kernels that move memory: the least bytes (each input read once, each output written
+once) over the time, relative to the measured copy bandwidth. For kernels that multiply matrices: the unavoidable floating-point operations
+over the time, relative to a measured matrix product. Tensors are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megarl.kernels import (
 )
 from megarl.kernels.quantise_rules import BLOCK, CHANNEL, E4M3_MAX, TENSOR, Rule
 
-# The Triton kernels against their torch references, at shapes that cut tiles, rows and vocabularies anywhere.
+# Checks the Triton kernels against their torch references, at shapes that cut tiles, rows and vocabularies anywhere.
 #
-# Each check raises AssertionError. On a CPU they run in Triton's interpreter (TRITON_INTERPRET=1), at smaller shapes.
+# Each check raises AssertionError. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), at smaller shapes.
 
 
-# 405B at TP8, DeepSeek's kv_a, ragged ones
+# shapes of Llama 405B at TP8, of DeepSeek's kv_a, and ragged ones
 SHAPES = [(16384, 2048), (6656, 16384), (576, 7168), (1000, 1030), (1, 1)]
 ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a process group of one
 TOY_SHAPES = [(130, 140), (20, 300), (1, 1)]
@@ -49,14 +49,14 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def random(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Rows of very different sizes."""
+    """A random tensor whose rows have very different magnitudes."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(shape, generator=generator, device=device)
     return x * torch.exp2(3 * torch.randn((*shape[:-1], 1), generator=generator, device=device))
 
 
 def quantised(x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the kernels, where they handle the rule."""
+    """Quantises by the kernels, if they support the rule."""
     module = quantise_triton if rule is BLOCK else quantise
     scales = quantise.scales_of(module.tile_amax(x, 0, 0, rule, "x"), rule)
     return module.quantise_with(x, 0, 0, scales, rule), scales
@@ -71,7 +71,7 @@ def quantises_as_the_cpu_does(device: torch.device, toy: bool) -> None:
 
 
 def every_number_by_every_scale(device: torch.device, toy: bool) -> None:
-    """All finite bf16 numbers, in tiles whose amax takes every significand and, within a tile, 2^16 numbers below it."""
+    """All finite bf16 numbers, in tiles whose amax takes every significand. Each tile has 2^16 numbers up to its amax."""
     every = torch.arange(0x7F80, dtype=torch.int16, device=device)
     for significand in (0, 93) if toy else range(128):
         row = torch.minimum(every, torch.tensor(0x4000 | significand, dtype=torch.int16, device=device))  # 2 to 4
@@ -136,7 +136,7 @@ def logprobs_and_entropy_of_a_slice(device: torch.device, toy: bool) -> None:
 
 
 def linear_logprobs_in_float64(device: torch.device, toy: bool) -> None:
-    """In bfloat16, too, logits are float32 on a GPU: log-probs are as exact as in float32. Over the vocabulary, and over sets of tokens."""
+    """Log-probs over the vocabulary and over sets of tokens. On a GPU they are as exact in bfloat16 as in float32: logits are float32."""
     width, vocabulary, real = (64, 300, 280) if toy else (512, 4096, 4000)
     cases = [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)][: 1 if device.type == "cpu" else 3]
     for (dtype, into), part in itertools.product(cases, (False, True)):
@@ -183,9 +183,9 @@ CHECKS: dict[str, Callable[[torch.device, bool], None]] = {
 
 Run = Callable[[], Any]
 TEMPERATURE = 0.9
-ROWS_CHECKED = 256  # of the log-probs, in float64
+ROWS_CHECKED = 256  # rows of log-probs that are checked in float64
 
-# What other stacks quantise a weight with. They run where they are installed.
+# Other stacks' functions that quantise a weight. They are timed if they are installed.
 PEERS = {
     "SGLang bf16_to_block_fp8_128": ("sglang.srt.layers.quantization.mxfp8_block_convert:bf16_to_block_fp8_128", ()),
     "SGLang per_block_cast_to_fp8": ("sglang.srt.layers.quantization.fp8_utils:per_block_cast_to_fp8", ()),
@@ -196,14 +196,14 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Work:
-    """One thing that a kernel does, and who else can do it."""
+    """One task of a kernel, and other implementations of it."""
 
     name: str
-    size_bytes: int  # that must move
+    size_bytes: int  # bytes that must move at least
     ours: Run
     error: Callable[[], float] | None = None  # ‖ours - float64‖ / ‖float64‖
     limit: float = 0.0
-    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # each gives what to run; raises where it cannot
+    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # name -> makes the function to run; raises if that is impossible
 
 
 def run(bench: Bench) -> None:
@@ -211,7 +211,7 @@ def run(bench: Bench) -> None:
         problem = ""
         try:
             check(bench.device, bench.toy)
-        except Exception as error:  # the others are tried all the same
+        except Exception as error:  # the other checks still run
             problem = f"{type(error).__name__}: {error}"
         bench.emit({"what": name, "by": "ours", "result": "equal" if not problem else "WRONG", "failed": problem})
     ceiling = bench.copy_bytes_per_s()
@@ -235,7 +235,7 @@ def time_work(bench: Bench, work: Work, ceiling: float) -> None:
         row = {"what": work.name, "by": peer}
         try:
             row |= timing(bench, make(), work.size_bytes, ceiling)
-        except Exception as error:  # a peer that is missing, or fails here, is a finding, no failure of ours
+        except Exception as error:  # a peer that is missing or fails is a result, not a failure of ours
             row["note"] = f"not available: {type(error).__name__}: {str(error)[:160]}"
         bench.emit(row)
 
@@ -273,7 +273,7 @@ def quantising(bench: Bench) -> Iterator[Work]:
 
 
 def plain(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As one would write it in torch; without the check for NaN."""
+    """Plain torch code for the same, without the check for NaN."""
     rows, cols = weight.shape
     tiles = weight.view(rows // 128, 128, cols // 128, 128).float()
     scales = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(min=BLOCK.floor) / E4M3_MAX
@@ -300,7 +300,7 @@ def hashing(bench: Bench) -> Iterator[Work]:
 
 
 def scoring(bench: Bench) -> Iterator[Work]:
-    """The kernels on the logits of one chunk."""
+    """The log-prob kernels on the logits of one chunk."""
     tokens, vocabulary = (8, 300) if bench.toy else (1024, 128256)
     logits = torch.randn(tokens, vocabulary, device=bench.device)
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
@@ -334,7 +334,7 @@ def scoring(bench: Bench) -> Iterator[Work]:
 
 
 def from_hidden_states(bench: Bench, flops: float) -> None:
-    """Log-probs from hidden states and back: time as a fraction of the three matrix products that cannot be avoided."""
+    """Log-probs from hidden states, forward and backward, relative to the time of the three unavoidable matrix products."""
     tokens, width, vocabulary = (40, 64, 300) if bench.toy else (8192, 4096, 128256)
     hidden, weight = (
         torch.randn(n, width, device=bench.device, dtype=torch.bfloat16).mul_(0.1).requires_grad_() for n in (tokens, vocabulary)
@@ -373,7 +373,7 @@ def from_hidden_states(bench: Bench, flops: float) -> None:
                 raise
             row["note"] = f"not available: {type(problem).__name__}: {str(problem)[:160]}"
         if by == "ours":
-            limit = 1e-2 if not bench.cuda else 1e-5  # on a CPU the product rounds logits to bf16
+            limit = 1e-2 if not bench.cuda else 1e-5  # on a CPU, the matrix product rounds logits to bf16
             row |= {"error": error} | ({} if error <= limit else {"failed": f"log-probs from hidden states: error {error:.2e}"})
         bench.emit(row)
 

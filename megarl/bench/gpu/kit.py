@@ -1,9 +1,9 @@
-"""The program of `make gpu`, and, as run.py, that of the kit. It needs Python alone, and no network, and says what is missing.
+"""The program of `make gpu`; as run.py it is also the program of the kit. It needs only Python, no network, and says what is missing.
 
     python3 run.py [--output DIR] [--parts NAME,…] [--rehearse]
 
-The kit is this file beside a folder of wheels. They are unpacked to a temporary folder: nothing is installed. In a checkout, megarl itself
-comes from there, and only what this Python lacks is taken from the wheels of dist/gpu-kit, if that has been made.
+The kit is this file beside a folder of wheels, which are unpacked to a temporary folder: nothing is installed. In a checkout, megarl comes
+from the checkout. Packages that this Python lacks come from the wheels in dist/gpu-kit, if that exists.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ FROM_THE_KIT = ("megatron.core", "omegaconf", "yaml", "msgspec", "einops", "pack
 
 
 def missing(wheels, rehearse):
-    """What this machine lacks, one complaint each."""
+    """The problems with this machine, one text for each thing it lacks."""
     found = []
     for module in FROM_THE_MACHINE:
         if importlib.util.find_spec(module) is None:
@@ -74,7 +74,7 @@ def main():
 def importable(name):
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

@@ -1,4 +1,4 @@
-"""How the parts measure: times on a device, its two ceilings, and the models that are measured."""
+"""Shared by the parts: times on a device, its two ceilings, and the models to measure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from megarl.models.registry import load_spec
 from megarl.models.spec import ModelSpec
 
-# hidden, ffn, layers, heads, kv heads, head dim, vocabulary, tied; the shapes of Llama 3.2 1B and 3B, and of Llama 3.1 8B
+# hidden, ffn, layers, heads, kv heads, head dim, vocabulary, tied embedding: Llama 3.2 1B and 3B, and Llama 3.1 8B
 LLAMAS = {
     "toy": (256, 384, 2, 8, 4, 32, 512, True),
     "1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
     "3B": (3072, 8192, 28, 24, 8, 128, 128256, True),
     "8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
 }
-_LONG_MS = 300.0  # of repeats, beyond the first few
+_LONG_MS = 300.0  # total time of the repeats after the first few
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a part runs on, and where its rows go."""
+    """The device of a part, and the function that takes its rows."""
 
     device: torch.device
     toy: bool  # a rehearsal on a CPU: sizes so small that every part runs in seconds
-    emit: Callable[[dict[str, Any]], None]  # one row of the part's table; `failed` says what is wrong with it, if anything is
+    emit: Callable[[dict[str, Any]], None]  # takes one row of the part's table; `failed` in it is the reason of a failure
 
     @property
     def cuda(self) -> bool:
@@ -40,7 +40,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def median_ms(self, run: Callable[[], Any]) -> float:
-        """The median time of `run` once it is warm, on the device's own clock."""
+        """The median time of `run` after warm-up, on the device's own clock."""
         for _ in range(1 if self.toy else 3):
             run()
         self.wait()
@@ -62,13 +62,13 @@ class Bench:
         return begin.elapsed_time(end)
 
     def copy_bytes_per_s(self) -> float:
-        """Of a long copy within the device: bytes read plus bytes written."""
+        """Bandwidth of a long copy within the device: bytes read plus bytes written."""
         source = torch.randint(0, 256, (1 << 20 if self.toy else 1 << 31,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / self.median_ms(lambda: target.copy_(source)) * 1e3
 
     def matmul_flops(self) -> float:
-        """Of a large bf16 matrix product of random numbers (a GPU is faster on zeros)."""
+        """Speed of a large bf16 matrix product of random numbers (a GPU is faster on zeros)."""
         n = 64 if self.toy else 8192
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         return 2 * n**3 / self.median_ms(lambda: a @ b) * 1e3

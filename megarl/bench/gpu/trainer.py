@@ -1,4 +1,4 @@
-"""Megatron's trainer on one GPU, in bf16: tokens a second, MFU and peak memory, beside what the planner says of them."""
+"""Megatron's trainer on one GPU in bf16: tokens per second, MFU and peak memory, beside the planner's predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.models.spec import ModelSpec
 from megarl.trainer import cpu_support
 
 DTYPE = "bfloat16"
-TOLERANCE = 0.1  # of a log-prob: bf16 products of other shapes round otherwise
+TOLERANCE = 0.1  # most difference of a log-prob: bf16 products of different shapes round differently
 WARM_UP, STEPS = 2, 5
 
 
@@ -36,7 +36,7 @@ def run(bench: Bench, size: str) -> None:
         bench.emit({"what": f"not run: the planner says {planned.total / GIB:.1f} GiB, this GPU has {gpu.memory_gib:.1f} GiB"})
         return
     batch = sequences(bench, spec)
-    cpu_support.install()  # does nothing where CUDA is
+    cpu_support.install()  # does nothing if there is CUDA
     from megarl.trainer.cpu_support import layer_spec
     from megarl.trainer.distributed import init_distributed, shutdown_distributed
     from megarl.trainer.step import MegatronTrainer
@@ -71,7 +71,7 @@ def run(bench: Bench, size: str) -> None:
 
 
 def hardware(bench: Bench) -> Gpu:
-    """The planner's entry for this GPU; one that it does not know gets the measured rates in place of the data sheet's."""
+    """The planner's entry for this GPU. For an unknown GPU, measured rates replace those of the data sheet."""
     if not bench.cuda:
         return GPUS["cpu"]
     properties = torch.cuda.get_device_properties(bench.device)
@@ -85,7 +85,7 @@ def hardware(bench: Bench) -> Gpu:
 
 
 def sequences(bench: Bench, spec: ModelSpec) -> list[TrainSequence]:
-    """Lengths as RL has them: a prompt, and a response of lognormal length."""
+    """Sequences with typical lengths for RL: a prompt, and a response of lognormal length."""
     random = np.random.default_rng(0)
     prompt, median, longest, budget = (4, 12, 40, 256) if bench.toy else (256, 700, 8192, 65536)
     made: list[TrainSequence] = []
@@ -109,7 +109,7 @@ def workload(batch: Sequence[TrainSequence]) -> Workload:
 
 
 def fill(trainer) -> None:
-    """Random weights, drawn on the device."""
+    """Fills the model with random weights, drawn on the device."""
     torch.manual_seed(1)
     for values in trainer.local_parameters().values():
         if values.dim() > 1:
@@ -120,7 +120,7 @@ def fill(trainer) -> None:
 
 
 def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:
-    """A sequence among others gets the log-probs that it gets alone."""
+    """Checks that a sequence gets the same log-probs among others as alone."""
     some = sorted(batch, key=lambda each: len(each.token_ids))[:: max(1, len(batch) // 4)]
     together, alone = trainer.token_logprobs(some), [trainer.token_logprobs([each])[0] for each in some]
     apart = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(together, alone))
@@ -148,7 +148,7 @@ def negative_logprobs(logprobs: torch.Tensor, microbatch) -> LossOutput:
 
 
 def memory(bench: Bench, gpu: Gpu, planned) -> None:
-    """Peaks since the process began. What the runtime takes is what the device lacks beyond what PyTorch's allocator holds."""
+    """Memory peaks since the process began. The runtime's memory is what is used on the device beyond PyTorch's allocator."""
     parts = {name: value for name, value in vars(planned).items() if name != "runtime"}
     detail = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     if not bench.cuda:

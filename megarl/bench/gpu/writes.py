@@ -1,8 +1,9 @@
-"""Direct writes: this process plays a trainer rank, another one an engine, on the same GPU; the real map, transport, quantiser and audit.
+"""Direct writes between two processes on one GPU: this one plays a trainer rank, the other an engine. Map, transport, quantiser and audit
+are real.
 
-On a GPU the transport is CUDA IPC; in a rehearsal, shared memory. The ceiling is a copy of as many bytes within the device. What was
-written is checked twice: by the audit, which compares hashes of what was sent with hashes of what lies in the other process; and against
-the weights as the engine's layout wants them, cut from whole tensors and quantised by torch, without the map or the kernels.
+On a GPU the transport is CUDA IPC; in a rehearsal, shared memory. The ceiling is a copy of as many bytes within the device. The result is
+checked twice. The audit compares hashes of what was sent with hashes of the other process's memory. And the hashes are compared with those
+of the weights in the engine's layout, which torch has cut and quantised from whole tensors, without the map or the kernels.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(bench: Bench, how: str) -> None:
         failed = {"failed": f"not as gathered and then quantised by torch: {', '.join(wrong[:5])}"} if wrong else {}
         bench.emit({"what": "gathered, then quantised by torch", "note": "the same bits" if not wrong else "OTHER BITS"} | failed)
         moved = {"GB": size / 1e9, "writes": len(copies)}
-        least = 2 * size + (read + size if quantization else 0)  # copied; before that, what is quantised is read, and written once
+        least = 2 * size + (read + size if quantization else 0)  # the copy; a quantised weight is read and written before
         ideal_ms = least / ceiling * 1e3
         bench.emit({"what": "copy of as many bytes", "ms": ideal_ms, "gb_per_s": size / ideal_ms / 1e6} | moved)
         for what, audit in (("direct writes", False), ("direct writes, hashed at the sender", True)):
@@ -74,7 +75,7 @@ def run(bench: Bench, how: str) -> None:
 def expected(
     spec, destination: Layout, map: ReshardMap, weights: dict[str, torch.Tensor], quantization: str | None
 ) -> dict[str, torch.Tensor]:
-    """The engine's tensors, made from whole logical ones."""
+    """The engine's tensors, made from whole logical tensors."""
     device = next(iter(weights.values())).device
     logical = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=device) for t in hf_layout(spec, DTYPE).tensors(0)}
     for tensor in map.source.tensors(0):

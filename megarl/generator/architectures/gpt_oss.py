@@ -5,11 +5,11 @@ from sglang.srt.models import gpt_oss
 
 
 class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
-    """SGLang's (0.5.23) keeps sinks in bfloat16, in a model of float32 too, and loads all experts on every rank."""
+    """Like SGLang's class (0.5.23), which keeps sinks in bfloat16 even in a float32 model, and loads all experts on every rank."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        layers: Any = self.model.layers  # which a checker takes for any module
+        layers: Any = self.model.layers  # Any, since a type checker does not know its elements
         for layer in layers:
             attention = layer.self_attn
             sinks = attention.sinks.to(torch.promote_types(attention.sinks.dtype, attention.qkv_proj.weight.dtype))

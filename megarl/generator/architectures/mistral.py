@@ -2,7 +2,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """As SGLang's own (0.5.23), whose module takes seconds to import, because it also imports models that see."""
+    """Like SGLang's class (0.5.23). Its own module takes seconds to import, since it also imports vision models."""
 
 
 EntryClass = MistralForCausalLM

@@ -3,7 +3,7 @@ from sglang.srt.models import qwen2, qwen2_classification, qwen2_rm
 
 
 class Qwen2ForSequenceClassification(qwen2_classification.Qwen2ForSequenceClassification):
-    """SGLang's (0.5.23) adds a bias to the scores, of random numbers, since checkpoints have none."""
+    """Like SGLang's class (0.5.23), without its bias of the scores: checkpoints have none, so it would be random."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -3,7 +3,7 @@ from sglang.srt.models import qwen3, qwen3_classification
 
 
 class Qwen3ForSequenceClassification(qwen3_classification.Qwen3ForSequenceClassification):
-    """SGLang's (0.5.23) adds a bias to the scores, of random numbers, since checkpoints have none."""
+    """Like SGLang's class (0.5.23), without its bias of the scores: checkpoints have none, so it would be random."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

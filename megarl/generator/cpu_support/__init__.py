@@ -1,8 +1,8 @@
-"""Everything that real SGLang needs to run without a GPU. Where CUDA is present, nothing here has any effect.
+"""Makes real SGLang run without a GPU. If there is CUDA, nothing here has any effect.
 
-SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA only. torchvision's wheel on PyPI is for
-CUDA too, and installing it beside another build of torch keeps transformers from importing models. In processes that called `install`,
-stand-ins answer both imports.
+SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA only. torchvision's wheel on PyPI is also
+for CUDA; beside another build of torch it would keep transformers from importing models. In processes that have called `install`, stand-ins
+replace both packages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.messaging.members import members_only
 
-ABSENT = {  # (the release in requirements/gpu.txt, why its names cannot be called)
+ABSENT = {  # package -> (release in requirements/gpu.txt, why its functions cannot be called)
     "sgl_kernel": ("0.4.10", "is a CUDA kernel; it has no CPU counterpart"),
     "torchvision": ("0.29.2", "is not there; language models read no images"),
 }
@@ -31,16 +31,16 @@ def cuda_available() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")  # the driver
     except OSError:
-        return False  # found out without importing torch, which takes seconds
+        return False  # tested without importing torch, which takes seconds
     import torch
 
     return torch.cuda.is_available()
 
 
 def install() -> None:
-    """Puts the import finder in front. Idempotent, and cheap: torch is looked at only when one of the two packages is imported.
+    """Installs the import finder. Idempotent and cheap: torch is imported only when one of the two packages is.
 
-    Only for processes that run SGLang: it makes other code believe that torchvision is installed."""
+    Only for processes that run SGLang, since it makes other code believe that torchvision is installed."""
     if not any(isinstance(finder, _CpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _CpuFinder())
 
@@ -77,22 +77,22 @@ def register_hooks() -> None:
 
 
 def _fork_workers(result: None, server_args: object) -> None:
-    """Runs after SGLang has chosen to spawn its workers, as CUDA demands.
+    """Runs after SGLang has chosen to spawn its workers, which CUDA requires.
 
-    Without CUDA they can be forked, which saves ten seconds at start-up and two of three copies of the imported code.
+    Without CUDA they can be forked. That saves ten seconds at start-up, and two of three copies of the imported code.
     """
     gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _sleep_while_paused(result: None, scheduler: Any) -> None:
-    """Runs in each turn of a paused scheduler's loop, which SGLang lets spin: it sleeps on idle (`sleep_on_idle`), but not while paused. An
-    update would share the core that the spinning takes."""
+    """Runs in each turn of a paused scheduler's loop, and makes it sleep. SGLang sleeps when idle (`sleep_on_idle`) but spins when paused,
+    which would slow down an update on the same core."""
     scheduler.maybe_sleep_on_idle()
 
 
 def _not_pinned(*_: object) -> None:
-    """Runs instead of the pinning of host memory for recorded expert ids: without CUDA no device reads it."""
+    """Replaces pinning of host memory for recorded expert ids. Without CUDA no device reads that memory."""
 
 
 def _pin_nothing(*_: object) -> None:
@@ -116,7 +116,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_members_only(original: Callable[..., None], **settings: object) -> None:
-    """Runs around the creation of an engine's process groups, which all use gloo, and admits only their members."""
+    """Runs around the creation of an engine's process groups, which all use gloo. Admits only their members."""
     with members_only():
         original(**settings)
 
@@ -147,7 +147,7 @@ class _StandInLoader(importlib.abc.Loader):
 
 
 class _GatedDeltaNetLoader(importlib.abc.Loader):
-    """SGLang takes functions from the module, and others from torch's operators."""
+    """Loads gated_delta_net.py, from which SGLang takes some functions. It takes others from torch's operators."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None

@@ -1,6 +1,7 @@
-"""Batches SGLang's `torch_native` attention, which loops over the sequences: hundreds of tiny calls a layer. Adds the sinks of heads.
+"""Batches SGLang's `torch_native` attention, which loops over the sequences with hundreds of tiny calls per layer. Also adds sinks of
+heads.
 
-Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked out, so each sequence gets the same
+Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked, so each sequence gets the same
 result as from the loop, up to rounding. The functions are hooked AROUND the two loops, which still do everything except causal
 self-attention.
 """
@@ -16,13 +17,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megarl.generator.cpu_support import speculative
 
-_CHUNK_ELEMENTS = 1 << 24  # of padded keys and of the mask: bounds the memory that padding takes
+_CHUNK_ELEMENTS = 1 << 24  # most elements of padded keys and of the mask; bounds the memory for padding
 
 
 def forward(original: Callable[..., torch.Tensor], backend: Any, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> Any:
-    """Runs around the backend's two entry points, which know no `sinks`: [Hq] logits that take a share of each head's attention."""
+    """Runs around the backend's two entry points, and adds `sinks`: [Hq] logits that take a share of each head's attention."""
     backend.sinks = sinks
-    batch = named["forward_batch"] if "forward_batch" in named else arguments[4]  # behind q, k, v and the layer
+    batch = named["forward_batch"] if "forward_batch" in named else arguments[4]  # after q, k, v and the layer
     with speculative.lengths(backend, batch):
         return original(backend, *arguments, **named)
 
@@ -80,7 +81,7 @@ def _beyond_self_attention(encoder_lens: torch.Tensor | None, options: dict[str,
 
 
 def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """[..., keys]: which keys a query at `position` [...] attends to. With a window: the `window` keys before it, and its own."""
+    """[..., keys]: which keys a query at `position` [...] attends to. With a window: its own key and the `window` keys before it."""
     back = position[..., None] - torch.arange(keys)
     return (back >= 0) if window is None else (back >= 0) & (back <= window)
 
@@ -88,8 +89,8 @@ def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """q [b, Hkv, G * E, D], k and v [b, Hkv, L, D], mask [b, 1, 1 or G * E, L]. A sink is the score of one more key, whose value is zero;
-    one more dim is for that."""
+    """q [b, Hkv, G * E, D], k and v [b, Hkv, L, D], mask [b, 1, 1 or G * E, L]. A sink is the score of an additional key with value zero;
+    one additional dim makes room for it."""
     if sinks is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     assert scaling is not None
@@ -125,7 +126,7 @@ def _attend(
         token = torch.where(is_query, first_token[part, None] + steps, 0)  # [b, E] row of `query`
         slots = req_to_token[rows[part], : int(total.max())]  # [b, L]
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
-        # Query padding repeats row 0, and its result is dropped; key padding lies after every real query.
+        # Query padding repeats row 0, and its result is dropped. Key padding comes after every real query, which does not see it.
         mask = _seen(position, slots.shape[1], window)  # [b, E, L]
         if tree is not None:
             mask = mask & _on_branch(tree[part], total - new, slots.shape[1])
@@ -139,7 +140,7 @@ def _attend(
 
 
 def _on_branch(tree: torch.Tensor, prefix: torch.Tensor, keys: int) -> torch.Tensor:
-    """[b, n, keys]: which keys a token of a draft sees: all of the `prefix` [b], and of the n tokens behind it those of its branch."""
+    """[b, n, keys]: which keys a token of a draft sees: the whole `prefix` [b], and those of the n drafted tokens on its branch."""
     place = torch.arange(keys) - prefix[:, None]  # [b, keys] in the draft
     inside = place.clamp(0, tree.shape[-1] - 1)[:, None].expand(-1, tree.shape[1], -1)
     return tree.gather(-1, inside) | (place < 0)[:, None]

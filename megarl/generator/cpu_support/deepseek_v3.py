@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in SGLang without CUDA: one form of latent attention, plain rotary embedding, the router as GPUs compute it."""
+"""DeepSeek-V3 in SGLang without CUDA: one form of latent attention, the rotary embedding, and the router as GPUs compute it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def register_hooks() -> None:
 
 def always_absorbed(result: Any, *_: Any) -> Any:
     """Runs after the choice of a form of attention, and always takes the absorbed one. For prompts SGLang would compute keys and values of
-    all heads, which `torch_native` would look for in the cache; but that holds only latents, which the absorbed form reads and writes."""
+    all heads, and `torch_native` would look for them in the cache. But the cache has only latents, which the absorbed form reads and
+    writes."""
     return type(result).MLA
 
 
 def router_logits(original: Callable[..., torch.Tensor], gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Router logits, float32 [T, E], of hidden states [T, H]. GPUs keep bf16 products in float32; the original would round the scores."""
+    """Router logits, float32 [T, E], from hidden states [T, H]. GPUs keep bf16 products in float32. The original would round them."""
     return F.linear(hidden_states.float(), gate.weight.float())
 
 
@@ -39,7 +40,7 @@ def rope(
     head_size: int,
     rotary_dim: int,
     max_position: int,
-    base: int,  # SGLang declares it so; it may be a float
+    base: int,  # declared so by SGLang, but may be a float
     is_neox_style: bool = True,
     rope_scaling: dict[str, Any] | None = None,
     *options: Any,
@@ -54,11 +55,11 @@ def rope(
 
 
 def whole(original: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, None]:
-    """Dequantises kv_b_proj to bf16, as SGLang does on GPUs, instead of requantising it with one scale, as it does elsewhere."""
+    """Dequantises kv_b_proj to bf16, as SGLang does on GPUs. Elsewhere it would requantise it with one scale."""
     return dequantised(codes, scales, (block[0], block[1])).to(torch.bfloat16), None
 
 
 def uncompiled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a function eagerly that torch would compile, with a C++ compiler that may be missing."""
+    """Runs a function eagerly. torch would compile it, with a C++ compiler that may be missing."""
     with torch.compiler.set_stance("force_eager"):
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Data-parallel attention in SGLang without CUDA: adds what `torch_native` attention lacks, and stops loops that spin on the cores."""
+"""Data-parallel attention in SGLang without CUDA: adds what `torch_native` attention lacks, and replaces loops that spin."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def register_hooks() -> None:
 
 
 def allow_padding(result: None, backend: Any, *_: Any) -> None:
-    """Runs after the constructor. Replicas with fewer tokens pad their batches with sequences of this length, which must have a key."""
+    """Runs after the constructor. Replicas with fewer tokens pad their batches with sequences of this length, so it must be at least 1."""
     backend.get_cpu_graph_seq_len_fill_value = lambda: 1
 
 
 def reduce_scatter(
     original: Callable[..., torch.Tensor], group: Any, values: torch.Tensor, output: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    """Replaces an operation that only NCCL has: each replica gets the sums over all experts for its share (`sizes`) of the tokens."""
+    """Replaces an operation that only NCCL has. Each replica gets the sums over all experts for its share (`sizes`) of the tokens."""
     return group._deterministic_reduce_scatterv(values, output, sizes)
 
 
 def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
-    """Replaces the loop that hands requests to replicas, which polls without a pause."""
+    """Replaces the loop that gives requests to replicas, since the original polls without a pause."""
     from sglang.srt.managers.io_struct import sock_recv
 
     while True:
@@ -42,8 +42,8 @@ def wait_for_messages(original: Callable[..., None], controller: Any) -> None:
 
 
 def sleep_briefly(original: Callable[..., None], sleeper: Any) -> None:
-    """Shortens the sleep of an idle rank, which lasts a second or until something arrives for it. With replicas it may arrive for another
-    rank, which then waits for this one."""
+    """Shortens the sleep of an idle rank. The original lasts a second, or until a request arrives for this rank. With replicas one may
+    arrive for another rank, which then waits for this one."""
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().attn_dp_enabled:

@@ -1,6 +1,6 @@
-"""fp8 weights in SGLang without fp8 hardware: they are kept as loaded, and dequantised for each product. Activations are not quantised.
+"""fp8 weights in SGLang without fp8 hardware. They are kept as loaded and dequantised for each product. Activations are not quantised.
 
-SGLang's own CPU path asserts AMX and would repack the weights. Its results on GPUs differ, because it quantises activations there.
+SGLang's own CPU path requires AMX and would repack the weights. Its results on GPUs differ, since it quantises activations there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register_hooks() -> None:
 
 
 def keep(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
-    """Replaces process_weights_after_loading of linear layers and of experts, to keep the weights as they are."""
+    """Replaces process_weights_after_loading of linear layers and experts. Keeps the weights as they are."""
     if not method.block_quant:
         raise NotImplementedError("without CUDA, quantization=fp8 is served in blocks only")
 
@@ -48,7 +48,7 @@ def supported(original: Callable[..., bool], config: Any, min_capability: int, e
 def scaled_fp8_quant(
     original: Callable[..., Any], values: torch.Tensor, scale: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replaces the kernel by which post-load work brings the parts of a fused weight to one scale."""
+    """Replaces the kernel that converts the parts of a fused weight to one scale after loading."""
     assert scale is not None and not options
     limit = torch.finfo(torch.float8_e4m3fn).max
     return (values.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn), scale

@@ -1,9 +1,9 @@
-"""Gated delta nets, and gated attention beside them, in SGLang without CUDA: torch versions of what SGLang calls of sgl_kernel, and of
-three Triton kernels.
+"""Gated delta nets and their gated attention in SGLang without CUDA: torch versions of the functions that SGLang calls in sgl_kernel, and
+of three Triton kernels.
 
-`sgl_kernel.mamba` and the operators of sgl_kernel are built for CPUs with AMX, and are on no index. This module stands in for both.
-SGLang keeps two states for a request in a slot of its pool: the newest inputs of the convolution, [slots, channels, width - 1], and of
-each head what the delta rule has written, [slots, heads, dv, dk].
+`sgl_kernel.mamba` and the operators of sgl_kernel are built only for CPUs with AMX, and are on no package index. This module replaces both.
+SGLang keeps two states of a request in a slot of its pool: the newest inputs of the convolution, [slots, channels, width - 1], and for each
+head the state of the delta rule, [slots, heads, dv, dk].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     norms = "sglang.kernels.ops.attention.fla."
-    for norm in ("fused_norm_gate.FusedRMSNormGated", "layernorm_gated.RMSNorm"):  # of Qwen3-Next, and of Qwen3.5
+    for norm in ("fused_norm_gate.FusedRMSNormGated", "layernorm_gated.RMSNorm"):  # Qwen3-Next's and Qwen3.5's
         HookRegistry.register(f"{norms}{norm}.forward", gated_norm, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", built, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.qwen2_moe.fused_gate_sigmoid_mul_add", add_gated, HookType.AROUND)
@@ -39,7 +39,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """x [channels, t], new tokens of several requests end to end -> the same shape; the requests' states are replaced."""
+    """x [channels, t], new tokens of several requests end to end -> the same shape. Updates the requests' states."""
     assert bias is None and activation == "silu"
     out, starts = torch.empty_like(x), query_start_loc.tolist()
     for start, end, slot, goes_on in zip(starts, starts[1:], cache_indices.tolist(), has_initial_state.tolist()):
@@ -59,7 +59,7 @@ def causal_conv1d_update_cpu(
     *,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """x [requests, channels], one new token of each -> the same shape; the requests' states are replaced."""
+    """x [requests, channels], one new token of each request -> the same shape. Updates the requests' states."""
     assert bias is None and activation == "silu"
     slots = conv_state_indices.long()
     seen = torch.cat([conv_states[slots].to(x.dtype), x[..., None]], dim=-1)
@@ -79,7 +79,7 @@ def chunk_gated_delta_rule_cpu(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """q and k [1, t, key heads, dk], v [1, t, heads, dv], g and beta [1, t, heads] -> [1, t, heads, dv]; states are replaced."""
+    """q and k [1, t, key heads, dk], v [1, t, heads, dv], g and beta [1, t, heads] -> [1, t, heads, dv]. Updates the states."""
     q, k = (_of_value_heads(x[0], v.size(2)) for x in (q, k))
     slots = initial_state_indices.long()
     out, states = gated_delta_rule(q, k, v[0], g[0], beta[0], cu_seqlens.tolist(), initial_state[slots].mT)
@@ -88,7 +88,7 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_gdn_gating_cpu(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm of each head's decay, and how strongly it writes: both [1, t, heads] of a and b [t, heads]."""
+    """The logarithm of each head's decay, and the strength of its writes: both [1, t, heads], from a and b [t, heads]."""
     decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -106,7 +106,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     initial_state_indices: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """The same for one new token of each request: q and k [1, requests, key heads, dk] -> [1, requests, heads, dv]."""
+    """The gated delta rule for one new token of each request: q and k [1, requests, key heads, dk] -> [1, requests, heads, dv]."""
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     q, k = (_of_value_heads(x[0], v.size(2)) for x in (q, k))
     slots = initial_state_indices.long()
@@ -118,7 +118,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, key_heads: int, heads: int, dk: int, dv: int
 ) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values [t, channels], output gates [t, heads, dv], betas and alphas [t, heads], of what lies kind by kind."""
+    """Queries, keys and values [t, channels], output gates [t, heads, dv], betas and alphas [t, heads]. The inputs are sorted by kind."""
     qkv, z = qkvz.split([2 * key_heads * dk + heads * dv, heads * dv], dim=-1)
     b, a = ba.split(heads, dim=-1)
     return qkv.contiguous(), z.unflatten(-1, (heads, dv)).contiguous(), b.contiguous(), a.contiguous()
@@ -127,7 +127,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     q_gate: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, d: int, heads: int
 ) -> tuple[torch.Tensor, ...]:
-    """Normed queries [t, heads, d] and keys, and the gates [t, heads, d] that lie behind each head's queries."""
+    """Normed queries [t, heads, d] and keys, and the gates [t, heads, d], which follow each head's queries in `q_gate`."""
     q, gate = q_gate.unflatten(-1, (heads, 2, d)).unbind(-2)
     return *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, d), gate.contiguous()
 
@@ -135,7 +135,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 def fused_qk_gemma_rmsnorm_cpu(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, d: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero-centred norms of each head."""
+    """Queries and keys, normalised per head with zero-centred weights."""
     q, k = (
         F.rms_norm(x.float().unflatten(-1, (-1, d)), (d,), 1.0 + weight.float(), eps).to(x.dtype).contiguous()
         for x, weight in ((q, q_weight), (k, k_weight))
@@ -159,12 +159,12 @@ OPERATORS = (
 
 
 def _of_value_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Normalised queries or keys, float32, those of a key head for each of its value heads."""
+    """Normalised queries or keys in float32, repeated for each value head of their key head."""
     return l2norm(x.float()).repeat_interleave(heads // x.size(1), dim=1)
 
 
 def built(original: Callable[..., None], layer: Any, *arguments: Any, **named: Any) -> None:
-    """Runs around the making of a layer, which asks torch for its devices' module: where torch is built for CUDA, that is CUDA's."""
+    """Runs around the constructor of a layer, which asks torch for the device's module. A torch for CUDA would return CUDA's."""
     chosen = torch.get_device_module
     torch.get_device_module = lambda *_: torch.cpu  # type: ignore[assignment]
     try:
@@ -174,7 +174,7 @@ def built(original: Callable[..., None], layer: Any, *arguments: Any, **named: A
 
 
 def gated_norm(original: Callable[..., torch.Tensor], norm: Any, x: torch.Tensor, gate: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Runs instead of the Triton kernel of a norm that is gated."""
+    """Replaces the Triton kernel of a gated norm."""
     assert norm.activation in ("swish", "silu")
     return (F.rms_norm(x.float(), (x.size(-1),), norm.weight.float(), norm.eps) * F.silu(gate.float())).to(x.dtype)
 
@@ -182,5 +182,5 @@ def gated_norm(original: Callable[..., torch.Tensor], norm: Any, x: torch.Tensor
 def add_gated(
     original: Callable[..., None], hidden: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, output: torch.Tensor
 ) -> None:
-    """Runs instead of the Triton kernel that adds to `output` what the shared expert made of `hidden`, through its gate."""
+    """Replaces the Triton kernel that adds the gated output of the shared expert to `output`."""
     output += (hidden.float() @ weight.float()).sigmoid()[:, None].to(shared.dtype) * shared

@@ -1,5 +1,5 @@
-"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens that go to another rank's experts. And
-gpt-oss's, whose activation SGLang compiles, with a C++ compiler that may be missing."""
+"""SGLang's native mixture of experts under expert parallelism: the original cannot handle tokens for experts of another rank. Also
+gpt-oss's activation, which SGLang would compile with a C++ compiler that may be missing."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor
 
 
 def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """Of gate and up in turns (gpt-oss)."""
+    """gpt-oss's activation. In `both`, gate and up alternate."""
     gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)

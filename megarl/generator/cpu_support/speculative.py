@@ -1,10 +1,11 @@
-"""Speculative decoding in SGLang without CUDA: drafts of one row of tokens, by a draft model or by n-grams.
+"""Speculative decoding in SGLang without CUDA: drafts are single chains of tokens, made by a draft model or from n-grams.
 
-SGLang's own kernels for CPUs are in a build of sgl_kernel that is not on PyPI; what it calls of them is here, for rows alone, without
-branches. `torch_native` attention knows neither passes that verify drafts nor steps of a draft model.
+SGLang's own CPU kernels are in a build of sgl_kernel that is not on PyPI. The kernels that it calls are here, for chains only, without
+branches. `torch_native` attention has neither passes that verify drafts nor the steps of a draft model.
 
-Without CUDA SGLang keeps a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), whatever the temperature. Here it
-draws a token at each place, and keeps the draft as far as it agrees: Gumbel noise on the logits makes the likeliest one a draw.
+Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), whatever the temperature. Here a
+token is sampled at each place, and the draft is accepted as far as it agrees: with Gumbel noise on the logits, the likeliest token is a
+sample.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def register_hooks() -> None:
 
 
 def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *arguments: Any, **named: Any) -> Any:
-    """Runs around the choice of the tokens that are kept. Log-probs are taken from the logits as they were."""
+    """Runs around the choice of accepted tokens. Log-probs are taken from the logits without noise."""
     logits, info = logits_output.next_token_logits, batch.sampling_info
     if batch.forward_mode.is_idle() or info.is_all_greedy:
         return original(verify_input, batch, logits_output, *arguments, **named)
@@ -43,12 +44,12 @@ def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_ou
 
 
 def share(original: Callable[..., None], model: Any, embedding: torch.nn.Parameter, head: torch.nn.Parameter) -> None:
-    """Runs instead of the original, which waits for a GPU at its end."""
+    """Replaces the original, which waits for a GPU at its end."""
     model.model.embed_tokens.weight, model.lm_head.weight = embedding, head
 
 
 def draft_backend(original: Callable[..., Any], factory: Any, kind: str, *_: Any, **__: Any) -> Any:
-    """Runs around the choice of a draft model's attention, which has none for `torch_native`."""
+    """Runs around the choice of a draft model's attention. The original has none for `torch_native`."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     if kind != "decode_attention_backend":
@@ -60,7 +61,7 @@ def draft_backend(original: Callable[..., Any], factory: Any, kind: str, *_: Any
 
 
 class Steps:
-    """The attention of a draft model's steps, each of which sees one more drafted token."""
+    """The attention in the steps of a draft model. Each step sees one more drafted token."""
 
     def __init__(self, attn_backends: list[Any]):
         self.attn_backends = attn_backends
@@ -75,9 +76,9 @@ class Steps:
 
 @contextlib.contextmanager
 def lengths(backend: Any, batch: Any) -> Iterator[None]:
-    """Around attention: of a pass that verifies a draft, or of a step of a draft model, the lengths that `torch_native` asks for.
+    """Runs around attention. In a pass that verifies a draft, or a step of a draft model, sets the lengths that `torch_native` reads.
 
-    `backend.tree` [b, n, n]: which of the tokens of a draft see each other; None: each sees those before it.
+    `backend.tree` [b, n, n]: which tokens of a draft see each other. None: each token sees those before it.
     """
     own = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
     backend.tree = None
@@ -95,13 +96,13 @@ def lengths(backend: Any, batch: Any) -> Iterator[None]:
         batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = own
 
 
-# Kernels of sgl_kernel, by its names and in its order of arguments. They write to the argument that each describes.
+# Kernels of sgl_kernel, with its names and order of arguments. Each docstring describes the argument that the kernel writes to.
 
 
 def assign_extend_cache_locs_cpu(
     rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, out: torch.Tensor, *_: Any
 ) -> None:
-    """`out`: the slots first .. end of each request, one after the other."""
+    """`out`: the slots from `first` to `end` of each request, one after the other."""
     found = [table[row, a:b] for row, a, b in zip(rows.tolist(), first.tolist(), end.tolist())]
     packed = torch.cat(found)
     out[: len(packed)] = packed
@@ -110,7 +111,7 @@ def assign_extend_cache_locs_cpu(
 def assign_req_to_token_pool_cpu(
     rows: torch.Tensor, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, slots: torch.Tensor, width: int
 ) -> None:
-    """`table`: the new `slots`, at first .. end of each request."""
+    """`table`: gets the new `slots`, from `first` to `end` of each request."""
     for row, a, b, part in zip(rows.tolist(), first.tolist(), end.tolist(), slots.split((end - first).tolist())):
         table[row, a:b] = part
 
@@ -118,7 +119,7 @@ def assign_req_to_token_pool_cpu(
 def assign_draft_cache_locs_contiguous_cpu(
     rows: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, width: int, topk: int, count: int
 ) -> None:
-    """`out`: the `count` slots of each request behind its `lengths`."""
+    """`out`: the `count` slots after `lengths` of each request."""
     assert topk == 1
     assign_extend_cache_locs_cpu(rows, table, lengths, lengths + count, out)
 
@@ -132,13 +133,13 @@ def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, row_bytes: torch.Tensor
 
 
 def fill_accept_out_cache_loc_cpu(kept: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """`out`: the slots of the tokens that are kept, one after the other; -1 in `kept` stands for none."""
+    """`out`: the slots of accepted tokens, one after the other. -1 in `kept` stands for none."""
     found = slots[kept.flatten()[kept.flatten() >= 0].long()]
     out[: len(found)] = found
 
 
 def fill_bonus_tokens_cpu(tokens: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, stride: int) -> None:
-    """`out`: the last token of each request that is kept, of `stride` each."""
+    """`out`: the last accepted token of each request, which has `stride` tokens."""
     out.copy_(tokens.flatten()[torch.arange(len(counts)) * stride + counts - 1])
 
 
@@ -153,7 +154,7 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """`predicts`: the token behind each that is kept; `accept_index`: the places of these; `accept_token_num`: how many were drafted."""
+    """`predicts`: the token after each accepted one; `accept_index`: their places; `accept_token_num`: how many of them were drafted."""
     drawn_tokens, most = target_predict.flatten(), accept_index.shape[1]
     for request, drafted in enumerate(candidates.tolist()):
         children, siblings, places = (each[request].tolist() for each in (retrive_next_token, retrive_next_sibling, retrive_index))
@@ -186,7 +187,7 @@ def build_tree_kernel_efficient_cpu(
     tokens: int,
     mask_mode: Any,
 ) -> None:
-    """All but the first three, of a draft that is a row: the token of the model, then the drafted ones."""
+    """Writes all but the first three arguments. The draft is a chain: the model's token, then the drafted ones."""
     assert topk == 1
     row = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool))
     mask.copy_(row.expand(len(lengths), -1, -1).flatten())
@@ -208,8 +209,8 @@ def _describe(
     requests: int,
     tokens: int,
 ) -> None:
-    """The tree of a `mask` [b * n * n] that says which tokens precede each: positions, and for each token its number among all of the
-    batch, its first child and its next sibling, or -1."""
+    """The tree behind a `mask` [b * n * n], which says which tokens precede each token. Returns positions, and for each token its number
+    within the batch, its first child and its next sibling, or -1."""
     before = mask.view(requests, tokens, tokens).bool().tril(-1)
     positions.copy_((before.sum(-1) + lengths[:, None]).flatten())
     places.copy_(torch.arange(requests * tokens).view(requests, tokens))
@@ -221,5 +222,5 @@ def _describe(
 
 
 def _first(found: torch.Tensor) -> torch.Tensor:
-    """The first true place in the last dim, or -1."""
+    """The index of the first true element in the last dim, or -1."""
     return torch.where(found.any(-1), found.int().argmax(-1), -1)

@@ -1,4 +1,4 @@
-"""The interface of rollouts: what one is given, and what it must return. To write one, this file is all you need to know."""
+"""The interface of rollouts: what a rollout is given, and what it must return. This file is all you need to write one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megarl.rewards.score import Score, ScoreRequest
 
 class Generate(Protocol):
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
-        """Returns n independent continuations of the token ids, each token with its log-prob and the weight version that produced it.
+        """Returns n independent continuations of `prompt_ids`. Each token comes with its log-prob and the weight version that sampled it.
 
-        The engine is chosen by load. Weight updates may happen in between; the caller need not care.
+        The least loaded engine serves the request. Weight updates may happen meanwhile; the caller does not have to handle them.
         """
         ...
 
 
 class RunInWorker(Protocol):
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a module's function in a worker process within rollout.tool_timeout_s. Arguments and result must be JSON.
+        """Runs a module-level function in a worker process, for at most rollout.tool_timeout_s. Arguments and result must be JSON.
 
-        Raises: ToolError, with the message of the function's ValueError, or saying how else it failed.
+        Raises: ToolError with the message of the function's ValueError, or with the reason of any other failure.
         """
         ...
 
@@ -43,20 +43,21 @@ class RolloutContext:
 
     tokenizer: Tokenizer
     generate: Generate
-    score: Callable[[ScoreRequest], Awaitable[Score]]  # by the run's verifier; to score a transcript: context.score(transcript.to_score)
+    score: Callable[[ScoreRequest], Awaitable[Score]]  # calls the run's verifier, such as context.score(transcript.to_score)
     run_in_worker: RunInWorker
     tool_timeout_s: float  # the limit for any tool
 
 
 class Rollout(Protocol):
-    """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class constructed with the tokenizer.
+    """A rollout takes a prompt and returns n samples. It is an async function, or an object of a class whose constructor takes the
+    tokenizer.
 
-    `rollout.args` are its keyword-only arguments (of a class: those of its constructor), checked against their annotations. It runs
-    in the generator's event loop, many times at once, so it must await whatever takes time. An object's `check`, if it has one, is
-    awaited before anything starts, and raises ConfigError; its `close` at the end of the run.
+    `rollout.args` become keyword-only arguments of the function, or of the class's constructor, and are checked against their annotations.
+    A rollout runs in the generator's event loop, many times at once, so it must await whatever takes time. If an object has `check`, it is
+    awaited before anything starts and may raise ConfigError. If it has `close`, that is awaited at the end of the run.
 
-    An episode that is more than one sequence (`Sample.branch`) has several samples in a row. Where samples do not begin with the prompt's
-    token ids, a Group with the prompt that they do begin with is returned.
+    An episode may consist of several sequences. Its samples then follow each other in the list, and all but the first have `Sample.branch`
+    above 0. If samples begin with other token ids than the prompt's, return a Group with the prompt that they begin with.
     """
 
     async def __call__(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample] | Group: ...
@@ -67,11 +68,11 @@ class ToolError(Exception):
 
 
 def sample_problems(samples: Any, n: int, max_tokens: int, vocab_size: int, replayed: bool = False) -> list[str]:
-    """Lists what is wrong with the samples that a rollout returned; empty if nothing is. `replayed`: they must have kept sets."""
+    """The problems with the samples that a rollout returned; empty if they are valid. `replayed`: samples must have kept sets."""
     if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
         return [f"it must return a list of Sample, not {type(samples).__name__}"]
     if samples and samples[0].branch:
-        return [f"the first sample has branch={samples[0].branch}, but no sample before it is of the same episode"]
+        return [f"the first sample has branch={samples[0].branch}, but no sample of the same episode comes before it"]
     if len(whole := episodes(samples)) != n:
         return [f"it must return {n} samples, not {len(whole)}"]
     found = [
@@ -110,21 +111,21 @@ def _problems(sample: Sample, max_tokens: int, vocab_size: int, replayed: bool) 
 
 
 def _finite(number: Any) -> bool:
-    """A bool does not count as a number: MessagePack would not send it to the trainer as one."""
+    """Whether `number` is finite. A bool is not a number here, since MessagePack would not send it to the trainer as one."""
     return (type(number) is float and math.isfinite(number)) or (type(number) is int and abs(number) <= MAX_REWARD)
 
 
-# Builds one sample from what the policy and the environment write in turn.
+# Builds one sample from the alternating turns of policy and environment.
 
 
 @dataclass
 class Transcript:
-    """Token ids are only ever appended. Sampled text is never tokenised again, since that could give other ids."""
+    """A sample under construction. Token ids are only ever appended. Sampled text is never tokenised again, which could give other ids."""
 
     prompt: Prompt
     tokenizer: Tokenizer
     max_tokens: int  # of the response, including the environment's tokens
-    sample_index: int = 0  # which of the prompt's samples
+    sample_index: int = 0  # index among the prompt's samples
     last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
     _ids: array[int] = field(default_factory=partial(array, "i"))
@@ -138,7 +139,7 @@ class Transcript:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and the response so far, which the next turn continues."""
+        """The prompt and the response so far: what the next turn continues."""
         return self.prompt.token_ids + self._ids.tolist()
 
     @property
@@ -146,20 +147,20 @@ class Transcript:
         return self.max_tokens - len(self._ids)
 
     def turn(self, sampling: Sampling, max_tokens: int | None = None) -> Sampling:
-        """`sampling` for the next turn, with as many tokens as are left, but at most `max_tokens`."""
+        """`sampling` for the next turn, limited to the tokens that are left and to `max_tokens`."""
         return replace(sampling, max_tokens=self.tokens_left if max_tokens is None else min(max_tokens, self.tokens_left))
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, completion.kept, mine=True)
-        # Each answer covers all positions so far. Earlier turns keep the experts that they were sampled with.
+        # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self.last_text = self.tokenizer.decode(completion.token_ids)
         self._text += self.last_text
-        # A turn that was cut at a limit of its own leaves the response room to go on.
+        # A turn that was cut at its own limit does not end the response.
         self.finish_reason = "stop" if self.tokens_left > 0 else completion.finish_reason
 
     def add_environment(self, token_ids: Sequence[int]) -> bool:
-        """Appends the environment's answer. Returns False, and appends nothing, if that would leave the policy no tokens."""
+        """Appends the environment's answer. If that would leave no tokens for the policy, appends nothing and returns False."""
         if len(token_ids) >= self.tokens_left:
             self.finish_reason = "length"
             return False
@@ -171,7 +172,7 @@ class Transcript:
 
     @property
     def to_score(self) -> ScoreRequest:
-        """The request to score the response so far; its text is that of the last turn."""
+        """The request to score the response so far. Its text is the text of the last turn."""
         return ScoreRequest(
             response=self.last_text,
             answer=self.prompt.answer,
@@ -186,7 +187,7 @@ class Transcript:
         )
 
     def sample(self, reward: Score | float, **metrics: float) -> Sample:
-        """The finished sample, with the verifier's score or a reward of the rollout's own."""
+        """The finished sample. `reward` is the verifier's score, or a number that the rollout has computed itself."""
         score = reward if isinstance(reward, Score) else Score(reward)
         return Sample(
             token_ids=self._ids,

@@ -1,6 +1,6 @@
 """A calculator for model output: exact arithmetic on integers and decimals with + - * / and parentheses.
 
-It has its own parser, and never calls Python's eval. The limits bound the work: the text's length bounds the number of operations and
+It has its own parser and never calls Python's eval. Its limits bound the work: the length of the text bounds the number of operations and
 their nesting, and the size of every intermediate value is checked.
 """
 
@@ -11,8 +11,8 @@ from fractions import Fraction
 
 MAX_CHARS = 200
 MAX_NESTING = 20
-MAX_VALUE_BITS = 256  # of numerator and denominator
-DECIMALS = 6  # of a result that is not an integer
+MAX_VALUE_BITS = 256  # most bits of a numerator or denominator
+DECIMALS = 6  # most decimal places of a result
 
 _TOKEN = re.compile(r" *(?:(\d+(?:\.\d+)?)|([-+*/()]))", re.ASCII)
 

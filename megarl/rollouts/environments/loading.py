@@ -1,4 +1,4 @@
-"""Loads the rollout that `rollout.name` and `rollout.args` name, and the user's own reward functions."""
+"""Loads the rollout that `rollout.name` and `rollout.args` set, and the user's own reward functions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megarl.rewards.score import Part, all_parts, parameters_of
 from megarl.rollouts.environments.base import Rollout, ToolError
 from megarl.sandbox.pool import CallFailed, WorkerPool
 
-# Checks the arguments of functions and classes that a configuration names, before anything starts.
+# Checks arguments of the functions and classes that a configuration names, before anything starts.
 
 
 def check_arguments(function: Callable[..., Any], positional: int, arguments: dict[str, Any], setting: str, key: str) -> dict[str, Any]:
     """Converts `arguments` strictly to the annotated types of the keyword-only parameters of `function`.
 
-    Args: positional, how many positional arguments it must take; setting, "key=value" of the function; key, that of its arguments.
+    Args: positional, how many positional arguments it must take; setting, the "key=value" that names it; key, the key of its arguments.
     Raises: ConfigError with all problems: unknown and missing arguments, wrong types, a signature that does not fit.
     """
     parameters = list(inspect.signature(function).parameters.values())
@@ -61,7 +61,7 @@ def _unknown(name: str, keywords: Iterable[str], shown: str) -> str:
 
 class OwnReward(NamedTuple):
     function: Callable[..., Any]
-    parameters: list[str]  # the fields of rewards.score.ScoreRequest that it takes
+    parameters: list[str]  # the fields of rewards.score.ScoreRequest that it takes as arguments
 
 
 BUILT_IN = {
@@ -74,18 +74,18 @@ BUILT_IN = {
 
 
 def load_rollout(config: RunConfig, tokenizer: Tokenizer) -> Rollout:
-    """The rollout of a run, with its arguments bound. Raises: ConfigError with all problems."""
+    """The rollout of a run, with `rollout.args` bound. Raises: ConfigError with all problems."""
     return find_rollout(config)(tokenizer)
 
 
 def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
-    """A function that makes the rollout. So far only the user's module was imported. Raises: ConfigError as `load_rollout` does."""
+    """A function that makes the rollout from a tokenizer. Imports the user's module only. Raises: ConfigError, as `load_rollout` does."""
     name, arguments = config.rollout.name, config.rollout.args
     setting = f"rollout.name={name}"
     found = find_callable(BUILT_IN.get(name, name), setting, built_in=BUILT_IN)
     make: Callable[..., Any] = found
     if inspect.isclass(found):
-        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  it is whether that is async
+        if not inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004  asks whether __call__ is async
             raise ConfigError(f"{setting}: its objects must be callable by an async __call__; see docs/extending.md")
         return functools.partial(make, **check_arguments(found, 1, arguments, setting, "rollout.args"))
     if not inspect.iscoroutinefunction(found):
@@ -95,8 +95,8 @@ def find_rollout(config: RunConfig) -> Callable[[Tokenizer], Rollout]:
 
 
 def load_reward(part: Part) -> OwnReward | None:
-    """The user's own function of that part of the reward; None if something else scores it. Raises: ConfigError, also if that is not
-    installed."""
+    """The user's own function that scores `part` of the reward; None if the part is built in or a model. Raises: ConfigError, also if a
+    package that it needs is not installed."""
     if part.name == ifeval.NAME:
         ifeval.check_installed(part.setting)
     if part.name == code.NAME:
@@ -112,7 +112,7 @@ def load_reward(part: Part) -> OwnReward | None:
 def check_rollout(config: RunConfig, at_hand: bool = False) -> None:
     """Checks the rollout, and the user's own reward functions. Raises: ConfigError with all problems of both.
 
-    With `at_hand` the tokenizer may be missing on this machine; a rollout that is a class is then found, but not constructed.
+    With `at_hand`, if the tokenizer is not on this machine, a rollout that is a class is imported but not constructed.
     """
     without = at_hand and not Path(config.model.tokenizer or config.model.path).is_dir()
     rollout = functools.partial(find_rollout, config) if without else functools.partial(_tried, config)
@@ -131,19 +131,21 @@ def _tried(config: RunConfig) -> None:
 # Worker processes for the functions that rollouts call.
 
 
-TOOL_MEMORY_MIB = 1024  # of a tool's process: room for Python with NumPy, and a bound on what a call of the model's can take
+TOOL_MEMORY_MIB = 1024  # memory limit of a tool's process: enough for Python with NumPy, and a bound on what one call can take
 
 
 class ToolProcesses:
-    """Runs each function in rollout.tool_workers processes, started at its first call. Use it in one event loop, and close it."""
+    """Runs each function in rollout.tool_workers processes of its own, which start at its first call. Use it in one event loop; close
+    it."""
 
     def __init__(self, config: RolloutConfig, log_folder: Path | None = None):
-        """The functions' output goes to `log_folder`/<module>.<function>.<number>.log."""
+        """What the functions print goes to `log_folder`/<module>.<function>.<number>.log."""
         self._config, self._log_folder = config, log_folder
         self._pools: dict[str, WorkerPool] = {}
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """See RunInWorker. Raises: ValueError if it is not a module's function, RuntimeError if a worker cannot import the module."""
+        """See RunInWorker. Raises: ValueError for a function that is not module-level, RuntimeError if a worker cannot import the
+        module."""
         path = f"{function.__module__}:{function.__qualname__}"
         if "." in function.__qualname__ or function.__module__ == "__main__":
             raise ValueError(f"{path}: only a function of a module can be called in another process")

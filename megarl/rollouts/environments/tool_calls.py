@@ -20,15 +20,14 @@ TOOLS = {"calculator": "megarl.rollouts.environments.calculator:calculate"}
 
 
 class ToolCalls:
-    """Two tokens mark a call, `call_open` … `call_close`; the second ends the turn.
+    """Two tokens mark a call, `call_open` … `call_close`; the second one ends the turn.
 
-    The tool maps the text between them to the result's text, or raises ValueError. An async tool runs in the event loop, any other in a
-    worker process; rollout.tool_timeout_s bounds both. A failed call is answered with "error: " and the reason; only an async tool that
-    raises anything but ValueError, which is a bug in it, ends the run. The result, cut to `max_result_tokens`, replaces {result} in
-    `result`.
+    The tool maps the text between the marks to the text of the result, or raises ValueError. An async tool runs in the event loop, any
+    other in a worker process; rollout.tool_timeout_s bounds both. The result, cut to `max_result_tokens`, replaces {result} in `result`. A
+    failed call is answered with "error: " and the reason. Only a bug in an async tool, an exception other than ValueError, ends the run.
 
-    At most `max_calls` calls of a sample are answered. A sample that ends in an unanswered call, or has no room for the answer, scores 0;
-    all others are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
+    At most `max_calls` calls of a sample are answered. A sample scores 0 if it ends in an unanswered call, or has no room for the answer.
+    All other samples are scored by their last turn. Metrics: tool_calls (answered), tool_errors.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class ToolCalls:
         return transcript.sample(0.0, tool_calls=calls, tool_errors=errors)
 
     async def _answer(self, context: RolloutContext, turn_ids: Sequence[int]) -> tuple[str, bool]:
-        """The text that answers the call at the end of a turn, and whether it is an error."""
+        """The answer to the call at the end of a turn, and whether it is an error."""
         try:
             if self._open not in turn_ids:
                 raise ToolError("the call was not opened")

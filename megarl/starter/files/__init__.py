@@ -1,1 +1,1 @@
-"""What megarl init writes, besides this file."""
+"""The files that megarl init writes, except this one."""

@@ -1,4 +1,4 @@
-"""Hooks into an engine's workers: they see a model before its first request, and control the post-load work after direct writes."""
+"""Hooks into an engine's workers. They see a model before its first request, and control post-load work after direct writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def _finish(*arguments: Any) -> None:
-    from megarl.weight_sync.engine import loader  # only workers need it
+    from megarl.weight_sync.engine import loader  # imported here, since only workers need it
 
     loader.finish(*arguments)
 
@@ -38,7 +38,7 @@ def _loaded(*arguments: Any) -> None:
 
 
 def _settle(*_: Any) -> None:
-    """Runs before a weight update: SGLang overlaps steps with scheduling, so one may still run on the GPU when the scheduler has paused."""
+    """Runs before a weight update. Waits for the GPU: SGLang overlaps steps with scheduling, so a step may still run after the pause."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
 
-The named tensor that SGLang hands over holds a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
+The named tensor that SGLang passes has a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
 caught and sent back as the answer.
 """
 
@@ -89,18 +89,18 @@ class Worker:
         self.host = Host()
         self.peer: Peer | None = None
         self.reply_address = ""
-        self.shapes: dict[str, tuple[int, ...]] = {}  # by name, where they differ from the engine's
-        self.built: Built | None = None  # as long as the model is loading
+        self.shapes: dict[str, tuple[int, ...]] = {}  # name -> shape, if it differs from the engine's
+        self.built: Built | None = None  # while the model is loading
         self.unwritten: Watch | None = None
-        self.pool: Pool | None = None  # of adapters, if the engine serves them
+        self.pool: Pool | None = None  # the pool of adapters, if the engine serves them
         self.draft: torch.nn.Module | None = None  # the model's layer for multi-token prediction, if the engine drafts with it
         self.watched: Watched | None = None
-        self.listed: list[Held] = []  # when `watched` was made
-        self.audited: dict[str, int] = {}  # hashes of the parameters at the last audit; `recall` empties it
-        self.since = -1  # the version audited last
-        self.memories: dict[str, Memory] = {}  # by import path
-        self.opened: dict[str, Memory] = {}  # by kind of transport: those opened for the connected generator
-        self.neighbours: PairwiseTransport | None = None  # towards other generator ranks
+        self.listed: list[Held] = []  # inventory when `watched` was made
+        self.audited: dict[str, int] = {}  # parameter -> hash at the last audit; `recall` empties it
+        self.since = -1  # the last audited version
+        self.memories: dict[str, Memory] = {}  # import path -> transport end
+        self.opened: dict[str, Memory] = {}  # kind of transport -> its end, opened for the connected generator
+        self.neighbours: PairwiseTransport | None = None  # the way to other generator ranks
         self.relays: list[Relay] = []
 
     def run(self, model: torch.nn.Module, command: Command) -> None:
@@ -113,7 +113,7 @@ class Worker:
             payload = msgspec.msgpack.encode(_HANDLERS[type(command)](self, self.parameters(model), command))
         except Exception:
             error = traceback.format_exc()
-            print(error, file=sys.stderr, flush=True)  # in the engine's log too, in case the answer does not get through
+            print(error, file=sys.stderr, flush=True)  # also in the engine's log, in case the answer does not arrive
         if self.peer is not None:
             self.peer.send(WorkerReply(self.rank, type(command).__name__, error, payload))
 
@@ -124,7 +124,7 @@ class Worker:
             self.unwritten = Watch(model, built if built and built.model() is model else None, dummy)
 
     def adapted(self, model: torch.nn.Module, pool: Pool) -> None:
-        """Called as soon as the pool of adapters is there, before the first request. It wraps layers, and so renames what they hold."""
+        """Called as soon as the pool of adapters exists, before the first request. The pool wraps layers, and so renames their tensors."""
         assert self.unwritten is not None and self.unwritten.model is model  # it was loaded just before
         self.pool = pool
         self.unwritten.adapted(pool.buffers.values(), pool.slot)
@@ -134,7 +134,7 @@ class Worker:
         return {**parameters_of(model), **self._of_draft(model), **(self.pool.buffers if self.pool else {})}
 
     def _of_draft(self, model: torch.nn.Module) -> Parameters:
-        """The draft model's own parameters: it shares the embedding and the output layer."""
+        """The draft model's own parameters, without the shared embedding and output layer."""
         if self.draft is None:
             return {}
         shared = {id(parameter) for parameter in model.parameters()}
@@ -156,7 +156,7 @@ class Worker:
 
     def arrange(self, parameters: Parameters, command: Arrange) -> None:
         self.shapes = command.shapes[self.rank]
-        self.tensors(parameters)  # raises where one does not fit
+        self.tensors(parameters)  # raises if a shape does not fit
 
     def tensors(self, parameters: Parameters) -> dict[str, torch.Tensor]:
         """The parameters' memory in the shapes of the reshard map."""
@@ -178,7 +178,7 @@ class Worker:
         address = address_towards(self.reply_address)
         live = Live(self.rank, command.kind, self.host, address, parameters, partial(self.tensors, parameters))
         endpoint = memory.open(live, offer)
-        if self.unwritten is not None:  # some move the parameters
+        if self.unwritten is not None:  # some transports move the parameters
             with self.unwritten.rewriting():
                 _rebind(self.unwritten.model)
         return pack(endpoint, command.known.get(self.rank, b""))
@@ -208,7 +208,7 @@ class Worker:
             self.neighbours.prepare(values for name, values in self.tensors(parameters).items() if name in passed_on)
 
     def pass_on(self, parameters: Parameters, command: PassOn) -> list[int]:
-        """Hashes whole tensors, also after an update with changes only: a worker whose memory is mapped does not know what was written."""
+        """Hashes whole tensors, even after an update of changes only: a worker whose memory is mapped does not know what was written."""
         if self.neighbours is None:
             return []
         tensors = self.tensors(parameters)
@@ -225,7 +225,7 @@ class Worker:
 
     def end(self, parameters: Parameters, command: End) -> None:
         print("asked to end: the weights are half-written", file=sys.stderr, flush=True)
-        os._exit(1)  # SGLang ends an engine when one of its schedulers ends
+        os._exit(1)  # SGLang ends an engine if one of its schedulers ends
 
     def watch(self, parameters: Parameters, command: commands.Watch) -> Watched:
         if self.watched is None:
@@ -257,11 +257,11 @@ class Worker:
         return packed(self.audited)
 
     def finish(self, original: Callable[[Any, torch.device], None], model: Any, device: torch.device) -> None:
-        """Runs SGLang's post-load work on all modules, then the model's own: DeepSeek's attention computes with tensors derived from
-        kv_b_proj, which SGLang derives again only if no loader has run, and a custom loader counts as one.
+        """Runs SGLang's post-load work on all modules, then the model's own. (DeepSeek's attention uses tensors derived from kv_b_proj.
+        SGLang derives them again only if no loader has run, and a custom loader counts as one.)
 
-        Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters (a
-        router's bias in another dtype), and renews a copy when the counter of its parameter has changed.
+        Direct writes do not change torch's version counters, so these are incremented here. SGLang keeps copies of some parameters, such as
+        a router's bias in another dtype, and renews a copy when the counter of its parameter has changed.
         """
         with self.unwritten.rewriting() if self.unwritten else contextlib.nullcontext():
             torch.autograd.graph.increment_version(model.parameters())
@@ -290,7 +290,7 @@ _HANDLERS: dict[type, Callable[[Worker, Parameters, Any], Any]] = {
 
 
 def as_arranged(values: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """The same memory in another shape. Raises RuntimeError where the values do not lie without gaps."""
+    """The same memory in another shape. Raises RuntimeError if the values have gaps between them."""
     if shape is None:
         return values
     in_memory_order = values.t() if values.dim() == 2 and not values.is_contiguous() else values
@@ -303,11 +303,11 @@ def _tp_rank() -> int:
     return get_parallel().tp_rank
 
 
-_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state has to be global
+_worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its import path, so its state must be global
 
 
 def _post_load(model: torch.nn.Module) -> None:
-    """Does SGLang's post-load work, at the end of an update and at the beginning of the next one."""
+    """Does SGLang's post-load work, which it does at the end of an update and at the beginning of the next one."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
@@ -316,9 +316,9 @@ def _post_load(model: torch.nn.Module) -> None:
 
 
 def _rebind(model: torch.nn.Module) -> None:
-    """Renews what SGLang keeps of parameters beside them: of zero-centred norms 1 + their weight, of gated delta nets a view of the
-    convolution's weight. Call it also when a transport may have moved parameters."""
-    loader = sys.modules.get("sglang.srt.model_loader.loader")  # None: no model of SGLang's has been loaded here
+    """Renews values that SGLang keeps beside parameters: 1 + weight of zero-centred norms, and a view of the convolution's weight in gated
+    delta nets. Call it also when a transport may have moved parameters."""
+    loader = sys.modules.get("sglang.srt.model_loader.loader")  # None: no SGLang model has been loaded here
     if loader is not None:
         loader.PreshardedModelLoader._rebind_parameter_aliases(model)
 
@@ -327,13 +327,13 @@ def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options:
     """Runs around the construction of a model, before its weights are loaded."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = construct(*arguments, **options)
-    with torch.device("cpu"):  # new tensors would be made on the model's device
+    with torch.device("cpu"):  # otherwise new tensors would be on the model's device
         _worker.built = Built(model, before)
     return model
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """Runs after SGLang has loaded a worker's model, or a draft model. No update writes one that has a folder of its own."""
+    """Runs after SGLang has loaded a worker's model, or a draft model. No update writes a draft model from a folder of its own."""
     if not runner.is_draft_worker:
         _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
         return
@@ -354,6 +354,6 @@ def finish(original: Callable[..., None], model: torch.nn.Module, device: torch.
 
 
 def run_command(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """The custom weight loader, with the signature that SGLang asks for."""
+    """The custom weight loader, with SGLang's signature for it."""
     with beating():
         _worker.run(model, commands.decode(content_of(named_tensors)))

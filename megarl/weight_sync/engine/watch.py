@@ -1,17 +1,16 @@
 """Watches the tensors that an engine's worker computes with but no update writes: rotary caches, tensors that post-load work derives from
-parameters, scales of a quantisation method. They are hashed before the first update, and again with each audit.
+parameters, scales of a quantisation method. They are hashed before the first update, and again in each audit.
 
 They are the buffers of all modules, and all other tensors reachable from a module. The walk follows attributes, containers, and objects of
-SGLang's layers that are not modules (quantisation methods, router settings). Parameters, and tensors that share a parameter's memory, are
-left out: updates write those, and the audit compares them with the trainer's.
+SGLang's layers that are not modules (quantisation methods, router settings). It leaves out parameters, and tensors that share a parameter's
+memory: updates write those, and the audit compares them with the trainer's.
 
-Forward passes create working memory that changes every time. So a tensor counts only if it exists once the model is loaded, if post-load
-work creates it, or if `MADE_LATER` lists it. KV caches, graph pools and the memory of collectives lie outside the model
-and its layers.
+Forward passes create working memory, which changes every time. So a tensor counts only if it exists once the model is loaded, if post-load
+work creates it, or if `MADE_LATER` lists it. KV caches, graph pools and the memory of collectives are outside the model and its layers.
 
 A tensor may stay unchanged only if it does not depend on weights. So its state is compared with that before the first weight was loaded
 (`Built`). If loading has made or changed it, the post-load work of an update must make it again. Otherwise it may be a copy of old weights,
-and is *unproven*. `inventory` lists all such memory.
+and is *unproven*. `inventory` lists all memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOADING = "made or changed while weights were loaded"
 MADE_LATER = {("StandardDispatcher", "local_expert_mapping")}  # created by the first forward pass, then constant
 CAST_TO = (torch.bfloat16, torch.float16)  # the first forward pass may cast a rotary cache to the dtype of queries
 
-ROTARY = LAYERS + "rotary_embedding."  # modules that make their caches of config.json alone, and longer ones when the model is loaded
+ROTARY = LAYERS + "rotary_embedding."  # modules whose caches depend only on config.json, and grow when the model is loaded
 
 PLAIN = {type(None), bool, int, float, str}  # most attributes; skipped early, because engines are paused during the walk
 OF_TORCH = frozenset(vars(torch.nn.Module()))  # parameters, buffers, hooks
@@ -46,7 +45,7 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # address, s
 
 @dataclasses.dataclass(frozen=True)
 class Print:
-    """The state of a tensor. `hash` is None if it lies in memory that updates write."""
+    """The state of a tensor. `hash` is None if the tensor is in memory that updates write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,8 +53,8 @@ class Print:
 
 
 class Built:
-    """The state of a model that is constructed and has no weights yet: construct it between the two. `before` are the tensors that were
-    alive before the model was constructed."""
+    """The state of a model between its construction and the loading of weights, when this must be constructed. `before`: the tensors that
+    existed before the model was constructed."""
 
     def __init__(self, model: torch.nn.Module, before: Iterable[weakref.ref[torch.Tensor]]):
         self.model = weakref.ref(model)
@@ -65,12 +64,12 @@ class Built:
         self._outside = [(weakref.ref(values), prints(model.parameters(), {"": values})) for values in self._elsewhere(model)]
 
     def outside(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yields the tensors that were made while the model was constructed or loaded, but that nothing in it leads to. With each: whether
-        it is still as it was before the first weight was loaded."""
+        """Yields the tensors that were made while the model was constructed or loaded but are not reachable from it. With each: whether it
+        is still as before the first weight was loaded."""
         found = self._elsewhere(model)
         if found:
             del found
-            gc.collect()  # loading may leave some that nobody holds
+            gc.collect()  # loading may leave some without references
         known = [(values, before) for ref, before in self._outside if (values := ref()) is not None]
         for values in self._elsewhere(model):
             yield values, any(values is each and prints(model.parameters(), {"": values}) == before for each, before in known)
@@ -83,13 +82,13 @@ class Built:
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """All tensors that Python knows of. (`isinstance` would ask objects, and some import modules to answer.)"""
+    """All tensors that Python knows of. (`isinstance` would call into objects, some of which then import modules.)"""
     return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 class Watch:
-    """Watches one live model. Construct it as soon as the model is loaded. Without `built` all of it counts as made from weights; with
-    `dummy` weights so do the buffers that a checkpoint has, because nothing has filled those."""
+    """Watches one live model. Construct it as soon as the model is loaded. Without `built`, everything counts as made from weights. With
+    `dummy` weights, so do the buffers that a checkpoint has, since nothing has filled them."""
 
     def __init__(self, model: torch.nn.Module, built: Built | None = None, dummy: bool = False):
         self.model = model
@@ -101,24 +100,25 @@ class Watch:
         saved = model.state_dict().keys() if dummy else set[str]()
         unlike = {name: each for name, each in tensors.items() if name in saved or _region(each) not in as_built}
         self._made = {_region(each) for name, each in unlike.items() if now[name].hash is not None}
-        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # of tensors that are moved or cast later
-        self.remade: set[str] = set()  # by the post-load work of an update
-        self.moved: set[str] = set()  # among these, those that it has put elsewhere
+        self._made_names = {name for name, each in unlike.items() if _region(each) in self._made}  # moved or cast later
+        self.remade: set[str] = set()  # tensors that the post-load work of an update makes again
+        self.moved: set[str] = set()  # among these, tensors that it has moved
         self.outside = [(weakref.ref(values), same) for values, same in built.outside(model)] if built else []
-        self._left: dict[str, Print] = {}  # their state at the last audit, or after post-load work since
-        self._casts: dict[str, list[Print]] = {}  # the states they may be cast to
-        self.count, self.nbytes = 0, 0  # of the watched tensors; memory with two names counts once
+        self._left: dict[str, Print] = {}  # state of each at the last audit, or after later post-load work
+        self._casts: dict[str, list[Print]] = {}  # states that each may be cast to
+        self.count, self.nbytes = 0, 0  # number and bytes of watched tensors; memory with two names counts once
 
     def adapted(self, pool: Collection[torch.Tensor], slot: int = 0) -> None:
-        """SGLang has wrapped layers, and so renamed what they hold; updates write `slot` of the tensors in `pool` too. Call it before
-        `start`. Numbers that the wrappers have made may be of weights, as if loading had made them; integers are places in an output."""
+        """SGLang has wrapped layers, and so renamed their tensors; updates also write `slot` of the tensors in `pool`. Call it before
+        `start`. Floating-point tensors that the wrappers have made count as made by loading, since they may depend on weights. Integers are
+        indices of an output."""
         tensors = {name: values for name, values, _ in _tensors(self.model)}
         self._names, self._written, self._slot = set(tensors), [*pool], slot
         new = {name: each for name, each in tensors.items() if each.is_floating_point() and _region(each) not in self._known}
         self._made |= {_region(new[name]) for name, state in self._prints(new).items() if state.hash is not None}
 
     def start(self) -> None:
-        """Records the current state; further calls do nothing."""
+        """Records the current state. Further calls do nothing."""
         if self._left:
             return
         tensors = self._tensors()
@@ -151,7 +151,7 @@ class Watch:
         touched = {name for name, values in after.items() if name not in before or before[name].left_by(values)}
         self.remade |= touched
         self.moved |= {name for name in touched & before.keys() if before[name].address != after[name].data_ptr()}
-        # torch does not count what is written to inference tensors
+        # torch does not count writes to inference tensors
         rewritten = {name: each for name, each in after.items() if name in self._names and (name in touched or each.is_inference())}
         kept = {name: left for name, left in self._left.items() if name in after}
         self._left = {**kept, **self._prints(rewritten)}
@@ -162,12 +162,12 @@ class Watch:
             yield name, values, self._left.get(name)
 
     def slots(self, values: torch.Tensor) -> list[tuple[torch.Tensor, bool]]:
-        """The slots of a tensor of the pool, and whether updates write each; empty if it is no such tensor."""
+        """The slots of a tensor of the pool, and whether updates write each; empty for other tensors."""
         of_pool = _region(values) in map(_region, self._written)
         return [(values[slot], slot == self._slot) for slot in range(len(values))] if of_pool else []
 
     def unproven(self, name: str, values: torch.Tensor) -> bool:
-        """Whether loading has made or changed it, but the post-load work of an update does not make it again."""
+        """Whether loading has made or changed the tensor, but the post-load work of an update does not make it again."""
         return name not in self.remade and (_region(values) in self._made or unwrapped(name) in self._made_names)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -178,25 +178,25 @@ class Watch:
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By the names that they have without adapters. A wrapper's `weight` comes first, that of its layer after it: the one in use, should
-    post-load work have replaced it."""
+    """The model's parameters, by their names without adapters. A wrapper's `weight` comes before that of its layer, so that the layer's
+    counts: it is the one in use if post-load work has replaced it."""
     return {unwrapped(name): parameter for name, parameter in model.named_parameters()}
 
 
 def out_of_use(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters that wrappers still have, though post-load work has put others into their layers. No update writes them."""
+    """Parameters that wrappers still have although post-load work has replaced them in their layers. No update writes them."""
     found = dict(model.named_parameters())
     used = {unwrapped(name): parameter for name, parameter in found.items()}
     return {name: parameter for name, parameter in found.items() if used[unwrapped(name)] is not parameter}
 
 
 def unwrapped(name: str) -> str:
-    """SGLang wraps each layer that gets an adapter, and keeps what it wraps as `base_layer`."""
+    """The name without wrappers. SGLang wraps each layer that gets an adapter, and keeps the layer as `base_layer`."""
     return name.replace(".base_layer.", ".")
 
 
 def prints(written: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, Print]:
-    """The tensors' states. `written`: what updates write, such as a model's parameters."""
+    """The states of tensors. `written`: tensors that updates write, such as a model's parameters."""
     memory, hashes = _Memory(written), {}
     found = {}
     for name, values in tensors.items():
@@ -208,7 +208,7 @@ def prints(written: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor])
 
 
 def _grown(model: torch.nn.Module, name: str, values: torch.Tensor, before: Mapping[str, Print]) -> bool:
-    """Whether it is a rotary cache that has only grown: it still begins with its earlier values."""
+    """Whether the tensor is a rotary cache that has only grown, and still begins with its earlier values."""
     holder = dict(model.named_modules()).get(name.rpartition(".")[0])
     if name not in before or not type(holder).__module__.startswith(ROTARY):
         return False
@@ -233,7 +233,7 @@ class _Memory:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[str, str]]]:
-    """Yields (name, tensor, class and attribute that hold it) for every tensor of a model except the parameters that updates write. The
+    """Yields (name, tensor, class and attribute that contain it) for every tensor of a model except the parameters that updates write. The
     name is its path."""
     for name, parameter in out_of_use(model).items():
         yield name, parameter, ("", "")
@@ -279,13 +279,13 @@ def _region(values: torch.Tensor) -> Region:
 
 
 def _span(values: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and one past its last."""
+    """The addresses of the tensor's first byte and one past its last."""
     reach = sum((extent - 1) * stride for extent, stride in zip(values.shape, values.stride())) + 1 if values.numel() else 0
     return values.data_ptr(), values.data_ptr() + reach * values.itemsize
 
 
 class _Place:
-    """Where a tensor lay, and what torch had counted of the writes to it (nothing for inference tensors)."""
+    """The earlier address of a tensor, and torch's count of the writes to it (none for inference tensors)."""
 
     def __init__(self, values: torch.Tensor):
         self._values, self._at = weakref.ref(values), self._place(values)
@@ -295,7 +295,7 @@ class _Place:
         return self._at[0]
 
     def left_by(self, values: torch.Tensor) -> bool:
-        """Whether `values`, by the same name, is another tensor, lies elsewhere, or has been written to."""
+        """Whether `values`, under the same name, is another tensor, is at another address, or has been written to."""
         return self._values() is not values or self._place(values) != self._at
 
     @staticmethod
@@ -307,11 +307,11 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:
     return Print(dtype, tuple(values.shape), hash_tensor(values.to(dtype)))
 
 
-# Lists all memory that a model computes with in an engine's worker, and why it is right after an update.
+# Lists all memory that a model in an engine's worker computes with, and the reason why it is right after an update.
 
 
 def inventory(watch: Watch) -> list[Held]:
-    """Call it once the watch has started and post-load work has run. Memory with several names is listed once, by the first."""
+    """All memory of the model. Call it once the watch has started and post-load work has run. Lists memory once, under its first name."""
     listed: dict[tuple, Held] = {}
     for held, values in _held(watch):
         listed.setdefault((values.data_ptr(), held.shape, values.stride(), held.dtype) if values.numel() else (held.name,), held)
@@ -350,8 +350,8 @@ def _entry(name: str, values: torch.Tensor, kind: str, detail: str = "") -> Held
 
 
 def _holder(values: torch.Tensor) -> str:
-    """What Python object holds the tensor, as far as the garbage collector tells: not if the object is older than the worker's fork. (No
-    comprehension here: its cell would be one more holder.)"""
+    """The Python object that references the tensor, if the garbage collector knows: it does not if the object is older than the worker's
+    fork. (No comprehension here, since its cell would be a further reference.)"""
     modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
     where = ""
     for holder in gc.get_referrers(values):

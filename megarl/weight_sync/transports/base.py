@@ -1,7 +1,7 @@
 """The interface of transports, which carry boxes of values from a trainer rank into the live tensors of engine workers.
 
-Each transport is one file of this folder. It holds both ends, and the generator's messages between them. `choice.TABLE`
-lists the built-in ones; `weights.transport` takes any other by its import path.
+Each transport is one file in this folder. It has both ends, and the generator's messages between them. `choice.TABLE` lists the built-in
+ones. `weights.transport` takes any other by its import path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RemoteTensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: str  # float32 | bfloat16 | …
     strides: tuple[int, ...]  # in elements
-    offset_bytes: int = 0  # in the endpoint's memory, where it has one
+    offset_bytes: int = 0  # in the endpoint's memory, if it has one
     allocation: int = 0  # which of the endpoint's allocations
 
 
@@ -42,7 +42,7 @@ def describe(name: str, parameter: torch.Tensor, offset_bytes: int = 0, allocati
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
-    """A place in landing memory, where the box of `tensor` that begins at `start` is written in one piece; the worker then spreads it."""
+    """A place in landing memory for the box of `tensor` that begins at `start`. It is written in one piece; then the worker spreads it."""
 
     tensor: str
     start: tuple[int, ...]
@@ -53,12 +53,12 @@ class Allocation(msgspec.Struct, frozen=True):
     """One piece of GPU memory that another process of the host can open (cuda_ipc)."""
 
     handle: bytes
-    size_bytes: int  # up to the end of the last tensor in it
-    reference: tuple[bytes, int]  # torch's reference count of it: a file in /dev/shm, and the offset there
+    size_bytes: int  # size up to the end of the last tensor in it
+    reference: tuple[bytes, int]  # torch's reference count: a file in /dev/shm, and the offset in it
 
 
 class Inbox(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the worker's host into which one trainer rank writes changes (Mooncake)."""
+    """Host memory of the worker into which one trainer rank writes changes (Mooncake)."""
 
     trainer: int
     offset_bytes: int  # in the endpoint's memory
@@ -70,11 +70,11 @@ class Members(msgspec.Struct, frozen=True):
 
     trainers: tuple[int, ...]
     generators: tuple[int, ...]
-    waves: tuple[int, ...]  # of each depth (see Copy): messages of one wave travel together
+    waves: tuple[int, ...]  # wave of each depth (see Copy): messages of one wave travel together
 
 
 class Incoming(msgspec.Struct, frozen=True, array_like=True):
-    """One message that a worker is to receive from a trainer rank."""
+    """One message that a worker will receive from a trainer rank."""
 
     source_rank: int
     tensor: str
@@ -85,21 +85,21 @@ class Incoming(msgspec.Struct, frozen=True, array_like=True):
 class Offer(msgspec.Struct, frozen=True):
     """Tells an engine worker what it needs to open its memory to one transport. Each transport fills in its own fields."""
 
-    protocol: str = ""  # of the network
+    protocol: str = ""  # protocol of the network
     landing: list[tuple[str, Box]] = []  # boxes that are written in one piece to landing memory, then spread
-    address: str = ""  # of the store where the members of the group meet
-    members: Members | None = None  # of that group
+    address: str = ""  # address of the store where the members of the group meet
+    members: Members | None = None  # members of that group
     incoming: list[Incoming] = []  # messages, or boxes that may come as changes (weights.delta), in the order of the reshard map
     timeout_s: float = 0.0
     inboxes: list[tuple[int, int]] = []  # (trainer rank, bytes) of memory for changes
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Says where one generator rank's weights can be written by one kind of transport. Sent as JSON text."""
+    """Where one kind of transport can write the weights of one generator rank. Sent as JSON text."""
 
     rank: int  # generator rank
-    kind: str  # of transport: a name in choice.TABLE, or an import path
-    address: str  # a file: to map, or to tell whether the process lives (cuda_ipc); a group's store; or mooncake.address_of
+    kind: str  # kind of transport: a name in choice.TABLE, or an import path
+    address: str  # a file to map, or that shows whether the process lives (cuda_ipc); a group's store; or mooncake.address_of
     size_bytes: int
     tensors: list[RemoteTensor]
     landings: list[Landing] = []
@@ -126,17 +126,17 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """An Endpoint as it travels. All replicas of a shard have the same tensors, whose forms take far more bytes than their places."""
+    """An Endpoint in the form in which it travels. Replicas have the same forms of tensors, which take far more bytes than their places."""
 
     endpoint: Endpoint  # without its tensors
-    digest: bytes  # of their forms, in the order of names
+    digest: bytes  # digest of the tensors' forms, sorted by name
     forms: list[Form]  # empty if the other side knows them
     offsets: bytes  # int64, in the same order
     allocations: bytes  # int32; empty if all are 0
 
 
 def forms_of(tensors: Iterable[RemoteTensor]) -> list[Form]:
-    """In the order of names."""
+    """The forms of the tensors, sorted by name."""
     return sorted([Form(t.name, t.shape, t.dtype, t.strides) for t in tensors], key=lambda form: form.name)
 
 
@@ -145,7 +145,7 @@ def digest_of(forms: Sequence[Form]) -> bytes:
 
 
 def pack(endpoint: Endpoint, known: bytes = b"") -> Packed:
-    """`known`: the digest of forms that the other side has."""
+    """Packs an endpoint. `known`: digest of the forms that the other side already has."""
     tensors = sorted(endpoint.tensors, key=lambda tensor: tensor.name)
     forms = forms_of(tensors)
     offsets = np.array([tensor.offset_bytes for tensor in tensors], dtype=np.int64)
@@ -164,7 +164,7 @@ def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
 
 
 class Ways(msgspec.Struct, frozen=True, array_like=True):
-    """Endpoints for one rank that writes to them, as they travel. Common parts of several are sent once."""
+    """Endpoints for one writing rank, in the form in which they travel. Their common parts are sent once."""
 
     forms: list[list[Form]]
     members: list[Members]
@@ -176,7 +176,7 @@ _decode_ways = msgspec.msgpack.Decoder(Ways).decode
 
 
 def decode_endpoints(ways: bytes) -> list[Endpoint]:
-    """The result of `Endpoints.towards`; no bytes give no endpoints."""
+    """Decodes the result of `Endpoints.towards`. Empty bytes give no endpoints."""
     if not ways:
         return []
     sent = _decode_ways(ways)
@@ -185,14 +185,14 @@ def decode_endpoints(ways: bytes) -> list[Endpoint]:
 
 
 class Endpoints:
-    """All endpoints of the engines, at the generator, which passes parts of them on."""
+    """All endpoints of the engines, at the generator, which sends parts of them to other ranks."""
 
     def __init__(self, packed: Sequence[Packed], forms: Mapping[bytes, Sequence[Form]]):
-        """`forms`: those that the workers did not send, by digest."""
+        """`forms`: digest -> forms that the workers did not send."""
         self.packed = list(packed)
         self._forms = {**forms, **{each.digest: each.forms for each in packed if each.forms}}
         self._encoded = {d: [msgspec.Raw(_encode(form)) for form in self._forms[d]] for d in {each.digest for each in packed}}
-        self._numbers: dict[bytes, dict[str, int]] = {}  # of names, by digest
+        self._numbers: dict[bytes, dict[str, int]] = {}  # digest -> name -> its number
         self._offsets = [np.frombuffer(each.offsets, np.int64) for each in packed]
         self._allocations = [np.frombuffer(each.allocations, np.int32) for each in packed]
 
@@ -200,15 +200,15 @@ class Endpoints:
         return (unpack(each, self._forms[each.digest]) for each in self.packed)
 
     def numbers(self, at: int, names: Collection[str]) -> np.ndarray:
-        """The numbers of these tensors in the order of names, at the endpoint at place `at` of the list."""
+        """The numbers of these tensors, sorted by name, at endpoint number `at` of the list."""
         digest = self.packed[at].digest
         if digest not in self._numbers:
             self._numbers[digest] = {form.name: number for number, form in enumerate(self._forms[digest])}
         return np.array(sorted(self._numbers[digest][name] for name in names), dtype=np.int64)
 
     def towards(self, wanted: Iterable[tuple[int, np.ndarray | None]], trainer: int | None = None) -> bytes:
-        """What `decode_endpoints` reads: the endpoints at the places `wanted` of the list, each with only these of its tensors, by number
-        in the order of names (None: all). Of boxes and inboxes, those of these tensors and of the rank `trainer`."""
+        """Bytes for `decode_endpoints`: for each of `wanted` (index of an endpoint, numbers of its tensors or None for all) that endpoint
+        with only these tensors. Boxes and inboxes are restricted to these tensors and to the rank `trainer`."""
         tables: dict[tuple[bytes, bytes], int] = {}
         forms: list[list[msgspec.Raw]] = []
         groups: dict[Members, int] = {}
@@ -236,23 +236,23 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Opening:
-    """The generator's knowledge when it opens the engines to one transport."""
+    """What the generator knows when it opens the engines to one transport."""
 
-    map: ReshardMap | None  # None where memory is only to be mapped
-    writers: Mapping[int, Collection[int]]  # generator rank → trainer ranks that write to it by this transport; empty if only engines do
+    map: ReshardMap | None  # None if memory is only mapped
+    writers: Mapping[int, Collection[int]]  # generator rank -> trainer ranks that write to it by this transport; empty if only engines do
     hosts: Sequence[Host]  # of all trainer ranks and generator ranks
     address: str  # of this process, as all ranks reach it
     timeout_s: float
-    stores: list[dist.Store]  # opened for groups; kept here because a store closes when nobody holds it
+    stores: list[dist.Store]  # opened for groups; kept here, since a store closes when it has no references
     deltas: bool = False  # whether updates may come as changes
 
 
 @dataclass(frozen=True)
 class Live:
-    """The live parameters of an engine worker, and where it runs."""
+    """The live parameters of an engine worker, and its host."""
 
     rank: int  # generator rank
-    kind: str  # of the transport that the parameters are opened to
+    kind: str  # transport that the parameters are opened to
     host: Host
     address: str  # of this host, as the generator reaches it
     parameters: Mapping[str, torch.Tensor]
@@ -264,19 +264,19 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        """Lets others write to the live parameters, which must not move from now on. May be called again, for other writers."""
+        """Lets others write to the live parameters, which must not move from now on. May be called again for other writers."""
 
     def receive(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most transports have nothing to do
         """Receives one update of `tensors`, if the transport is two-sided."""
 
     def spread(self, wanted: Callable[[str], bool] | None = None) -> None:  # noqa: B027
-        """Copies the boxes that have landed to where they belong; only those of `wanted` tensors, if others have not landed."""
+        """Copies landed boxes to their parameters. `wanted`: only for these tensors, if others have not landed."""
 
     def receive_changes(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027
-        """As `receive`, of an update to `version` that `write_changes` sends."""
+        """Like `receive`, for the changes to `version` that `write_changes` sends."""
 
     def spread_changes(self, version: int) -> None:  # noqa: B027
-        """As `spread`, of changes. Raises RuntimeError if those that have landed lead to another version."""
+        """Like `spread`, for changes. Raises RuntimeError if the landed changes lead to another version."""
 
 
 class Transport(abc.ABC):
@@ -286,38 +286,38 @@ class Transport(abc.ABC):
     """
 
     memory: ClassVar[type[Memory]]  # the other end
-    one_sided: ClassVar[bool] = True  # workers are passive; it can be opened again at any time, and a lost engine does not block it
-    same_host: ClassVar[bool] = False  # it serves only ranks of one host
-    lands: ClassVar[bool] = False  # some boxes land first, and have to be spread
+    one_sided: ClassVar[bool] = True  # workers are passive; memory can be opened again at any time, and a lost engine does not block others
+    same_host: ClassVar[bool] = False  # serves only ranks of one host
+    lands: ClassVar[bool] = False  # some boxes land first and must be spread
 
     @classmethod
     def lands_at(cls, endpoint: Endpoint) -> bool:
-        """Whether full updates land there, and have to be spread."""
+        """Whether full updates land at `endpoint` and must be spread."""
         return cls.lands
 
     @staticmethod
     def found_here() -> tuple[str, ...]:
-        """Lists what this host has that decides whether the transport works. It becomes a part of the Host."""
+        """The properties of this host that decide whether the transport works. They become a part of the Host."""
         return ()
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
-        """Says why it cannot serve these two, completing "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend only on
-        `cuda` and `has` of both, and on whether they share memory or network. It is asked once for all pairs that agree in these."""
+        """The reason why it cannot serve these two, which completes "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend
+        only on `cuda` and `has` of both, and on whether they share memory or network, since it is asked once for all pairs that agree."""
         return ""
 
     @classmethod
     def offers(cls, opening: Opening) -> dict[int, Offer]:
-        """Called at the generator: the offer for the worker of each generator rank in `opening.writers`."""
+        """Called at the generator. Returns the offer for the worker of each generator rank in `opening.writers`."""
         return {rank: Offer() for rank in opening.writers}
 
     def __init__(self, rank: int, timeout_s: float):
-        """`rank` is the trainer rank, or the generator rank that passes tensors on."""
+        """`rank`: the trainer rank, or the generator rank that passes on tensors."""
         self._rank, self._timeout_s = rank, timeout_s
 
     @abc.abstractmethod
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Connects to the generator rank of each endpoint; all endpoints are of this transport."""
+        """Connects to the generator rank of each endpoint. All endpoints are of this transport."""
 
     @abc.abstractmethod
     def prepare(self, sources: Iterable[torch.Tensor]) -> None:
@@ -325,14 +325,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def write(self, copy: Copy, values: torch.Tensor) -> None:
-        """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they are there."""
+        """Writes `values`, of the box's shape and the destination's dtype, into the destination box. May return before they have
+        arrived."""
 
     def room(self, rank: int) -> float:
-        """The most bytes (deltas.blob_bytes) that `write_changes` can bring to a generator rank; 0: updates are always full."""
+        """The most bytes (deltas.blob_bytes) that `write_changes` can send to a generator rank. 0: updates are always full."""
         return 0.0
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        """Called instead of `write`, once for each generator rank: writes only the changes, and brings the rank to `version`."""
+        """Called instead of `write`, once for each generator rank. Writes only the changes, which bring the rank to `version`."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -344,11 +345,11 @@ class Transport(abc.ABC):
 
 
 class OwnerGone(RuntimeError):
-    """The engine process that owned memory mapped here has ended: writes to it are lost."""
+    """The engine process that owned memory mapped here has ended, so writes to it are lost."""
 
 
 class PeerUnreachable(RuntimeError):
-    """Some generator ranks could not be written to, while all others were: their engines have ended, or the network is broken."""
+    """Some generator ranks could not be written to; all others were. Their engines have ended, or the network is broken."""
 
     def __init__(self, message: str, ranks: Collection[int]):
         super().__init__(message)

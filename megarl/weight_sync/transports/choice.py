@@ -1,6 +1,6 @@
 """Chooses the transport for a pair of ranks, from `weights.transport` and the hosts of both.
 
-Trainer and generator come to the same choice, because both derive it from the same data: the trainer rank's Host (in its Hello) and the
+Trainer and generator make the same choice, since both derive it from the same data: the trainer rank's Host (in its Hello) and the
 generator rank's (in its Endpoint).
 """
 
@@ -39,7 +39,7 @@ from megarl.weight_sync.transports.base import (
 )
 
 AUTO = "auto"
-# In the order in which `auto` prefers them and memory is opened: shared memory moves parameters, so it precedes transports that pin them.
+# In the order in which `auto` prefers them and opens memory. Shared memory moves parameters, so it comes before transports that pin them.
 TABLE = {
     CUDA_IPC: "megarl.weight_sync.transports.cuda_ipc:CudaIpcTransport",
     SHARED_MEMORY: "megarl.weight_sync.transports.shared_memory:SharedMemoryTransport",
@@ -53,17 +53,17 @@ TABLE = {
 class Pairs:
     """The kind of transport of every pair of ranks."""
 
-    kinds: tuple[str, ...]  # in use
+    kinds: tuple[str, ...]  # the kinds in use
     table: np.ndarray  # [generator ranks, trainer ranks]: index into `kinds`
 
     @classmethod
     def of(cls, kinds: Sequence[Sequence[str]]) -> Pairs:
-        """From the kind of each pair, [generator rank][trainer rank]."""
+        """Makes the pairs from the kind of each, [generator rank][trainer rank]."""
         in_use = tuple(dict.fromkeys(kind for of_generator in kinds for kind in of_generator))
         return cls(in_use, np.array([[in_use.index(kind) for kind in of_generator] for of_generator in kinds], dtype=np.int8))
 
     def trainers(self, kind: str) -> list[Collection[int]]:
-        """The trainer ranks that write by `kind`, for each generator rank. Ranks with the same ones share a collection."""
+        """[generator rank] the trainer ranks that write to it by `kind`. Equal collections are the same object."""
         generators, trainers = self.table.shape
         by_it = self.table == self.kinds.index(kind) if kind in self.kinds else np.zeros((generators, trainers), dtype=bool)
         found: dict[bytes, Collection[int]] = {trainers * b"\1": range(trainers)}
@@ -86,7 +86,7 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def _lacking(found: object) -> str:
-    """Completes the message by the methods that a subclass, or its `memory`, has not declared; empty where it is no subclass."""
+    """The end of a message that names the methods that a subclass, or its `memory`, lacks; empty if it is not a subclass."""
     ends = (found, Transport), (getattr(found, "memory", None), Memory)
     names = [name for end, base in ends if isinstance(end, type) and issubclass(end, base) for name in sorted(end.__abstractmethods__)]
     return f"; it lacks {', '.join(names)}" if names else ""
@@ -97,7 +97,7 @@ def _is_complete[T](found: object, base: type[T]) -> TypeGuard[type[T]]:
 
 
 def check_transport(setting: str) -> None:
-    """Called before anything starts: raises ConfigError for a transport that could not serve even two ranks of this host."""
+    """Raises ConfigError for a transport that cannot serve even two ranks of this host. Called before anything starts."""
     here = this_host()
     try:
         transport_between(setting, here, here)
@@ -106,7 +106,7 @@ def check_transport(setting: str) -> None:
 
 
 def this_host() -> Host:
-    """The Host of this process. It has CUDA if torch does: parameters are then on a GPU."""
+    """The Host of this process. If torch has CUDA, `cuda` is true, since parameters are then on a GPU."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Host(
         memory=f"{boot} {os.readlink('/proc/self/ns/pid')} shm:[{os.stat('/dev/shm').st_dev}]",
@@ -134,11 +134,11 @@ def transport_between(setting: str, trainer: Host, generator: Host) -> str:
 def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence[Host]) -> Pairs:
     """The transport of every pair of ranks, each side in rank order. Raises ConfigError for the first pair that `setting` cannot serve.
 
-    It is found once for all pairs of the same kind. Pairs differ in what their hosts have, and in whether they share memory and network. (A
-    run has thousands of ranks on each side, and millions of pairs.)
+    It is found once for all pairs of the same kind: pairs differ only in the properties of their hosts, and in whether they share memory
+    and network. (A run has thousands of ranks on each side, and millions of pairs.)
     """
     (trainer_of, trainer_hosts), (generator_of, generator_hosts) = _numbered(trainers), _numbered(generators)
-    found: dict[tuple, int] = {}  # number of the transport, once for each kind of pair
+    found: dict[tuple, int] = {}  # kind of pair -> number of its transport
     kinds: dict[str, int] = {}
     table = np.zeros((len(generator_hosts), len(trainer_hosts)), dtype=np.int8)
     for g, generator in enumerate(generator_hosts):
@@ -158,7 +158,7 @@ def transport_pairs(setting: str, trainers: Sequence[Host], generators: Sequence
 
 
 def _numbered(hosts: Sequence[Host]) -> tuple[np.ndarray, list[Host]]:
-    """(number of each one's host, the hosts by number)"""
+    """(number of each rank's host, hosts by number)."""
     numbers: dict[Host, int] = {}
     return np.array([numbers.setdefault(host, len(numbers)) for host in hosts], dtype=np.int64), list(numbers)
 
@@ -168,31 +168,31 @@ def on_one_host(one: Host, other: Host) -> bool:
 
 
 def describe_pairs(pairs: Pairs) -> str:
-    """How many pairs of ranks use each transport, for logs."""
+    """The number of pairs of ranks with each transport, as a text for logs."""
     counts = Counter(dict(zip(pairs.kinds, np.bincount(pairs.table.ravel(), minlength=len(pairs.kinds)).tolist())))
     return ", ".join(f"{kind} for {count} of {counts.total()} pairs of ranks" for kind, count in counts.most_common())
 
 
-# Combines several transports of one trainer rank: each generator rank is served by the one that suits the pair.
+# Combines several transports of one trainer rank. Each generator rank is served by the one that suits the pair.
 
 
 class PairwiseTransport:
-    """`setting` is weights.transport, `host` the Host of this trainer rank, as the generator knows it.
+    """`setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows it.
 
-    With `may_lose`, writing goes on without engines that have ended. An engine whose memory was mapped has surely ended, and the
-    generator goes on without it too. Ranks that could not be reached over the network may still run, so the generator must learn of them
-    (`unwritten`).
+    With `may_lose`, writing continues without engines that have ended. If an engine's memory was mapped, it has surely ended, and the
+    generator also continues without it. Ranks that could not be reached over the network may still run, so the generator must learn about
+    them (`unwritten`).
     """
 
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):
         self._may_lose = may_lose
-        self.unwritten: set[int] = set()  # generator ranks, since `connect`
+        self.unwritten: set[int] = set()  # generator ranks not written since `connect`
         self._setting, self._host, self._rank, self._timeout_s = setting, host, rank, timeout_s
         self._transports: list[Transport] = []
-        self._towards: dict[int, Transport] = {}  # by generator rank
+        self._towards: dict[int, Transport] = {}  # generator rank -> transport
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """`endpoints` has, for every generator rank, one endpoint for each kind of transport that some trainer rank writes to it by."""
+        """`endpoints`: for every generator rank, one endpoint for each kind of transport by which any trainer rank writes to it."""
         chosen: dict[str, list[Endpoint]] = defaultdict(list)
         for endpoint in endpoints:
             if endpoint.kind == transport_between(self._setting, self._host, endpoint.host):

@@ -1,11 +1,11 @@
-"""One-sided writes inside a node: the trainer rank opens the GPU memory that holds an engine worker's parameters, and copies into it.
+"""One-sided writes inside a node: the trainer rank opens the GPU memory of an engine worker's parameters, and copies into it.
 
 torch's allocator cuts large allocations into many tensors, and CUDA shares only whole allocations. So an endpoint lists each allocation
-once, with its handle, and says where in it every parameter lies. The trainer rank opens each handle once and keeps it. The endpoint's
-address is an empty file that the engine's process holds open: it exists as long as the process does.
+once, with its handle, and has the position of every parameter in it. The trainer rank opens each handle once and keeps it. The endpoint's
+address is an empty file that the engine's process has open, so that it exists as long as the process does.
 
-The engine's GPU need not be visible to the trainer process. A handle is opened on the trainer's own current device. That device reaches the
-memory over NVLink or PCIe (CUDA enables peer access), or directly if both share a GPU.
+The engine's GPU need not be visible to the trainer process. A handle is opened on the trainer's own current device. This device accesses
+the memory over NVLink or PCIe (CUDA enables peer access), or directly if both share a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeviceMemory(Protocol):
         ...
 
     def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Starts the copies place ← values, ordered after all earlier work on the device."""
+        """Starts to copy each of `values` to its place, after all earlier work on the device."""
         ...
 
     def finish(self, timeout_s: float) -> bool:
@@ -54,7 +54,7 @@ class CudaMemory:
 
     def export(self, storage: torch.UntypedStorage) -> tuple[Allocation, int]:
         _, handle, size, offset, count, index, _, _ = storage._share_cuda_()
-        torch.cuda.synchronize()  # replaces the event that came with it
+        torch.cuda.synchronize()  # makes the event of the handle unnecessary
         return Allocation(handle, offset + size, (count, index)), offset
 
     def open(self, allocation: Allocation) -> torch.UntypedStorage:
@@ -62,7 +62,7 @@ class CudaMemory:
         return torch.UntypedStorage._new_shared_cuda(device, allocation.handle, allocation.size_bytes, 0, count, index, b"", False)
 
     def copy(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copies on a stream of its own, while the next values are quantised."""
+        """Copies on a separate stream, while the next values are quantised."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for place, value in zip(places, values):
@@ -85,7 +85,8 @@ class DeviceMemoryOfWorker(Memory):
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """Copies are started many at a time: one by one, changing streams would take the CPU longer than most copies take the GPU."""
+    """Starts many copies at a time. If they were started one by one, most would take the GPU less time than the CPU needs to change
+    streams."""
 
     memory = DeviceMemoryOfWorker
     most_noted_bytes = 128 << 20
@@ -140,7 +141,7 @@ def _sign_of_life() -> str:
 
 def export(live: Live, memory: DeviceMemory) -> Endpoint:
     parameters = live.tensors()
-    allocations: dict[bytes, Allocation] = {}  # by handle, which all parts of an allocation share
+    allocations: dict[bytes, Allocation] = {}  # handle -> allocation; all parts of an allocation share its handle
     places: dict[int, tuple[bytes, int]] = {}  # address of a storage → handle of its allocation, offset in it
     for parameter in parameters.values():
         storage = parameter.untyped_storage()

@@ -1,4 +1,4 @@
-"""Two-sided writes over gloo: the transport that always works, also between hosts without CUDA."""
+"""Two-sided writes over gloo, the transport that always works, also between hosts without CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Started = list[tuple[dist.Work, str]]
 
 
 class GlooGroup:
-    """Messages lie in CPU memory. `address` is that of the store; it determines the network by which members reach each other."""
+    """Messages are in CPU memory. `address` is that of the store, and determines the network by which members reach each other."""
 
     device = torch.device("cpu")
 
@@ -55,11 +55,11 @@ class GlooMemory(TwoSidedMemory):
 class GlooTransport(TwoSidedTransport):
     memory = GlooMemory
     open_group = GlooGroup
-    coalesces = False  # each message leaves while the next is being made
+    coalesces = False  # each message is sent while the next is made
 
 
 def open_backend(store: dist.Store, rank: int, size: int, address: str, timeout_s: float) -> dist.ProcessGroupGloo:
-    """`address` is that of the group's store (messaging.stores); without it gloo would use the address that the host's name resolves to."""
+    """`address`: that of the group's store (messaging.stores). Without it, gloo would use the address to which the host's name resolves."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
     with new_listeners() as listeners:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(address))]

@@ -1,15 +1,15 @@
-"""One-sided writes by Mooncake's transfer engine: over RDMA where there is CUDA, otherwise over TCP, with the same calls.
+"""One-sided writes by Mooncake's transfer engine: over RDMA if there is CUDA, otherwise over TCP, with the same calls.
 
-The engine worker and the trainer rank each register their parameters once. Values that are contiguous on both sides are sent from where
-they lie. Values that have to be cast, quantised or packed go through a staging buffer. A separate thread sends one half of it while the
-other is being filled.
+The engine worker and the trainer rank each register their parameters once. Values that are contiguous on both sides are sent directly from
+their memory. Values that must be cast, quantised or packed are copied to a staging buffer. A separate thread sends one half of it while the
+other is filled.
 
-A box whose rows are short in the destination (a column slice) would take thousands of small writes. It is written in one piece into the
-worker's *landing* memory instead, and the worker spreads it once all of these are written (`commands.Spread`). Both sides learn from
-`schedule.landings` which boxes they are.
+A box whose rows are short in the destination (a column slice) would need thousands of small writes. Instead it is written in one piece to
+the worker's *landing* memory, and the worker spreads it once all of these are written (`commands.Spread`). Both sides get these boxes from
+`schedule.landings`.
 
-Each trainer rank writes its changes since the last update (weights.delta) in one piece into an *inbox* of the worker. That is memory of its
-host, of a fixed size for each trainer rank. A larger delta becomes a full update.
+Each trainer rank writes its changes since the last update (weights.delta) in one piece to an *inbox* of the worker. This is host memory, of
+a fixed size for each trainer rank. A larger delta becomes a full update.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from megarl.weight_sync.transports.base import (
 )
 from megarl.weight_sync.transports.shared_memory import aligned_offsets
 
-# Memory of a worker's host into which trainer ranks write changes (Mooncake).
+# Memory of a worker's host to which trainer ranks write changes (Mooncake).
 
 
-SMALL_BYTES = 64  # and this much for each copy, because a delta may be little more than its header
+SMALL_BYTES = 64  # in addition, for each copy, because a delta may be little more than its header
 
 
 def inboxes(map: ReshardMap | None, rank: int, trainers: Collection[int]) -> dict[str, Any]:
-    """The fields of an Offer that say which boxes may come as changes, and how large inboxes are; none without `map`."""
+    """The fields of an Offer for changes: the boxes that may come as changes, and the sizes of inboxes; none without `map`."""
     copies = [copy for copy in map.writes_to(rank) if copy.source_rank in trainers] if map is not None else []
     sizes: dict[int, int] = {}
     for copy in copies:
@@ -100,22 +100,22 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 LONGEST_RUN_BYTES = 1 << 20  # of one write: the TCP transport sends several in parallel, and RDMA splits them anyway
-HALF_BYTES = 32 << 20  # of the staging buffer
-MOST_NOTED_BYTES = 64 << 20  # at most this much is collected before the thread gets it, so that the wire stays busy
-MOST_UNDER_WAY = 256  # writes: the TCP transport refuses a few thousand, and does not recover
+HALF_BYTES = 32 << 20  # size of each half of the staging buffer
+MOST_NOTED_BYTES = 64 << 20  # collected before the thread gets it; a limit, so that the network is not idle
+MOST_UNDER_WAY = 256  # number of writes: the TCP transport refuses a few thousand, and does not recover
 POLL_S = 0.0002
 _DEVICES = Path("/sys/class/infiniband")
 IMPORTS, INFINIBAND = "mooncake", "infiniband"  # facts in Host.has
-_REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on the version
+_REFUSED = (0, -1, (1 << 64) - 1)  # returned instead of a write, depending on Mooncake's version
 
 Run = tuple[int, int, int]  # source address, destination address, bytes
 
 
 class MooncakeMemory(Memory):
-    """Parameters that can be written where they lie, and landing memory for boxes of short rows."""
+    """Parameters that are written in place, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        for earlier in ("_engine", "_memory", "_changes"):  # for other writers: their room is needed, and they are registered
+        for earlier in ("_engine", "_memory", "_changes"):  # opened for other writers: their memory is needed, and is registered
             vars(self).pop(earlier, None)
         self._tensors, self._landing = live.tensors(), offer.landing
         engine = open_engine(live.address, offer.protocol)
@@ -139,7 +139,7 @@ class MooncakeMemory(Memory):
         return Endpoint(live.rank, live.kind, address, sum(blocks.values()), tensors, landings, inboxes, host=live.host)
 
     def spread(self, wanted: Callable[[str], bool] | None = None) -> None:
-        """Copies the boxes in landing memory into the tensors."""
+        """Copies the boxes in landing memory to the tensors."""
         for (name, box), offset in zip(self._landing, self._offsets):
             if wanted is not None and not wanted(name):
                 continue
@@ -184,11 +184,11 @@ class MooncakeTransport(Transport):
         self._staging: torch.Tensor | None = None  # [2, HALF_BYTES], on the device of the values
         self._half, self._filled, self._noted = 0, 0, 0  # the half in use, bytes in it, bytes noted since the last flush
         self._on_gpu = False  # whether the values come from a GPU
-        self._sources: dict[int, torch.UntypedStorage] = {}  # registered, by address; kept alive so that no address is reused
-        self._runs: dict[int, list[Run]] = {}  # by generator rank: its writes from the current half
+        self._sources: dict[int, torch.UntypedStorage] = {}  # address -> registered memory; kept so that no address is reused
+        self._runs: dict[int, list[Run]] = {}  # generator rank -> its writes from the current half
         self._jobs: queue.Queue = queue.Queue()  # (half, runs), or None at the end
         self._free = [threading.Semaphore(1), threading.Semaphore(1)]  # one for each half
-        self._failures: dict[int, str] = {}  # by generator rank; nothing more is sent there
+        self._failures: dict[int, str] = {}  # generator rank -> failure; nothing more is sent there
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         self._peers = {endpoint.rank: address_parts(endpoint.address) for endpoint in endpoints}
@@ -229,7 +229,7 @@ class MooncakeTransport(Transport):
     def fence(self) -> None:
         self._flush()
         deadline = time.monotonic() + self._timeout_s
-        other = self._free[1 - self._half]  # the thread works in order: once it releases this half, everything is sent
+        other = self._free[1 - self._half]  # the thread works in order, so once it releases this half, everything is sent
         if not other.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._late()
         other.release()
@@ -237,17 +237,17 @@ class MooncakeTransport(Transport):
             raise PeerUnreachable("; ".join(f"weights from {failure}" for failure in self._failures.values()), self._failures)
 
     def close(self) -> None:
-        self._jobs.put(None)  # (the thread may still be sending after a failure; it keeps the staging buffer alive)
+        self._jobs.put(None)  # (after a failure the thread may still be sending; it keeps the staging buffer alive)
 
     def _put(self, rank: int, address: int, values: torch.Tensor) -> None:
-        """Writes values of any strides to contiguous memory at `address`: from where they lie if that is registered, otherwise packed."""
+        """Writes values of any strides to contiguous memory at `address`: directly from registered memory, otherwise packed."""
         in_place = values.is_contiguous() and values.untyped_storage().data_ptr() in self._sources
         for part in pieces(values, LONGEST_RUN_BYTES):
             self._note(rank, part.data_ptr() if in_place else self._staged(part), address, part.nbytes)
             address += part.nbytes
 
     def _staged(self, part: torch.Tensor) -> int:
-        """Copies at most LONGEST_RUN_BYTES into the staging buffer. Returns the address there."""
+        """Copies at most LONGEST_RUN_BYTES to the staging buffer. Returns their address there."""
         if self._staging is None:
             self._staging = torch.empty(2, HALF_BYTES, dtype=torch.uint8, device=part.device)
             register(self._engine, [(self._staging.data_ptr(), 2 * HALF_BYTES)])
@@ -272,8 +272,8 @@ class MooncakeTransport(Transport):
             self._flush()
 
     def _flush(self) -> None:
-        """Hands the current half to the thread and waits for the other."""
-        if self._on_gpu:  # the engine reads memory without waiting for kernels that still write to it: ours, and the optimizer's step
+        """Gives the current half to the thread, and waits for the other."""
+        if self._on_gpu:  # the engine does not wait for kernels that still write to the memory: ours, and the optimizer's step
             torch.cuda.current_stream().synchronize()
         self._jobs.put((self._half, self._runs))
         self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}
@@ -289,12 +289,12 @@ class MooncakeTransport(Transport):
             self._free[half].release()
 
     def _send_runs(self, rank: int, runs: list[Run]) -> str:
-        """Returns what went wrong; empty if nothing did."""
+        """Returns a description of the failure; empty without one."""
         peer = self._peers[rank][1]
         failure = f"trainer rank {self._rank} could not write to generator rank {rank} at {peer} by Mooncake"
         try:
             written = write_runs(self._engine, peer, runs, self._timeout_s)
-        except Exception as error:  # otherwise the thread would end, and only a deadline would show it
+        except Exception as error:  # otherwise the thread would end, and only a deadline would reveal it
             return f"{failure}: {error!r}"
         return "" if written else f"{failure}: is its engine alive? see the log on stderr"
 
@@ -309,10 +309,11 @@ def _landing(map: ReshardMap | None, rank: int, rows: tuple[Row, ...], trainers:
 
 
 def landing_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Allocates [size] bytes from what SGLang has left free. Raises RuntimeError that says what to lower if that is too little."""
+    """Allocates [size] bytes of the memory that SGLang has left free. Raises RuntimeError with the setting to lower if that is too
+    little."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # on a GPU torch.OutOfMemoryError, which is one
+    except RuntimeError as error:  # on a GPU its subclass torch.OutOfMemoryError
         needed = f"{size / 2**30:.2f} GiB for boxes of short rows to land in"
         raise RuntimeError(f"Mooncake needs {needed}, beside what SGLang holds: lower generator.mem_fraction ({error})") from error
 
@@ -323,9 +324,9 @@ def protocol_of(hosts: Iterable[Host]) -> str:
 
 
 def write_runs(engine: Any, peer: str, runs: Sequence[Run], timeout_s: float) -> bool:
-    """Writes into the memory of the engine at `peer`. Waits, and returns whether everything has arrived.
+    """Writes to the memory of the engine at `peer`. Waits, and returns whether everything has arrived.
 
-    It polls with pauses. The engine's own waiting calls poll without, and on a host with few cores take one from the threads that copy.
+    It polls with pauses. The engine's own waiting calls poll without pauses, and on a host with few cores they slow the threads that copy.
     """
     deadline = time.monotonic() + timeout_s
     under_way: deque[int] = deque()
@@ -350,10 +351,10 @@ def _finished(engine: Any, write: int, deadline: float) -> bool:
 def open_engine(host: str, protocol: str) -> Any:
     """Starts a transfer engine of this process that listens on `host`. `protocol` is "tcp" or "rdma".
 
-    Raises ConfigError when Mooncake or its system libraries are missing, RuntimeError when it cannot start.
+    Raises ConfigError if Mooncake or its system libraries are missing, and RuntimeError if it cannot start.
     """
     if protocol == "tcp" and has_infiniband():
-        os.environ["MC_FORCE_TCP"] = "1"  # Mooncake ignores the protocol, and would use RDMA wherever there is a device for it
+        os.environ["MC_FORCE_TCP"] = "1"  # Mooncake ignores the protocol, and would use RDMA if there is a device for it
     try:
         engine = _engine_class()()
     except ImportError as error:
@@ -372,7 +373,7 @@ def has_infiniband() -> bool:
 
 
 def imports() -> bool:
-    """Whether Mooncake and its system libraries are installed; `open_engine` says what is missing."""
+    """Whether Mooncake and its system libraries are installed. If not, the error of `open_engine` lists what is missing."""
     try:
         _engine_class()
     except ImportError:
@@ -389,13 +390,14 @@ def _engine_class() -> Any:
 
 
 def register(engine: Any, blocks: Sequence[tuple[int, int]]) -> None:
-    """Registers blocks of memory, (address, bytes) each, with the engine; they must not move."""
+    """Registers blocks of memory, (address, bytes) each, with the engine. They must not move."""
     if engine.batch_register_memory([address for address, _ in blocks], [size for _, size in blocks]):
         raise RuntimeError(f"Mooncake could not register {sum(size for _, size in blocks)} bytes of memory in {len(blocks)} blocks")
 
 
 def address_of(host: str, engine: Any, protocol: str, base: int) -> str:
-    """The address of an Endpoint: the protocol, where the engine listens, and the memory address that offsets count from."""
+    """The address of an Endpoint: the protocol, the address at which the engine listens, and the memory address to which offsets are
+    added."""
     return f"{protocol}://{with_port(host, engine.get_rpc_port())}/{base}"
 
 

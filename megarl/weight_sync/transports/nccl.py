@@ -1,7 +1,7 @@
-"""Two-sided writes over NCCL: between hosts with GPUs where Mooncake is not installed.
+"""Two-sided writes over NCCL, between hosts with GPUs on which Mooncake is not installed.
 
-All messages of a wave are one NCCL group: one launch for all peers. A message is in the same wave on both sides, and waves have the same
-order everywhere, so ranks cannot deadlock.
+All messages of a wave are one NCCL group, and so one launch for all peers. A message is in the same wave on both sides, and waves have the
+same order everywhere, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Started = tuple[dist.Work, Sequence[Message], float] | None  # the last is the d
 
 
 class NcclGroup:
-    """Messages lie on the current GPU of this process; no two ranks may share one."""
+    """Messages are on the current GPU of this process. No two ranks may share a GPU."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout_s: float):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._timeout_s = timeout_s
         options = dist.ProcessGroupNCCL.Options()
-        # torch's watchdog ends the process when this expires. The deadline in `wait` comes first, and names the messages that are stuck.
+        # torch's watchdog ends the process when this expires. The deadline in `wait` is earlier, and names the messages that are stuck.
         options._timeout = timedelta(seconds=2 * timeout_s + 60)
         self._backend: Any = dist.ProcessGroupNCCL(dist.PrefixStore(NCCL, store), rank, size, options)
-        self._backend.eager_connect_single_device(self.device)  # one communicator for all, instead of one per pair at its first message
+        self._backend.eager_connect_single_device(self.device)  # one communicator for all, not one for each pair at its first message
 
     def send(self, messages: Sequence[Message]) -> Started:
         return self._start(self._backend.send, messages)
@@ -55,7 +55,7 @@ class NcclGroup:
             raise RuntimeError(f"weights from {_labels(messages)}: NCCL failed: {error}") from error
 
     def close(self) -> None:
-        self._backend.abort()  # shutdown would wait for the peers, which may be gone
+        self._backend.abort()  # shutdown would wait for the peers, which may have ended
 
     def _start(self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], messages: Sequence[Message]) -> Started:
         if not messages:

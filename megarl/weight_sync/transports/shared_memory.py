@@ -1,4 +1,4 @@
-"""One-sided writes on one host: the engine worker's parameters lie in a memory file, which the trainer rank maps."""
+"""One-sided writes on one host: the engine worker's parameters are in a memory file, which the trainer rank maps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.reshard.deltas import Changes, spread
 from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, OwnerGone, RemoteTensor, Transport, describe
 
-# Checks that the processes whose memory is mapped here still run: a mapping outlives its process, and writes to it are then lost.
+# Checks that the processes whose memory is mapped here still run. A mapping outlives its process, and writes to it are then lost.
 
 
-_HIDDEN = (0, 0)  # stands for a file that may not be looked at: this process could not see it go
+_HIDDEN = (0, 0)  # means that this process has no permission to see the file, and so not whether it still exists
 
 
 class Owners:
-    """The owners of the endpoints that trainer rank `rank` writes to. Each address is a file in /proc that its process holds open."""
+    """The owners of the endpoints to which trainer rank `rank` writes. Each address is a file in /proc that its process has open."""
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -68,7 +68,7 @@ class SharedMemory(Memory):
 class SharedMemoryTransport(Transport):
     memory = SharedMemory
     same_host = True
-    most_noted_bytes = 16 << 20  # copied by one call; bounded so that quantised values do not pile up
+    most_noted_bytes = 16 << 20  # copied by one call; limits the memory of quantised values
 
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
@@ -76,7 +76,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
-        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # by generator rank
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}  # generator rank -> its tensors
         self._places: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}  # views of destination boxes, kept for all updates
         self._owners = Owners(rank)
         self._noted: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # still to be copied: places and their values
@@ -104,7 +104,7 @@ class SharedMemoryTransport(Transport):
             spread(delta, self._place(copy))
 
     def fence(self) -> None:
-        """Copies what is still noted. The stores are then in shared memory; the message that follows orders them for the reader."""
+        """Copies what is still noted. The values are then in shared memory; the message that follows orders them for the reader."""
         self._copy()
         self._owners.check()
 
@@ -121,7 +121,8 @@ class SharedMemoryTransport(Transport):
             self._put(places, values)
 
     def _put(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Copies everything in one call: a long copy evicts Python's own memory from the cache, which slows the work between copies."""
+        """Copies everything in one call, since each long copy evicts Python's memory from the cache, which slows the work between
+        copies."""
         torch._foreach_copy_(places, values)
 
     def close(self) -> None:
@@ -129,7 +130,7 @@ class SharedMemoryTransport(Transport):
 
     def _map(self, endpoint: Endpoint) -> dict[str, torch.Tensor]:
         """Maps the endpoint's tensors. If its process has ended, they are on the meta device. Writes then do nothing, and `Owners.check`
-        raises, as it does for a process that ends later."""
+        raises, as for a process that ends later."""
         try:
             storage = _mapped(endpoint.address, endpoint.size_bytes)
         except RuntimeError as error:
@@ -141,19 +142,19 @@ class SharedMemoryTransport(Transport):
 
 
 class MemoryFile:
-    """Moves all parameters of this process into one memory file, which other processes of this user can map.
+    """Moves all parameters of this process to one memory file, which other processes of this user can map.
 
-    Whole storages are moved, so that parameters which share one go on sharing it.
+    Whole storages are moved, so that parameters which share one still share it.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in parameters.values())}
         offsets, self._size = aligned_offsets(storage.nbytes() for storage in storages.values())
         offset_of = dict(zip(storages, offsets))
-        # An anonymous file: no name in /dev/shm that a killed engine would leave behind, and no limit on /dev/shm's size.
-        # Others reach it through /proc, which admits only this user. It lives as long as its descriptor is open.
+        # An anonymous file, because a killed engine then leaves no name in /dev/shm, and the size of /dev/shm is no limit. Others open it
+        # through /proc, which permits only this user. It exists as long as its descriptor is open.
         self._file = os.memfd_create("megarl-weights")
-        os.posix_fallocate(self._file, 0, self._size)  # fails now if memory is short, instead of by SIGBUS at the first write
+        os.posix_fallocate(self._file, 0, self._size)  # fails now if there is too little memory, instead of with SIGBUS at the first write
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = _mapped(self._path, self._size)
         moved = {}
@@ -165,7 +166,7 @@ class MemoryFile:
             parameters[name].data = values
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all of them lie in this file."""
+        """Whether all of them are in this file."""
         return all(parameter.untyped_storage().data_ptr() == self._memory.data_ptr() for parameter in parameters)
 
     def endpoint(self, live: Live) -> Endpoint:
@@ -174,7 +175,7 @@ class MemoryFile:
         return Endpoint(live.rank, live.kind, self._path, self._size, places, host=live.host)
 
     def close(self) -> None:
-        """Prevents new mappings; existing ones stay valid."""
+        """Prevents new mappings. Existing ones stay valid."""
         os.close(self._file)
 
 
@@ -186,7 +187,7 @@ def _mapped(path: str, size_bytes: int) -> torch.UntypedStorage:
 
 
 def maps_no_memory(trainer: Host, generator: Host, on_gpu: bool) -> str:
-    """The hindrance to mapping the generator's memory, CPU or GPU; empty if there is none."""
+    """The reason why the generator's memory, CPU or GPU, cannot be mapped; empty if it can."""
     if trainer.memory != generator.memory:
         return "share no memory: other machine, or container"
     if on_gpu and not trainer.cuda:
@@ -203,7 +204,7 @@ def view_at(storage: torch.UntypedStorage, tensor: RemoteTensor) -> torch.Tensor
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(offset of each block, total) for aligned blocks of `sizes` bytes, one after the other."""
+    """(offset of each block, total size) for aligned blocks of `sizes` bytes that follow each other."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,10 +1,10 @@
-"""Two-sided writes: each box is a message, which the engine worker receives in place if the box is contiguous.
+"""Two-sided writes. Each box is a message, which the engine worker receives in place if the box is contiguous.
 
-Trainer and generator ranks share a process group of their own, independent of either side's default group (see Members). Both walk the
-same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are under way, so
+Trainer and generator ranks share a separate process group, independent of the default group of either side (see Members). Both process the
+same reshard map in the same order, so messages need no names. They travel in waves, layer by layer. At most two waves are in flight, so
 staging buffers on either side stay small.
 
-Changes since the last update (weights.delta) come as one blob from each trainer rank: first the sizes of all, then the blobs.
+Changes since the last update (weights.delta) come as one blob from each trainer rank. First the sizes of all are sent, then the blobs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megarl.reshard.schedule import waves
 from megarl.weight_sync.transports.base import Endpoint, Incoming, Live, Members, Memory, Offer, Opening, Transport, describe
 
 POLL_S = 0.0005
-CHANGES = "changes"  # in the place of a tensor's name
-LONGEST_BYTES = 256 << 20  # of a message with a part of a blob
+CHANGES = "changes"  # instead of a tensor's name
+LONGEST_BYTES = 256 << 20  # limit of a message with a part of a blob
 
 
 @dataclass(frozen=True)
 class Message:
     peer: int  # rank in the group
-    buffer: torch.Tensor  # contiguous bytes on the group's device; stays alive until the message is through
+    buffer: torch.Tensor  # contiguous bytes on the group's device; kept until the message has arrived
     label: str  # "trainer rank 0 to generator rank 1, lm_head.weight"
-    target: torch.Tensor | None = None  # when receiving: where to copy the buffer, unless it was received in place
+    target: torch.Tensor | None = None  # when receiving: destination of the buffer, unless it was received in place
 
 
 class Group(Protocol):
     """A process group of one backend. All methods raise RuntimeError or TimeoutError that names the message."""
 
-    device: torch.device  # where messages lie
+    device: torch.device  # device of messages
 
     def send(self, messages: Sequence[Message]) -> Any:
         """Starts to send. Pass the result to `wait`."""
@@ -54,7 +54,7 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-OpenGroup = Callable[[dist.Store, int, int, str, float], Group]  # store, rank, size, address of the store, deadline in seconds
+OpenGroup = Callable[[dist.Store, int, int, str, float], Group]  # arguments: store, rank, size, address of the store, deadline in seconds
 
 
 class TwoSidedTransport(Transport):
@@ -80,10 +80,10 @@ class TwoSidedTransport(Transport):
 
     def __init__(self, rank: int, timeout_s: float):
         super().__init__(rank, timeout_s)
-        self._waiting: list[Message] = []  # of the current wave, not started
+        self._waiting: list[Message] = []  # messages of the current wave, not started
         self._wave = -1
-        self._started: list[tuple[int, Sequence[Message], Any]] = []  # by wave
-        self._blobs: list[tuple[int, torch.Tensor]] = []  # by generator rank, not sent
+        self._started: list[tuple[int, Sequence[Message], Any]] = []  # with the wave of each
+        self._blobs: list[tuple[int, torch.Tensor]] = []  # (generator rank, blob), not sent
 
     def connect(self, endpoints: Sequence[Endpoint]) -> None:
         members = endpoints[0].members
@@ -210,7 +210,8 @@ def _incoming(map: ReshardMap, rank: int, trainers: Collection[int], members: Me
 
 
 def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout_s: float) -> Group:
-    """Meets the other members at the store. `me` is "trainer rank 3" or "generator rank 0". Raises RuntimeError naming who is missing."""
+    """Meets the other members at the store. `me`: "trainer rank 3" or "generator rank 0". Raises RuntimeError with the names of absent
+    members."""
     names = [f"trainer rank {rank}" for rank in members.trainers] + [f"generator rank {rank}" for rank in members.generators]
     deadline = time.monotonic() + timeout_s
     try:
@@ -221,12 +222,12 @@ def join(open_group: OpenGroup, address: str, members: Members, me: str, timeout
                 raise RuntimeError(f"{', '.join(absent)} did not come within {timeout_s:.0f} s")
             time.sleep(10 * POLL_S)
         return open_group(store, names.index(me), len(names), address, deadline - time.monotonic())
-    except RuntimeError as error:  # torch's own errors among them
+    except RuntimeError as error:  # also torch's own errors
         raise RuntimeError(f"{me} did not meet the others of the weight group at {address}: {error}") from error
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one row of bytes, so that backends need not know its dtype."""
+    """A contiguous tensor as one row of bytes, because backends do not know every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
