@@ -126,7 +126,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """An Endpoint in the form in which it travels. Replicas have the same forms of tensors, which take far more bytes than their places."""
+    """An Endpoint as it is sent. Replicas have the same forms of tensors, and the forms take far more bytes than the places."""
 
     endpoint: Endpoint  # without its tensors
     digest: bytes  # digest of the tensors' forms, sorted by name
@@ -164,7 +164,7 @@ def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
 
 
 class Ways(msgspec.Struct, frozen=True, array_like=True):
-    """Endpoints for one writing rank, in the form in which they travel. Their common parts are sent once."""
+    """Endpoints for one writing rank, as they are sent: common parts only once."""
 
     forms: list[list[Form]]
     members: list[Members]
