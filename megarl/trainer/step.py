@@ -94,8 +94,8 @@ class Tally:
 
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(outputs [t] float32, microbatch) -> LossOutput, which has sums, not means, and in a step always the same keys in `sums`. The outputs are
-the log-probs of the tokens of `loss_mask` or, with a scalar head, values: the head's outputs for the tokens before each of these."""
+"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in `sums` all through a step. The outputs
+are the log-probs of the tokens of `loss_mask`. With a scalar head, they are the head's values for the tokens before each of these."""
 
 # Keys of a step's sums, besides those of the loss function.
 ENTROPY, ENTROPY_TOKENS, POSITIONS, MTP = "entropy", "entropy tokens", "positions", "mtp"
