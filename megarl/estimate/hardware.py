@@ -68,6 +68,7 @@ class Cluster:
 
 
 # The shares of the hardware's peak rates that are reached.
+#
 # Fitted constants are derived only from the fitted half of the published rows. `python tests/tools/planner_validation.py --fit` prints
 # them, and a test compares them. All others were set once, from the named source.
 

@@ -34,8 +34,8 @@ def _adapted(result: Any, runner: Any) -> None:
 
 
 def _empty(original: Any, adapter: Any) -> None:
-    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
-    do not."""
+    """Reads no weights of an adapter, because the first update writes them. SGLang would read them in the way it read the model, but fp8
+    engines read no model."""
     adapter.initialize_weights_from_tensors({})
 
 

@@ -270,7 +270,7 @@ class LoraTrainer(MegatronTrainer):
     def __init__(
         self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, sent_alone: bool = False, **settings: Any
     ):
-        """As MegatronTrainer. `sent_alone`: whether updates carry the adapters as they are."""
+        """Like MegatronTrainer. `sent_alone`: whether updates carry only the adapters, without merging."""
         found = Lora.of(lora)
         assert found is not None
         self._lora, self._settings, self._switch, self._sent_alone = found, lora, Switch(lora.dropout), sent_alone

@@ -94,7 +94,7 @@ class Ordering:
         ranks = mesh[:, shard]  # [stages, C]
         counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
         turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
-        known: dict[tuple, list[np.ndarray]] = {}  # tables, which stages that send the same share
+        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
         of_stages = []
         for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
             alike = tuple(own), tuple(charged)

@@ -39,6 +39,7 @@ from megarl.trainer.parallel import context_group, tensor_group
 #
 # So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask, all ranks have the same work. This is
 # the order of Megatron and Transformer Engine for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
+#
 # `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are multiples of 2n.
 
 

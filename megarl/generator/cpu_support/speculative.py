@@ -195,7 +195,7 @@ def build_tree_kernel_efficient_cpu(
 
 
 def reconstruct_indices_from_tree_mask(*arguments: Any) -> None:
-    """As `_describe`."""
+    """See `_describe`."""
     _describe(*arguments)
 
 
