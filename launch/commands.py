@@ -450,7 +450,7 @@ def _read_result(path: Path) -> dict[str, float]:
 
 
 def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> None:
-    """Writes the weights of a checkpoint (the newest, that of `step`, or the `best`) as an HF checkpoint at `output`, or an adapter."""
+    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF checkpoint or an adapter at `output`."""
     if adapter and plan.adapters is None:
         raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()

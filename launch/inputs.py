@@ -44,7 +44,7 @@ def check_room(plan: RunPlan, command: str) -> None:
         check_room_for_checkpoints(plan)
     elif command == "sft":
         check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
-        if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the one before it is removed
+        if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the previous one is removed
             each_bytes = plan.trained_parameters * OPTIMIZER_BYTES
             _check("run_dir=", plan.config.run_dir, 2 * each_bytes, "2 checkpoints of the warm start (sft.save_every)")
     elif command == "reward-model":

@@ -31,8 +31,8 @@ def how(code: int) -> str:
 
 
 def ended_for_memory() -> int:
-    """How many processes the kernel has killed since the host started because the host or a control group ran out of memory. 0 if the
-    kernel does not count them."""
+    """The number of processes that the kernel has killed for lack of memory, on the host or in a control group, since the host started. 0
+    if the kernel does not count them."""
     for line in KERNEL_COUNTS.read_text().splitlines() if KERNEL_COUNTS.exists() else ():
         if line.startswith("oom_kill "):
             return int(line.split()[1])

@@ -108,8 +108,8 @@ def run_map(
     rank: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints, dumps and draws the map of the config, with the proof of it. The arguments are the options of the command line, where they
-    are explained. Raises ConfigError for impossible ones."""
+    """Proves the config's map, then prints, dumps and draws it. The arguments are the options of the command line, whose help explains
+    them. Raises ConfigError for impossible options."""
     config = plan.config
     if not 0 <= delta <= 1:
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")

@@ -65,7 +65,7 @@ def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool
 def training_time(
     config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
 ) -> TrainTime:
-    """The two models compute one after the other; the critic scores each batch once before it is trained."""
+    """Policy and critic compute one after the other. The critic scores each batch once before it trains on the batch."""
     beside = adapters.beside(config, spec, trainer, cluster.gpu.device)
     policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, beside)
     of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
@@ -171,7 +171,7 @@ class Estimate:
     control_s: float  # messages and calls of an update, whether full or a delta
     shadow: float  # bytes of a trainer node's memory for what was sent last
     inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
-    glue_s: float  # work outside trainer and generator
+    glue_s: float  # work that overlaps with neither side
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
 

@@ -26,7 +26,7 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
 def scoring_passes(config: RunConfig) -> int:
     """The number of forward passes over a batch that do not train. The reference model makes one. The policy makes one if there are several
-    optimizer steps or a penalty in the reward, and one before each step if the loss is over several responses. A critic's passes are
+    optimizer steps, or a penalty in the reward. It makes one before each step if the loss is over several responses. A critic's passes are
     counted with the critic."""
     algorithm = config.algorithm
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
@@ -172,7 +172,7 @@ class Beside:
     """What is trained beside a frozen model: elements on the fullest rank of each pipeline stage."""
 
     trained: Sequence[Held]
-    kept: Sequence[int]  # these, and copies of the model's weights
+    kept: Sequence[int]  # elements of trained tensors, and of copies of the model's weights
 
 
 def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
@@ -186,8 +186,8 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
 
 
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands), if trainer ranks of other nodes write
-    to it; 0 if the trainer cuts no finer than the engine."""
+    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands). It is needed if trainer ranks of other
+    nodes write to the rank. 0 if the trainer cuts no finer than the engine."""
     topology = one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
@@ -220,7 +220,7 @@ def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, in
 
 
 def one_replica(topology: TrainerTopology) -> TrainerTopology:
-    """The topology with as few replicas as the experts' mesh allows; all replicas hold the same."""
+    """The topology with as few replicas as the experts' mesh allows. All replicas hold the same."""
     ranks = topology.tp * topology.cp
     return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
 

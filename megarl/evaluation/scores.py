@@ -117,8 +117,8 @@ def missed_counts(run_dir: Path | str) -> dict[str, int]:
 
 
 def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
-    """Notes evaluations that a resumed run, which starts from `version`, cannot make again: those of older weights that were running when
-    the run ended, and those in `due` that had not begun. Returns their versions."""
+    """Notes evaluations that a run resumed from `version` cannot repeat. These are evaluations of older weights that were running when the
+    run ended, and those in `due` that had not begun. Returns their versions."""
     there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
     begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
     lost = sorted((begun | (set(due) - journal.keys())) - there)

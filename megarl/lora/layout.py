@@ -202,7 +202,7 @@ def is_of_stack(name: str) -> bool:
 
 
 def _as_shown(kind: Kind) -> Kind:
-    """SGLang shows the factor that all experts share with a dim of 1 for them."""
+    """The kind as SGLang has it: the factor that all experts share has a dim of 1 for experts."""
     if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
         return kind
     return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))

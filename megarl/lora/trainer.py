@@ -50,7 +50,7 @@ from megarl.trainer.step import MegatronTrainer, StepResult
 #                     gradient of the whole factor is summed here.
 #
 # A factor that all experts of a layer share counts as a part of the dense model. Each rank has the part of its gradient from its own tokens
-# or rows, and all ranks of the stage sum it, as for a norm with sequence parallelism.
+# or rows. All ranks of the stage sum these parts, as for a norm with sequence parallelism.
 
 
 class Switch:

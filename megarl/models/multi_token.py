@@ -39,8 +39,8 @@ class Prediction:
     names: tuple[str, str, str, str]
     draft_layer: str  # prefix of its names in SGLang's draft model
     draft_names: tuple[str, str, str, str]
-    counted: bool = True  # whether config.json has COUNT; otherwise there is one
-    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these; a loader compares them
+    counted: bool = True  # whether config.json has COUNT; without it there is one layer
+    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): a checkpoint repeats the tensor under `name`; a loader compares them
 
 
 NEXTN = Prediction(

@@ -83,8 +83,8 @@ class Forwarding:
         return given, taken
 
     def prove(self) -> None:
-        """Proves that each rank of a shard is served once: either the trainer writes to it, or a rank to which the trainer writes the same
-        shard passes it on. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
+        """Proves that each rank of a shard is served once. Either the trainer writes to it, or it gets the shard from a rank to which the
+        trainer writes. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             if leading is kind:
                 continue

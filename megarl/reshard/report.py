@@ -213,7 +213,7 @@ def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run, starting right after the map is built
+    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run. The time starts when the map is built
     and proven. Returns the median of several measurements, in seconds. Raises ConfigError, as `copies_of` does."""
     sends, number = _parsed(map, rank)
     batches, times = batches_from if sends else batches_to, []

@@ -427,7 +427,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     if index.dtype != str(trainer.dtype):
         raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
     for parameter in parameters_by_name(trainer.chunks).values():
-        if parameter.requires_grad or not trainer.frozen:  # a frozen model has been loaded
+        if parameter.requires_grad or not trainer.frozen:  # a frozen model is already loaded
             parameter.data.zero_()
     for run in runs(trainer).values():
         for kind in run.values.keys() & SAVED:

@@ -106,9 +106,9 @@ def plan_microbatches(
 
     A sequence of p positions costs p + squares p^2, where the second term is for attention. Sequences go, longest first, to the rank with
     the least cost so far, and there to the cheapest microbatch that has room. A microbatch has at most `max_tokens` positions, or a single
-    sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank, because Megatron's pipeline
-    schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that get no sequence are
-    padding. Deterministic.
+    sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank. Every rank has this number,
+    because Megatron's pipeline schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that
+    get no sequence are padding. Deterministic.
     """
     sizes = [math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths]
     costs = [size + squares * size * size for size in sizes]

@@ -121,8 +121,8 @@ class _Refuse(logging.Handler):
 
 
 def refuse_corruption() -> None:
-    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if the warning is logged, the Warning itself
-    if it is issued by `warnings`. Repeated calls do nothing."""
+    """Turns every warning of Megatron about corruption into an error with its text. It is a RuntimeError if the warning is logged, and the
+    Warning itself if `warnings` issues it. Repeated calls do nothing."""
     logger = logging.getLogger("megatron")
     if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
         logger.addHandler(_Refuse(logging.WARNING))

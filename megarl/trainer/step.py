@@ -1,10 +1,10 @@
 """The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
 
 Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass.
-Afterwards gradients are only summed, over microbatches and over data-parallel ranks. Three of Megatron's factors are turned off: the
-division by the number of microbatches (by calculate_per_token_loss=True, which also makes the reduction over ranks a sum), the factor cp
-(by returning a 3-tuple to the schedule), and the division by the token count (finalize_model_grads gets none). So for any topology and any
-microbatches, it is the gradient of sum(loss) / denominator over the global batch.
+Afterwards gradients are only summed, over microbatches and over data-parallel ranks. Three of Megatron's factors are turned off.
+calculate_per_token_loss=True turns off the division by the number of microbatches, and makes the reduction over ranks a sum. A 3-tuple
+returned to the schedule turns off the factor cp. There is no division by the token count, since finalize_model_grads gets none. So for any
+topology and any microbatches, the result is the gradient of sum(loss) / denominator over the global batch.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class MegatronTrainer(MegatronModel):
     ):
         """`optimizer` replaces trainer.optimizer, except for trainer.optimizer.megatron, which applies to every optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
-        self.saved_layout = self.layout  # of what checkpoints hold
+        self.saved_layout = self.layout  # the layout of checkpoints
         self.frozen = False  # whether the model is frozen, and something beside it is trained (`LoraTrainer`)
         self.base: str | None = None  # the checkpoint that a frozen model comes from
         config = self.config

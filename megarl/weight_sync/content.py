@@ -38,7 +38,7 @@ def strategy_of(plan: RunPlan) -> Strategy:
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
-    """The trainer's layout of the tensors in an update: those of the model, and those of adapters if they are sent unmerged."""
+    """The trainer's layout of the tensors in an update: the model's tensors, and the adapters' if they are sent unmerged."""
     if (adapters := plan.sent_adapters) is None:
         return base
     return together(base, adapters.lora.trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec))

@@ -1,8 +1,8 @@
 """Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before the first update.
 
 Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding). Trainer ranks then write only to the leaders, whose
-workers pass on tensors once everything is written. By default there are relays on a host if it has several engines and the trainer runs
-elsewhere, so that every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
+workers pass on tensors once everything is written. By default there are relays on a host with several engines, if the trainer runs
+elsewhere. Then every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Opened:
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> bytes:
-        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints): those of the ranks that it writes to, with only the
-        tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B all endpoints are 100 MB, which would go
-        to each of 512 ranks.)"""
+        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints). These are the endpoints of the ranks that it writes
+        to, with only the tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B all endpoints are 100
+        MB, which would go to each of 512 ranks.)"""
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
         begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # first place of each rank
@@ -193,8 +193,9 @@ def passing_on(
 ) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
     """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
 
-    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays if every
-    host has several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
+    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays on two
+    conditions: every host has several replicas of a shard, equally many on each, and every trainer rank reaches all replicas over the
+    network.
     """
     rule = None
     if relay == ENGINES:

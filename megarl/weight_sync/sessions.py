@@ -48,7 +48,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._of_less = strategy_of(plan).takes  # than all weights
+        self._of_less = strategy_of(plan).takes  # the class of updates with less than all weights
         self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # the engines whose memory is open

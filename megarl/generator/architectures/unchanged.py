@@ -4,7 +4,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 
-SERVED: dict[str, tuple[str, ...]] = {  # modules of sglang.srt.models, and which of their classes; (): all
+SERVED: dict[str, tuple[str, ...]] = {  # module of sglang.srt.models -> names of its classes; (): all
     "deepseek_v2": (),
     "gemma3_causal": ("Gemma3ForCausalLM",),
     "glm4_moe": ("Glm4MoeForCausalLM",),

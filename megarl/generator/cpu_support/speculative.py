@@ -4,7 +4,7 @@ SGLang's own CPU kernels are in a build of sgl_kernel that is not on PyPI. The k
 branches. `torch_native` attention has neither passes that verify drafts nor the steps of a draft model.
 
 Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), whatever the temperature. Here a
-token is sampled at each place, and the draft is accepted as far as it agrees: with Gumbel noise on the logits, the likeliest token is a
+token is sampled at each place, and the draft is accepted as far as it agrees. With Gumbel noise on the logits, the likeliest token is a
 sample.
 """
 

@@ -343,7 +343,7 @@ def loaded(result: Any, runner: Any) -> None:
 
 
 def adapted(model: torch.nn.Module, pool: Pool) -> None:
-    """As `Worker.adapted`."""
+    """See `Worker.adapted`."""
     _worker.adapted(model, pool)
 
 

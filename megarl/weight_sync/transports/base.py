@@ -303,7 +303,8 @@ class Transport(abc.ABC):
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
         """The reason why it cannot serve these two, which completes "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend
-        only on `cuda` and `has` of both, and on whether they share memory or network, since it is asked once for all pairs that agree."""
+        only on `cuda` and `has` of both, and on whether they share memory or network. It is called once for all pairs that agree in
+        these."""
         return ""
 
     @classmethod

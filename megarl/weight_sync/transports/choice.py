@@ -1,7 +1,7 @@
 """Chooses the transport for a pair of ranks, from `weights.transport` and the hosts of both.
 
-Trainer and generator make the same choice, since both derive it from the same data: the trainer rank's Host (in its Hello) and the
-generator rank's (in its Endpoint).
+Trainer and generator make the same choice, since both derive it from the same data: the Host of the trainer rank (in its Hello) and the
+Host of the generator rank (in its Endpoint).
 """
 
 from __future__ import annotations
