@@ -428,9 +428,9 @@ MOE_RUNNERS = ("triton", "deep_gemm")  # FlashInfer's stores up before gate, in 
 
 
 def check_server_args(config: RunConfig) -> Iterable[str]:
-    """Checks the arguments of the policy's engines and of those of roles. Refuses arguments that SGLang does not know or that other keys
-    decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses arguments
-    that make SGLang compute with other weights than were written, since the audit would not see that."""
+    """Checks the arguments of the policy's engines and of the roles' engines. Refuses arguments that SGLang does not know or that other
+    keys decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses
+    arguments that make SGLang compute with other weights than were written, since the audit would not see that."""
     truncated = config.rollout.truncated
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
     for name, role in config.roles.items():

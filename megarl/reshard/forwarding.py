@@ -256,7 +256,7 @@ def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
 
 
 def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
-    """The result of `relayed`, as far as it is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
+    """The part of the result of `relayed` that is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
     hosts are not included, since they depend on where engines will run."""
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 

@@ -684,7 +684,7 @@ def together(one: Layout, other: Layout) -> Layout:
 
 
 def side_by_side(layouts: Sequence[Layout]) -> Layout:
-    """The tensors of all layouts. Each layout has its own ranks, which follow those of the one before."""
+    """The tensors of all layouts. Each layout has its own ranks, which follow the ranks of the previous layout."""
     if len(layouts) == 1:
         return layouts[0]
     kinds: list[Kind] = []

@@ -20,8 +20,8 @@ from megarl.reshard.template import Row
 #
 # The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
 # divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has the
-# least load so far. Single turns come first, until loads are even to within one turn, then round robin. So an order is a short table,
-# however many layers and receivers there are, and every rank computes the same one.
+# least load so far. Single turns come first, until loads are even to within one turn, then round robin. So an order is a short table for
+# any number of layers and receivers, and every rank computes the same table.
 
 
 MOST_AHEAD = 64  # most single turns of one replica before the round robin

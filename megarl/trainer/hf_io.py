@@ -462,7 +462,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) -> None:
-    """`scores`: the model has a scalar head, whatever the head of the model in `source`."""
+    """`scores`: whether the model has a scalar head. The model in `source` may have another head."""
     for file in sorted(source.iterdir()):
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)

@@ -61,7 +61,7 @@ class Receive(_Command, frozen=True):
 
 
 class MeetNeighbours(_Command, frozen=True):
-    """Connects to other generator ranks, to which this one will pass on tensors."""
+    """Connects to the generator ranks that this one will pass tensors on to."""
 
     endpoints: bytes  # of the ranks that receive relays; decoded by `decode_endpoints`
     relays: dict[int, list[Relay]]  # passing generator rank -> its relays, of one engine only

@@ -128,8 +128,8 @@ class ServingExecutor(ServedExecutor, Protocol):
 class WeightsReceiver:
     """The generator's end, in its only process.
 
-    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile. The
-    executor decides what an update does to running requests (`hold`, `release`).
+    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, even while the executor does other work.
+    The executor decides what an update does to running requests (`hold`, `release`).
 
     The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.topologies).
     """

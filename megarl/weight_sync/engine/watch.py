@@ -140,7 +140,7 @@ class Watch:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Wraps post-load work: the tensors that it creates or writes are recorded anew. All others must stay unchanged."""
+        """Wraps post-load work: the tensors that it creates or writes are recorded again. All others must stay unchanged."""
         if not self._left:
             yield
             return
