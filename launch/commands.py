@@ -87,7 +87,7 @@ def weights_lines(plan: RunPlan, resume: Resume) -> list[str]:
 
 
 def role_lines(plan: RunPlan) -> list[str]:
-    """The frozen models."""
+    """Lines about the frozen models."""
     sizes = [(role, role.settings.engines, role.settings.tp) for role in plan.served]
     served = [f"Role {r.name}: {r.settings.path}, frozen, on {n} engine{'s' * (n > 1)} TP{tp}" for r, n, tp in sizes]
     return served + [f"Role {role.name}: {role.path}, frozen, on the trainer's ranks" for role in plan.frozen]
@@ -160,7 +160,7 @@ def nodes_needed(plan: RunPlan, job: Job) -> int:
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
-    """The plan with the mean prompt length of data.train, from those of its rows that have been read."""
+    """The plan with the mean prompt length of data.train, from the rows that have been read."""
     lengths = [tokens for checked in datasets if checked.key.startswith("data.train") for tokens in checked.reading.lengths]
     if not lengths:
         return plan
@@ -413,8 +413,8 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
 
 
 def warm(plan: RunPlan) -> None:
-    """Starts one engine of each group of the policy's on this machine, with random weights, and lets it generate. Compiled kernels are kept
-    (launch.compile_cache), so that the engines of a run start at once."""
+    """Starts one of the policy's engines of each group on this machine, with random weights, and lets it generate. Compiled kernels are
+    kept (launch.compile_cache), so that the engines of a run start at once."""
     for group in plan.groups:
         began = time.monotonic()
         with scratch_folder() as run_dir:
@@ -450,7 +450,7 @@ def _read_result(path: Path) -> dict[str, float]:
 
 
 def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> None:
-    """Writes the weights of a checkpoint (the newest, that of `step`, or the `best`) as an HF checkpoint at `output`, or an adapter."""
+    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF checkpoint or an adapter at `output`."""
     if adapter and plan.adapters is None:
         raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()

@@ -44,7 +44,7 @@ def check_room(plan: RunPlan, command: str) -> None:
         check_room_for_checkpoints(plan)
     elif command == "sft":
         check_room_for_weights(plan, "sft.output=", plan.config.sft.output)
-        if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the one before it is removed
+        if 0 < plan.config.sft.save_every < plan.config.sft.steps:  # a checkpoint is complete before the previous one is removed
             each_bytes = plan.trained_parameters * OPTIMIZER_BYTES
             _check("run_dir=", plan.config.run_dir, 2 * each_bytes, "2 checkpoints of the warm start (sft.save_every)")
     elif command == "reward-model":
@@ -56,7 +56,7 @@ def check_room_for_checkpoints(plan: RunPlan) -> None:
     config = plan.config
     there, most = len(complete_checkpoints(config.run_dir)), config.checkpoint.keep + 1
     if config.checkpoint.keep_best is not None:
-        most += 2 if config.eval.engines else 1  # the best checkpoint, and that of the version being evaluated
+        most += 2 if config.eval.engines else 1  # the best checkpoint, and the one that is being evaluated
     number = max(1, most - there)
     parameters = plan.trained_parameters + (parameter_count(plan.critic.with_scalar_head()) if plan.critic else 0)
     each_bytes = parameters * OPTIMIZER_BYTES
@@ -130,7 +130,7 @@ def _shown(score: Score) -> str:
 
 def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) -> list[Tried]:
     """Scores three texts for the first row of each dataset with the user's own functions. If `thorough`, scores several rows, also with
-    built-in rules. Raises ConfigError for all mistakes that would end the run, each function's once."""
+    built-in rules. Raises ConfigError for all mistakes that would end the run, once for each function."""
     if config.rollout.name in OF_HUBS or (config.rollout.name == PROGRAM and config.rollout.args.get("reward") == PROGRAM):
         return []  # there the environment or the program gives the reward
     wanted: dict[Part, list[tuple[Checked, list[Row]]]] = {}
@@ -209,7 +209,7 @@ class Inputs:
 
     @property
     def remarks(self) -> list[str]:
-        """A line for each dataset and reward about which the user may not know something."""
+        """A line for each dataset and reward with something that the user may not know."""
         data = {f"Data: {each.key}": [*each.remarks] for each in self.datasets}
         rewards = {f"Reward: {each.part.setting} on {each.key}": [*each.remarks] for each in self.rewards}
         return [f"{of_what}: {'; '.join(remarks)}" for of_what, remarks in (data | rewards).items() if remarks]

@@ -1,4 +1,4 @@
-"""The processes that a node starts: engines, trainer ranks, the driver of the engines."""
+"""The processes that a node starts: engines, trainer ranks, and the engines' driver."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def how(code: int) -> str:
 
 
 def ended_for_memory() -> int:
-    """How many processes the kernel has killed since the host started because the host or a control group ran out of memory. 0 if the
-    kernel does not count them."""
+    """The number of processes that the kernel has killed for lack of memory, on the host or in a control group, since the host started. 0
+    if the kernel does not count them."""
     for line in KERNEL_COUNTS.read_text().splitlines() if KERNEL_COUNTS.exists() else ():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
@@ -52,7 +52,7 @@ def cause(code: int, ended_before: int) -> str:
     if SHARED_MEMORY.is_dir():
         disk = shutil.disk_usage(SHARED_MEMORY)
         if disk.free < LITTLE_BYTES or number == signal.SIGBUS:
-            what = "full" if disk.free < LITTLE_BYTES else "the likely place, if memory that is mapped there had no room"
+            what = "full" if disk.free < LITTLE_BYTES else "the likely cause, if memory that is mapped there had no room"
             found.append(f"{SHARED_MEMORY} is {what}: {disk.free // MIB} of {disk.total // MIB} MiB are free")
     return "; ".join(found)
 
@@ -62,21 +62,21 @@ def _name(number: int) -> str:
 
 
 def kill(children: Sequence[BaseProcess]) -> None:
-    """Ends them at once, all before it waits for any."""
+    """Kills all `children`, and only then waits for each."""
     for child in children:
         child.kill()
     for child in children:
         child.join(10)
 
 
-# Processes that end with the one that has started them, also when that is killed outright and cannot end its children.
+# Makes processes end with their parent, even if the parent is killed and cannot end its children.
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends. Raises SystemExit if the process `parent` is already gone. Its children then
+    """Makes the kernel kill this process when its parent ends. Raises SystemExit if the process `parent` is already gone, and its children
     have another parent, which may be process 1 of a container."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -108,15 +108,15 @@ def run_map(
     rank: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Prints, dumps and draws the map of the config, with the proof of it. The arguments are the options of the command line, where they
-    are explained. Raises ConfigError for impossible ones."""
+    """Proves the config's map, then prints, dumps and draws it. The arguments are the options of the command line, whose help explains
+    them. Raises ConfigError for impossible options."""
     config = plan.config
     if not 0 <= delta <= 1:
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
     if link is not None and not link > 0:
         raise ConfigError(f"--link {link:g}: must be more than 0")
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as of megarl plan
+    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as in megarl plan
     facts = map_report.to_json(reshard_map, forwarding, rate, delta) if as_json else None
     alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if plan.adapters else {}
     if facts is None:
@@ -204,6 +204,6 @@ def gib_range(role: dict[str, Any]) -> str:
 
 
 def _weight_bytes(layout: Layout) -> dict[str, int]:
-    """Bytes on the ranks that hold least and most (pipeline stages differ), including padding."""
+    """Bytes on the rank with the least and on the rank with the most (pipeline stages differ), including padding."""
     found = rank_bytes(layout)
     return {"weight_bytes_min": min(found), "weight_bytes_max": max(found)}

@@ -36,7 +36,7 @@ from megarl.roles.plan import ServedRole, find_served, pairs
 from megarl.roles.settings import JUDGE, PAIRWISE, REFERENCE
 from megarl.teachers.plan import find_frozen, teachers_of
 
-# Memory and time of training: those of the policy and, if the algorithm has one, of its critic.
+# Memory and time of training the policy and, if the algorithm has one, its critic.
 
 
 def critic_of(config: RunConfig, spec: ModelSpec) -> ModelSpec | None:
@@ -65,7 +65,7 @@ def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool
 def training_time(
     config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, cluster: Cluster, constants: Constants, workload: Workload
 ) -> TrainTime:
-    """The two models compute one after the other; the critic scores each batch once before it is trained."""
+    """Policy and critic compute one after the other. The critic scores each batch once before it trains on the batch."""
     beside = adapters.beside(config, spec, trainer, cluster.gpu.device)
     policy = TrainModel(spec, trainer, config.model.dtype, cluster, constants, beside)
     of_policy = policy.seconds(workload, extra_forwards=scoring_passes(config))
@@ -160,18 +160,18 @@ class Estimate:
     """Times are in seconds. Memory is in bytes on the fullest rank."""
 
     workload: Workload
-    generated: Workload  # the same, with responses that are dropped
+    generated: Workload  # the workload, with the responses that are dropped
     cluster: Cluster
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
     saving: float  # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during training
     train: TrainTime
     sync_s: float
-    delta_sync_s: float  # if only changed elements are sent, a share CHANGED of all
-    control_s: float  # messages and calls of either, whatever is sent
+    delta_sync_s: float  # if only changed elements are sent: the share CHANGED of all
+    control_s: float  # messages and calls of an update, whether full or a delta
     shadow: float  # bytes of a trainer node's memory for what was sent last
     inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
-    glue_s: float  # work of neither side
+    glue_s: float  # work that overlaps with neither side
     asynchronous: bool
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
 
@@ -187,7 +187,7 @@ class Estimate:
 
     @property
     def scored_s(self) -> float:
-        """Seconds of generation with its scores, which are requested as responses finish, so the slowest engines decide."""
+        """Seconds of generation with its scores. Scores are requested as responses finish, so the slowest engines decide."""
         return max([self.generate.total, *(served.score_s for served in self.served.values())])
 
     @property
@@ -335,7 +335,7 @@ def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) 
 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
-    """What was sent to each group of engines is kept."""
+    """The trainer keeps the last values that it sent to each group of engines."""
     return sum(shadow_bytes(spec, trainer, group.settings, config.model.dtype) for group in engine_groups(config.generator))
 
 

@@ -1,4 +1,4 @@
-"""The machines for which plans can be made, from data sheets."""
+"""The machines that can be planned for, from data sheets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates are peaks. `Constants` has the shares of these that are reached."""
+    """Rates are peaks. `Constants` has the share of each that is reached."""
 
     name: str
     memory_gib: float  # memory that a process can allocate: torch.cuda.get_device_properties().total_memory
@@ -69,8 +69,8 @@ class Cluster:
 
 # The shares of the hardware's peak rates that are reached.
 #
-# Fitted constants are derived only from the fitted half of the published rows: `python tests/tools/planner_validation.py --fit` prints
-# them, and a test compares. All others were set once, from the named source.
+# Fitted constants are derived only from the fitted half of the published rows. `python tests/tools/planner_validation.py --fit` prints
+# them, and a test compares them. All others were set once, from the named source.
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Constants:
     link_efficiency: float = 0.75  # NCCL's bus bandwidth / the wire's, large messages (nccl-tests)
     latency_s: float = 10e-6  # per collective over NVLink by one-shot kernels; NCCL takes twice that (nccl-tests, 8 H100)
     decode_step_s: float = 2e-3  # per decoding step, for the engine's scheduler
-    decode_request_s: float = 20e-6  # per request and step, for the same (SGLang 0.5.21 on a CPU, one tiny layer: 28e-6 with its attention)
+    decode_request_s: float = 20e-6  # the same per request and step (SGLang 0.5.21 on a CPU, one tiny layer: 28e-6 with attention)
     half_rows: float = 256.0  # rows at which a product reaches half its efficiency: two tiles of 128
     half_width: float = 256.0  # columns at which a product reaches half its efficiency
     fp8_gemm_gain: float = 0.75  # share of fp8's peak in training, relative to bf16's: scales, and operations not in fp8
     decode_gemm_efficiency: float = 0.5  # share of the peak that the thin products of decoding and prefill reach
     elementwise_passes: float = 8.0  # number of times that a forward pass reads or writes a layer's activations outside its products
     trainer_message_s: float = 60e-6  # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)
-    worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (the same)
+    worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (megarl bench fleet)
     engine_calls_s: float = 1.4e-3  # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
     step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
 

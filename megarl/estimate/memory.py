@@ -25,8 +25,8 @@ from megarl.reshard.schedule import DEFAULT_WAVE_BYTES, landings
 
 
 def scoring_passes(config: RunConfig) -> int:
-    """The number of forward passes over a batch that do not train. The reference model makes one. The policy makes one before the first of
-    several optimizer steps, or for a penalty in the reward; for a loss of several responses, one before each step. A critic's passes are
+    """The number of forward passes over a batch that do not train. The reference model makes one. The policy makes one if there are several
+    optimizer steps, or a penalty in the reward. It makes one before each step if the loss is over several responses. A critic's passes are
     counted with the critic."""
     algorithm = config.algorithm
     proximal = algorithm.kl == "reward" or (algorithm.ratio != "behavior" and config.trainer.optimizer_steps > 1)
@@ -95,8 +95,9 @@ class Workload:
 
     @property
     def decoded(self) -> float:
-        """Tokens that a response has so far, as a mean over all decoding steps of all responses: E[R^2] / 2 E[R]. It is half of the mean
-        length if all are equally long, and the whole mean if lengths are exponential, because most steps are spent on long responses."""
+        """The mean number of tokens that a response has so far, over all decoding steps of all responses: E[R^2] / 2 E[R]. It is half of
+        the mean length if all responses are equally long. If lengths are exponential, it is the whole mean, because most steps are spent on
+        long responses."""
         return self.mean_square / (2 * self.response_tokens)
 
     @cached_property
@@ -127,7 +128,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of weights on one rank. Experts are counted separately, because they have their own mesh."""
+    """Elements of weights on one rank. Experts count separately, because they have their own mesh."""
 
     dense: int
     expert: int
@@ -171,7 +172,7 @@ class Beside:
     """What is trained beside a frozen model: elements on the fullest rank of each pipeline stage."""
 
     trained: Sequence[Held]
-    kept: Sequence[int]  # these, and copies of the model's weights
+    kept: Sequence[int]  # elements of trained tensors, and of copies of the model's weights
 
 
 def trained_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str) -> list[Held]:
@@ -185,8 +186,8 @@ def generator_weights(spec: ModelSpec, generator: GeneratorConfig, dtype: str) -
 
 
 def landing_bytes(spec: ModelSpec, trainer: TrainerConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands), if trainer ranks of other nodes write
-    to it; 0 if the trainer cuts no finer than the engine."""
+    """Memory that an engine rank keeps beside its weights for boxes of short rows (schedule.lands). It is needed if trainer ranks of other
+    nodes write to the rank. 0 if the trainer cuts no finer than the engine."""
     topology = one_replica(replace(trainer_topology(trainer), pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None))
     engine = replace(generator_topology(generator), engines=1)
     # All later layers are equal, or repeat in a period. With pp = 1 they are on one rank.
@@ -219,7 +220,7 @@ def stage_layers(spec: ModelSpec, trainer: TrainerConfig) -> tuple[tuple[int, in
 
 
 def one_replica(topology: TrainerTopology) -> TrainerTopology:
-    """The topology with as few replicas as the experts' mesh allows; all replicas hold the same."""
+    """The topology with as few replicas as the experts' mesh allows. All replicas hold the same."""
     ranks = topology.tp * topology.cp
     return replace(topology, dp=math.lcm(topology.ep * topology.etp, ranks) // ranks)
 
@@ -303,8 +304,8 @@ def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerAct
 
 
 def _attention(spec: ModelSpec, tp: int) -> float:
-    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the inputs of that. A mean over all
-    layers."""
+    """Rotated queries, keys, values and the output; if heads are normalised or compressed, also the inputs of these operations. A mean over
+    all layers."""
     heads = spec.num_attention_heads
     if spec.kv_lora_rank:
         compressed = 2 * (spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim)
@@ -335,7 +336,7 @@ GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
 # Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
 SAVED_BYTES = 12  # per parameter, independent of its dtype in training
-# Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which replaces it in fp32.
+# Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which in fp32 replaces the logit.
 LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
 DIVERGENCE_BYTES = 12  # per logit of a chunk for a teacher's divergence (kernels/chunked_kl.py): the policy's, the teacher's, a product
 FRAGMENTATION = 0.05  # share of the memory that is allocated again for every microbatch
@@ -345,7 +346,7 @@ FRAGMENTATION = 0.05  # share of the memory that is allocated again for every mi
 class TrainerMemory:
     """Bytes on one rank."""
 
-    weights: float  # with adapters also these, and a copy of the weights for merging
+    weights: float  # with LoRA also the adapters, and a copy of the weights for merging
     gradients: float
     optimizer: float
     reference: float  # frozen copy of the weights, if the algorithm needs one
@@ -394,7 +395,8 @@ def stage_memory(
     beside: Beside | None = None,
     shadow: float = 0.0,
 ) -> list[TrainerMemory]:
-    """[pp] memory of the fullest rank of each stage. `beside`: what is trained in the model's place, which then is the reference too."""
+    """[pp] memory of the fullest rank of each stage. `beside`: what is trained instead of the model. The model is then also the
+    reference."""
     item = ITEM_BYTES[dtype]
     of_critic = [
         (item + GRADIENT_BYTES) * held.total + optimizer_bytes(held, trainer, dtype)
@@ -448,12 +450,12 @@ def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
 
 
 def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
-    """The largest share of a checkpoint, fp32 master weights and both moments, which a rank copies to its host's memory and writes."""
+    """The largest part of a checkpoint (fp32 master weights and both moments) that one rank copies to host memory and writes."""
     return max(SAVED_BYTES * _shared(held, trainer) for held in trained)
 
 
 def _shared(held: Held, trainer: TrainerConfig) -> float:
-    """Elements of one rank if the ranks that have the same ones divide them among themselves."""
+    """Elements of one rank, if ranks with the same elements divide these among themselves."""
     expert_dp = trainer.tp * trainer.cp * trainer.dp / (trainer.ep * trainer.etp)
     return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
@@ -575,8 +577,8 @@ def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> floa
 
 
 def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
-    """Tokens that an engine's KV cache holds: the configured number, or else all that fit besides the weights (negative: these do not
-    fit)."""
+    """Tokens that an engine's KV cache holds: the configured number, or else as many as fit beside the weights. Negative: the weights do
+    not fit."""
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total

@@ -1,4 +1,4 @@
-"""Estimates, searches and theory as text, and the details of these for JSON."""
+"""Estimates, searches and theory as text, and their details for JSON."""
 
 from __future__ import annotations
 

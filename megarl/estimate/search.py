@@ -1,8 +1,8 @@
 """The fastest use of a number of GPUs: LlamaRL's problem 7 (m_t, m_g, b_t, b_g, theta, precision), over configs that can be launched.
 
-For a given split each side is a separate problem: its fastest shape on at most its GPUs whose memory fits. The trainer is not slower with
-more GPUs, and the generator not faster with fewer. So bisection finds the best split, at which both take equally long. A few splits with
-more trainer ranks are also tried, since more senders shorten the weight update.
+For a given split each side is a separate problem: the fastest shape that fits and uses at most that side's GPUs. The trainer is not slower
+with more GPUs, and the generator is not faster with fewer. So bisection finds the best split, at which both take equally long. A few splits
+with more trainer ranks are also tried, since more senders shorten the weight update.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             generate = GenerateModel(spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
                 Workload.generated(config)
             )
-        except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts all
+        except ConfigError:  # trainer or engine cannot have these sizes: the checks find most such cases, the layouts find all
             continue
         times.append(train.total + generate.total + constants.glue_s)
     return min(times, default=None)
@@ -265,7 +265,7 @@ class Search:
                 yield Side(_trainer_settings(trainer), time, over)
 
     def _fleets(self, gpus: int, fitting: bool) -> Iterator[Side]:
-        """Groups of different engines keep their shapes and proportions. There are as many engines as the GPUs hold."""
+        """Groups of different engines keep their shapes and proportions. There are as many engines as fit on the GPUs."""
         groups = engine_groups(self.config.generator)
         unit = math.gcd(*(group.settings.engines for group in groups))
         times = (gpus - self.config.eval.engines * self.config.generator.tp) // (generator_ranks(groups) // unit)
@@ -308,8 +308,8 @@ class Search:
         return self.landings[key]
 
     def _with_cache(self, generator: GeneratorConfig, landing: int) -> GeneratorConfig:
-        """The config with the largest KV cache that fits, in thousands of tokens: at least the longest sequence, at most all requests at
-        full length. (If the config gives the size, a cache need not hold all requests at full length.)"""
+        """The config with the largest KV cache that fits, in thousands of tokens. It holds at least the longest sequence, and at most all
+        requests at full length. (If the config gives the size, a cache need not hold all requests at full length.)"""
         alone, gpu = replace(generator, kv_cache_tokens=1), self.cluster.gpu
         memory = generator_memory(self.spec, alone, self.dtype, self.workload, gpu, landing)
         left = min(usable_static(alone, gpu) - memory.static, gpu.memory_gib * GIB - memory.total)
@@ -382,7 +382,7 @@ def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunCon
     return found, turned(config, found.settings)
 
 
-# Settings with which a run fits that otherwise does not. Each is planned again before it is proposed.
+# Settings that make a run fit. Each is planned again before it is proposed.
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def problem_of(config: RunConfig, spec: ModelSpec, gpus: int) -> Problem:
 
 
 def best_asynchronous(p: Problem) -> Asynchronous:
-    """The optimum of problem 7, by equations 9 and 10 and lemma B.3: memory is full on both sides, which take equally long, and a step
-    takes B0 / G0 * (T_t + T_g)."""
+    """The optimum of problem 7, by equations 9 and 10 and lemma B.3: memory is full on both sides, and both take equally long. A step takes
+    B0 / G0 * (T_t + T_g)."""
     b_t, time_t = _least(4 * p.weights, p.activation, p.eta_t)
     b_g, time_g = _least(p.weights, p.kv_cache, p.eta_g)
     return Asynchronous(

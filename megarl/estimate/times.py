@@ -133,7 +133,7 @@ class TrainModel:
     dtype: str
     cluster: Cluster
     constants: Constants = CONSTANTS
-    beside: Beside | None = None  # a frozen weight takes no product for its gradient; what is trained beside it counts for nothing
+    beside: Beside | None = None  # frozen weights need no product for gradients; the work of what is trained beside them is neglected
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         """Seconds of a batch in all its optimizer steps. `extra_forwards`: number of passes over it that only score. Sequences are packed
@@ -157,7 +157,7 @@ class TrainModel:
         predicting = (3 * products + (1 + ATTENTION_BACKWARD) * attention + 3 * head) * self.spec.mtp_layers * (t.mtp == TRAIN)
         compute = max(layers * per_layer, last * per_layer + ((3 if self.beside else 4) + scoring) * head + predicting)
         again = t.recompute + scoring
-        sums = 2 + again + t.sequence_parallel / 2  # its backward pass also gathers each product's input again, for its weights
+        sums = 2 + again + t.sequence_parallel / 2  # its backward pass also gathers each product's input again, for the weight gradients
         tensor = layers * (sums * self._tensor_s(rows) + (3 + again) * self._context_s(rows, attention))
         expert = layers * (2 + again) * self._expert_s(rows)
         between = (2 + scoring) * self._between_s(rows)
@@ -377,7 +377,7 @@ class GenerateModel:
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
-        # Twice the mean: lengths so far are exponential like whole ones, so E[c^2] / E[c] = 2 E[c] (4/3 of it if all end equally long).
+        # Twice the mean: lengths so far are exponential like whole lengths, so E[c^2] / E[c] = 2 E[c] (4/3 E[c] if all end equally long).
         again = self.prefilled_s(running * context, 2 * context) if prefilled_again else 0.0
         full_steps = (requests if carried_over else max(0.0, requests - running)) * workload.response_tokens / running
         return GenerateTime(
@@ -451,8 +451,8 @@ class GenerateModel:
     def _tail_s(self, workload: Workload, running: float, *, together: bool) -> float:
         """Integrates by midpoints over the time to the step's longest response. At least one request runs until then.
 
-        `together`: all requests began at once, so their responses are as long as the time. Otherwise at least as long as the mean when it
-        began.
+        `together`: all requests began at once, so a running response has one token per step so far. Otherwise its length is at least the
+        mean at the beginning of the tail.
         """
         span, found = workload.straggler / TAIL_POINTS, 0.0
         for point in ((i + 0.5) * span for i in range(TAIL_POINTS)):
@@ -468,8 +468,8 @@ CHANGED = 0.01  # share of the elements that change in a step, for predictions o
 
 
 def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Seconds by the map of the run, for two updates: one of all weights, and one that carries only changed weights, if the share CHANGED
-    has changed.
+    """Seconds of two updates, by the map of the run: one of all weights, and one of only the changed weights, if the share CHANGED has
+    changed.
 
     Ranks of one node write over NVLink, others over their NICs.
     """

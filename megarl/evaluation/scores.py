@@ -28,9 +28,9 @@ def is_due(config: RunConfig, version: Version) -> bool:
 
 
 def evaluation_plan(plan: RunPlan) -> RunPlan:
-    """The plan with the evaluation's engines in the generator's place. Each version is written whole, since they lack those in between; no
-    request runs meanwhile, and probes are the generator's."""
-    config, merges = plan.config, plan.sent_adapters is None  # which weights.delta has decided
+    """The plan with the evaluation's engines in the generator's place. Each version is written in full, since these engines lack the
+    versions in between. No request runs during an update, and only the generator makes probes."""
+    config, merges = plan.config, plan.sent_adapters is None  # as weights.delta has decided
     own = replace(
         config,
         lora=replace(config.lora, sync="merge") if merges else config.lora,
@@ -117,8 +117,8 @@ def missed_counts(run_dir: Path | str) -> dict[str, int]:
 
 
 def note_lost(run_dir: Path | str, version: Version, due: Collection[Version] = ()) -> list[Version]:
-    """Notes evaluations that a resumed run, which starts from `version`, cannot make again: those of older weights that were running when
-    the run ended, and those in `due` that had not begun. Returns their versions."""
+    """Notes evaluations that a run resumed from `version` cannot repeat. These are evaluations of older weights that were running when the
+    run ended, and those in `due` that had not begun. Returns their versions."""
     there, journal = {result["version"] for result in read_results(run_dir)}, read_journal(run_dir)
     begun = {v for v, (what, _) in journal.items() if what == BEGUN and v < version}
     lost = sorted((begun | (set(due) - journal.keys())) - there)
@@ -231,9 +231,10 @@ Z95 = 1.959963984540054  # the normal distribution's 97.5% quantile
 
 def interval(shares: Sequence[float], samples: int, weights: Sequence[float] | None = None) -> tuple[float, float]:
     """The 95% confidence interval of the mean of `shares` (one number from 0 to 1 for each prompt, from `samples` samples). Prompts count
-    as random draws from all possible prompts. `weights`: the number of things behind each share, if the mean is over things.
+    as random draws from all possible prompts. `weights`: the number of items behind each share, if the mean is over items instead of
+    prompts.
 
-    It is Wilson's interval (1927) for a number of draws whose variance equals that of the shares. With one sample of one thing per prompt
+    It is Wilson's interval (1927) for a number of draws whose variance equals that of the shares. With one sample of one item per prompt
     this is the number of prompts, and the interval is Wilson's own. Otherwise the variance is itself estimated, and with few prompts the
     number of draws is reduced (Korn and Graubard 1998). If prompts do not differ, all samples are draws. Unlike the standard error, the
     interval is not empty if all are right or all are wrong.

@@ -84,7 +84,7 @@ class BatchSteps:
 
     def _frozen(self, sequences: Sequences, cut: list[MiniBatch]) -> Frozen:
         reference = self._scores("reference", sequences, cut) if self.algorithm.needs_reference else None
-        # With one optimizer step, the proximal policy is the policy itself, which the loss has.
+        # With one optimizer step, the proximal policy is the current policy, whose log-probs the loss has.
         needed = (self.algorithm.needs_proximal and len(cut) > 1) or self.algorithm.penalizes_rewards
         proximal = self._scores("policy", sequences, cut) if needed else None
         taught = self.teachers.of_batch(sequences, lambda score: self._by_places(score, sequences, cut)) if self.teachers else None
@@ -196,8 +196,8 @@ def kept_rows(results: Sequence[StepResult]) -> dict[int, TokenRow]:
 
 
 def step_metrics(results: Sequence[StepResult], algorithm: Algorithm) -> dict[str, float]:
-    """The metrics of a batch's optimizer steps; docs/algorithms.md says how those of several steps are combined. A metric without a value
-    is absent: without steps, as before a critic is warm, or without a token to train on."""
+    """The metrics of a batch's optimizer steps. docs/algorithms.md says how several steps are combined. A metric without a value is absent.
+    That happens without steps (during a critic's warm-up), or without a token to train on."""
     if not results:
         return {"optimizer_steps": 0, "optimizer_steps/empty": 0, "tokens/padded": 0}
     trained = [result for result in results if result.tokens]

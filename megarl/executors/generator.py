@@ -269,7 +269,7 @@ class GeneratorExecutor:
         self.status.set(f"batch {step}")
 
     def step(self) -> None:
-        """Waits until as many groups as one more batch needs have been sent. The trainer itself composes its batches."""
+        """Waits until enough groups for one more batch have been sent. The trainer composes its batches itself."""
         with self.trace.span(f"generate batch {self.curr_step}") as told:
             enough = (self.curr_step + 1) * self.plan.config.rollout.prompts_per_step
             self.wait_until(lambda: self.stream.finished >= enough, f"batch {self.curr_step} from the engines")
@@ -346,6 +346,6 @@ class GeneratorExecutor:
         self.trace.close()
 
     def close(self) -> None:
-        """Ends everything that it has started, even if the run has failed. Tasks left in the event loop would print warnings at exit."""
+        """Ends everything that this executor has started, even if the run has failed. Tasks left in the event loop would print warnings."""
         self.loop.run_until_complete(self.background.close())
         self.loop.run_until_complete(self._resources.aclose())

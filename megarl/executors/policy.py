@@ -1,4 +1,4 @@
-"""The policy on a trainer rank: it is made, goes on from a checkpoint, and is exported."""
+"""Makes the policy on a trainer rank, loads its checkpoints, and exports it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.trainer.step import MegatronTrainer
 
 
 def make_policy(plan: RunPlan, total_steps: int, optimizer: AdamConfig | None = None) -> MegatronTrainer:
-    """The trainer of the plan's policy, of all its weights or of adapters alone; its values are still to be set. `optimizer` as of
-    MegatronTrainer."""
+    """Makes the trainer of the plan's policy, for all weights or for adapters alone. The values of the weights must be set afterwards.
+    `optimizer`: see MegatronTrainer."""
     config = plan.config
     of_all = plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed
     timeout_s = config.timeouts.collective_s
@@ -31,8 +31,8 @@ def steps_of_run(plan: RunPlan) -> int:
 
 
 def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer | None = None, of: str = "") -> dict[str, Any]:
-    """Loads the checkpoint at `path`; returns its state. Raises RunError if it is damaged. The error names the checkpoint to move away:
-    `of`, if `path` is a copy."""
+    """Loads the checkpoint at `path`, and returns its state. Raises RunError if it is damaged. If `path` is a copy, the error names the
+    original `of`, which must be moved away."""
     try:
         state = checkpoint.load(trainer, path)
         if critic is not None:
@@ -43,8 +43,8 @@ def load_checkpoint(trainer: MegatronTrainer, path: str, critic: MegatronTrainer
 
 
 def export_rank(plan: RunPlan, path: str, of: str, output: str, adapter: bool = False) -> None:
-    """One trainer rank of the export. It loads its shard of the checkpoint at `path`, a copy of that at `of`, and writes its part of the HF
-    files, or of a PEFT adapter, at `output`."""
+    """Runs one trainer rank of an export. It loads its shard of the checkpoint at `path`, which is a copy of the one at `of`. It writes its
+    part of the HF files, or of a PEFT adapter, at `output`."""
     init_distributed(plan.config.timeouts.collective_s)
     trainer = make_policy(plan, steps_of_run(plan))
     if trainer.frozen:

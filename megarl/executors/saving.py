@@ -1,4 +1,4 @@
-"""Saving in a run: checkpoints to resume from, and exports of the weights for other uses. They are written beside the following steps."""
+"""Saving in a run: checkpoints to resume from, and exports of the weights for other uses. They are written during the following steps."""
 
 from __future__ import annotations
 

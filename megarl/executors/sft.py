@@ -79,8 +79,8 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
 
 
 def _begun(plan: RunPlan, path: str, best: str) -> tuple[MegatronTrainer, float]:
-    """The trainer with the weights of the checkpoint at `path`, or first ones if that is empty, and the lowest held-out loss so far, whose
-    weights are at `best`; infinity: of none."""
+    """Returns (trainer, lowest held-out loss so far). The trainer has the weights of the checkpoint at `path`, or initial weights if `path`
+    is empty. The weights with the lowest loss are at `best`; if there are none, the loss is infinity."""
     config = plan.config
     trainer = make_policy(plan, config.sft.steps, config.sft.optimizer)
     if config.model.random_init:

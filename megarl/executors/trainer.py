@@ -118,7 +118,7 @@ class TrainerExecutor:
     def _hold_reference(self) -> None:
         """Loads the reference: the role's model, or else the weights that the run began with, even after a resume."""
         role = self.plan.reference
-        if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):  # adapters are off in their own model alone
+        if role is not None and (role.spec != self.plan.spec or self.trainer.frozen):  # adapters can be off only in their own model
             self.trainer.hold_reference(load_frozen(self.plan, role, self.trainer))
             return
         self.trainer.load_hf(role.path if role else self.plan.weights_path)

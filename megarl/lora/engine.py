@@ -1,7 +1,7 @@
 """The policy's adapter in SGLang's pool: one slot of memory, which belongs to the adapter as long as the engine lives.
 
 SGLang copies an adapter from host memory into a slot when the first request needs it, and again if it has lost its slot. Either copy would
-undo an update. So the adapter gets its slot as soon as the pool exists, and its name is pinned, so that the pool gives the slot to no other
+undo an update. So the adapter gets its slot as soon as the pool exists. Its name is pinned, so that the pool gives the slot to no other
 adapter. Other runs may have adapters with other names in the same pool.
 """
 
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def _adapted(result: Any, runner: Any) -> None:
-    """Runs after SGLang has made the pool of adapters, if it is to serve any."""
+    """Runs after SGLang has made the pool of adapters, which exists only if the engine serves some."""
     from megarl.weight_sync.engine import loader  # only workers need it
 
     if runner.lora_manager is not None and not runner.is_draft_worker:
@@ -34,8 +34,8 @@ def _adapted(result: Any, runner: Any) -> None:
 
 
 def _empty(original: Any, adapter: Any) -> None:
-    """Reads no weights of an adapter, because the first update writes them. SGLang would read them as it read the model, which fp8 engines
-    do not."""
+    """Reads no weights of an adapter, because the first update writes them. SGLang would read them in the way it read the model, but fp8
+    engines read no model."""
     adapter.initialize_weights_from_tensors({})
 
 

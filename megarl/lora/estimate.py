@@ -1,4 +1,4 @@
-"""What adapters take of memory and time, for `megarl plan`."""
+"""The memory and time that adapters need, for `megarl plan`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megarl.reshard.proof import prove_exactly_once
 
 
 def beside(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: str) -> Beside | None:
-    """What ranks of a trainer keep beside the frozen weights: adapters and, unless updates carry these alone, the weights with adapters
-    merged. None if all weights are trained."""
+    """What trainer ranks keep beside the frozen weights: the adapters, and a copy of the weights with adapters merged, unless updates carry
+    only adapters. None if all weights are trained."""
     if (adapters := AdapterPlan.of(config, spec)) is None:
         return None
     held, merges = adapters_held(spec, trainer, config.model.dtype, adapters.lora), not adapters.are_sent_alone(device)
@@ -30,7 +30,7 @@ def beside(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, device: s
 
 
 def adapters_held(spec: ModelSpec, trainer: TrainerConfig, dtype: str, lora: Lora) -> list[tuple[Held, Held]]:
-    """(elements of adapters, elements of the weights that have some) on the fullest rank of each pipeline stage."""
+    """(elements of adapters, elements of the weights with adapters) on the fullest rank of each pipeline stage."""
     return _adapters_held(shape_of(spec), one_replica(trainer_topology(trainer)), dtype, lora)
 
 
@@ -46,7 +46,7 @@ def pool_bytes(config: RunConfig, spec: ModelSpec, device: str) -> int:
     """Bytes of SGLang's pool for adapters on a generator rank, which has two slots; 0 if engines serve none."""
     if (adapters := AdapterPlan.of(config, spec)) is None or not adapters.are_sent_alone(device):
         return 0
-    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters go only to engines that are alike
+    one = replace(engine_groups(config.generator)[0].topology, engines=1)  # adapters are sent only if all engines are in one group
     return 2 * max(rank_bytes(adapters.lora.pool_layout(spec, one, config.model.dtype, device)))
 
 
@@ -60,7 +60,8 @@ def alone_s(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float | Non
 
 
 def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:
-    """Seconds of an update of adapters alone, whose map it proves; None if there are none, or if the engines cannot serve them."""
+    """Seconds of an update of adapters alone, by its map, which is proven. None if there are no adapters, or if engines cannot serve
+    them."""
     lora, (group, *others) = Lora.of(config.lora), engine_groups(config.generator)
     if lora is None or others or unserved(spec, group.topology, device, lora):
         return None

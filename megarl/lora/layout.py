@@ -1,4 +1,4 @@
-"""Low-rank adapters as logical tensors: where the trainer keeps them, and the pool in which SGLang serves them; their layouts."""
+"""Low-rank adapters as logical tensors, and their layouts: on the trainer, and in the pool from which SGLang serves them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.models.registry import family
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import Kind, Layout, elements, generator_layout_of, hf_layout_of, trainer_layout_of, trainer_parameters
 
-# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's statement of its linear layers.
+# Low-rank adapters as logical tensors, and their places in the trainer. Both follow from a family's definition of its linear layers.
 #
 # Next to `….q_proj.weight` [out, in] there are `….q_proj.lora_A.weight` [rank, in] and `….q_proj.lora_B.weight` [out, rank], as in PEFT.
 # There is one pair for every target, even if Megatron fuses several targets into one layer. Such a layer has the As one below the other,
@@ -202,7 +202,7 @@ def is_of_stack(name: str) -> bool:
 
 
 def _as_shown(kind: Kind) -> Kind:
-    """SGLang shows the factor that all experts share with a dim of 1 for them."""
+    """The kind as SGLang has it: the factor that all experts share has a dim of 1 for experts."""
     if not is_of_stack(kind.name) or kind.shards[0].experts is not None:
         return kind
     return replace(kind, shards=tuple(replace(tensor, engine_shape=(1, *tensor.shape)) for tensor in kind.shards))

@@ -1,4 +1,4 @@
-"""What the rest of a run asks about its adapters, and all that is wrong with the section `lora`."""
+"""The adapters in the plan of a run, and checks of the section `lora`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import Weights, find_weights
 
-# Settings of Megatron with which its layers get other inputs than adapters expect.
+# Settings that make Megatron's layers get other inputs than adapters expect.
 _REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
 
 
@@ -37,7 +37,8 @@ class AdapterPlan:
         return None if lora is None else cls(config, spec, lora)
 
     def are_sent_alone(self, device: str | None = None) -> bool:
-        """Whether updates carry them as they are; otherwise all weights, with the adapters merged. `device` as of `why_merged`."""
+        """Whether updates carry only the adapters. Otherwise they carry all weights, with the adapters merged. `device`: see
+        `why_merged`."""
         return sends_adapters(self.config, self.spec, device)
 
     @property
@@ -45,14 +46,14 @@ class AdapterPlan:
         return self.lora.parameter_count(self.spec)
 
     def lines(self) -> list[str]:
-        """What a run says of them at its start."""
+        """The lines about adapters that a new run prints."""
         lora = self.config.lora
         begins = f"lora.init={lora.init}" if lora.init else f"A random by seed {self.config.seed}, B zero"
         of = f"of {', '.join(lora.targets)} linear layers"
         return [f"Adapters: rank {lora.rank}, alpha {lora.alpha:g}, {of}, {begins}; the weights are frozen", self._sync_line()]
 
     def resumed_lines(self, weights: Weights) -> list[str]:
-        """The same when it goes on. `weights`: what it began with."""
+        """The lines about adapters that a resumed run prints. `weights`: the weights that it began with."""
         return [f"Adapters: rank {self.lora.rank}, of what the run began with, {weights}", self._sync_line()]
 
     def _sync_line(self) -> str:
@@ -68,7 +69,7 @@ class AdapterPlan:
         return ServedAdapter(str(folder), self.lora.rank, self.lora.names(self.spec), self.lora.shared)
 
     def write(self, folder: Path) -> None:
-        """Writes that adapter, if engines serve one: its settings alone, since its weights come with the first update."""
+        """Writes the settings of that adapter, if engines serve one. Its weights come with the first update."""
         if adapter := self.served(folder, None):
             empty_adapter(folder, self.lora, adapter.targets)
 
@@ -79,7 +80,7 @@ class AdapterPlan:
 
 
 def check_lora_groups(config: RunConfig) -> Iterable[str]:
-    """What no group of engines shows alone."""
+    """Problems with adapters that concern several groups of engines."""
     if config.lora.rank and config.lora.sync == "adapter" and any(config.generator.groups.values()):
         yield "lora.sync=adapter: must be merge or auto with generator.groups: sending adapters to unlike engines has not been tried"
 

@@ -50,7 +50,7 @@ from megarl.trainer.step import MegatronTrainer, StepResult
 #                     gradient of the whole factor is summed here.
 #
 # A factor that all experts of a layer share counts as a part of the dense model. Each rank has the part of its gradient from its own tokens
-# or rows, and all ranks of the stage sum it, as for a norm with sequence parallelism.
+# or rows. All ranks of the stage sum these parts, as for a norm with sequence parallelism.
 
 
 class Switch:
@@ -270,7 +270,7 @@ class LoraTrainer(MegatronTrainer):
     def __init__(
         self, spec: ModelSpec, topology: TrainerTopology, *arguments: Any, lora: LoraConfig, sent_alone: bool = False, **settings: Any
     ):
-        """As MegatronTrainer. `sent_alone`: whether updates carry the adapters as they are."""
+        """Like MegatronTrainer. `sent_alone`: whether updates carry only the adapters, without merging."""
         found = Lora.of(lora)
         assert found is not None
         self._lora, self._settings, self._switch, self._sent_alone = found, lora, Switch(lora.dropout), sent_alone

@@ -22,8 +22,8 @@ from megarl.weight_sync.writing import Connected, FullUpdates, Part, Sent, Share
 class AdapterUpdates(FullUpdates):
     """The trainer's end. Once connected, the rank offers every version as a change to the last one, like a delta.
 
-    The generator grants that if its engines have the version before, in memory that need not be opened anew. The audit also covers the
-    frozen weights: their hashes must equal those of the values that were sent.
+    The generator grants it if its engines have the previous version, and their memory need not be opened again. The audit also covers the
+    frozen weights: their hashes must equal the hashes of the values that were sent.
     """
 
     def __init__(self, transport: Connected, map: ReshardMap, rank: int, config: RunConfig):

@@ -5,7 +5,8 @@ Its input is the hidden states h of the model, after the last norm, and the embe
     logits = output layer(norm(decoder layer(projection([norm_e(e); norm_h(h)]))))
 
 The embedding and the output layer are the model's own. The decoder layer is one of the family's, with its attention and its experts. This
-file declares the other parts, and their names in checkpoints and in SGLang's draft model. In layouts it is layer number `num_layers`.
+file declares the other parts, and their names in checkpoints and in SGLang's draft model. In layouts the extra layer has number
+`num_layers`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Prediction:
     names: tuple[str, str, str, str]
     draft_layer: str  # prefix of its names in SGLang's draft model
     draft_names: tuple[str, str, str, str]
-    counted: bool = True  # whether config.json has COUNT; otherwise there is one
-    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): checkpoints repeat these; a loader compares them
+    counted: bool = True  # whether config.json has COUNT; without it there is one layer
+    copies: tuple[tuple[str, str], ...] = ()  # (name, logical tensor): a checkpoint repeats the tensor under `name`; a loader compares them
 
 
 NEXTN = Prediction(

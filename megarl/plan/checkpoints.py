@@ -24,7 +24,7 @@ from megarl.config.schema import DROP, RunConfig
 from megarl.data.rows import held_out
 from megarl.rewards.score import parts_in_evaluation
 
-STATE = "state.json"  # file in a checkpoint with, among others, the step after which it was saved
+STATE = "state.json"  # file in a checkpoint with the step after which it was saved, among other values
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -119,8 +119,8 @@ def remove_whole(path: Path) -> None:
 # The index of a checkpoint folder, which distinguishes complete files from damaged ones. Needs no torch, since the launcher uses it too.
 #
 # `index.msgpack` is written last. It lists every other file with its size. For small files it has a digest. For files with tensors it has
-# the place of each box, and the box's share in its tensor's hash (kernels/audit.py). It begins with a digest of itself. So every byte of a
-# checkpoint is covered.
+# the place of each box, and the box's share in its tensor's hash (kernels/audit.py). It begins with a digest of its own content. So every
+# byte of a checkpoint is covered.
 
 
 INDEX_FILE = "index.msgpack"
@@ -130,7 +130,8 @@ _DIGEST_BYTES = 32
 
 
 class CheckpointError(RunError):
-    """A checkpoint is damaged or missing. The message names it, the file, and what to do; `problem` is the middle part."""
+    """A checkpoint is damaged or missing. The message names the checkpoint and the file, and says what to do. `problem`: its middle
+    part."""
 
     def __init__(self, message: str, problem: str = ""):
         super().__init__(message)
@@ -278,7 +279,7 @@ def _content(path: Path, folder: Path | str) -> bytes:
         raise unusable(folder, f"{path.name} cannot be read: {error.strerror}") from error
 
 
-# The best checkpoint of a run by a held-out score (checkpoint.keep_best): the scores that can decide.
+# The held-out scores that can decide which checkpoint of a run is the best (checkpoint.keep_best).
 
 
 def scores_to_choose_by(config: RunConfig) -> list[str]:

@@ -236,7 +236,7 @@ def _router_problems(spec: ModelSpec) -> Iterable[str]:
 
 
 def check_lengths(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
-    """Requires room for a response and at least one prompt token. Prompts themselves are checked with the data."""
+    """Requires room for a response and at least one prompt token. The prompts are checked with the data."""
     room = {"the model's context of": spec.max_position_embeddings}
     train_room = {"trainer.max_tokens_per_microbatch =": config.trainer.max_tokens_per_microbatch}
     if config.generator.kv_cache_tokens is not None:
@@ -287,7 +287,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_lora,
     check_speculative,
 )
-# Checks that commands which only plan do not make.
+# Checks that are left out by commands that only plan.
 RUN_MODEL_CHECKS: tuple[ModelCheck, ...] = (
     check_rope,
     check_sinks,
@@ -306,7 +306,7 @@ ConfigCheck = Callable[[RunConfig], Iterable[str]]
 
 
 def check_ranks(config: RunConfig) -> Iterable[str]:
-    """Refuses very many ranks, which are a typing error. Their layouts would fill the memory."""
+    """Refuses huge numbers of ranks, which must be typing errors. Their layouts would fill the memory."""
     trainer, generator = config.trainer, config.generator
     for section, axes in (("trainer", {axis: getattr(trainer, axis) for axis in ("tp", "pp", "cp", "dp")}),
                           ("generator", {axis: getattr(generator, axis) for axis in ("engines", "tp")})):  # fmt: skip

@@ -75,7 +75,7 @@ class RunPlan:
 
     @property
     def trained_parameters(self) -> int:
-        """Of the policy."""
+        """The number of the policy's parameters that are trained."""
         return parameter_count(self.spec) if self.adapters is None else self.adapters.parameters
 
     @cached_property
@@ -109,7 +109,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     if command == "sft" and not config.sft.adapters:
         config = replace(config, lora=LoraConfig())
     checks = CONFIG_CHECKS + COMMAND_CHECKS.get(command or "", ())
-    # The warm start's own sizes do not concern rollouts.
+    # The warm start's own sizes do not matter for rollouts.
     of_rollouts = list(check_batch(given))
     problems = problems_by_group(config, [check for check in checks if check is not check_batch])
     try:
@@ -183,7 +183,7 @@ def _own_sizes(config: RunConfig, section: str) -> dict[str, int]:
 
 
 def _in_keys_of(command: str | None, config: RunConfig, problems: list[str]) -> list[str]:
-    """The problems, in which a command's own sizes are named by the keys that the user has set."""
+    """The problems, with a command's own sizes named by the keys that the user has set."""
     section = OWN_SIZES.get(command or "")
     if section is None or not _own_sizes(config, section):
         return problems

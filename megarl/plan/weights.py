@@ -22,7 +22,7 @@ from megarl.plan.checkpoints import check_names, complete_checkpoints
 from megarl.roles.settings import REFERENCE, role_of
 
 WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
-WARM = "warm"  # the command that only makes engines compile: any weights will do
+WARM = "warm"  # the command that only lets engines compile, for which any weights will do
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
 
@@ -32,8 +32,8 @@ class Weights:
 
     path: str  # a folder, or a hub name
     warm_start: bool = False  # whether megarl sft made it
-    are_gone: bool = False  # whether the weights are gone, but not needed either
-    remark: str = ""  # why these weights are used, and not others that the user may expect
+    are_gone: bool = False  # whether the weights are gone, but also not needed
+    remark: str = ""  # why these weights are used instead of others that the user may expect
     fingerprint: str = ""  # of the weights that a run began with; empty if not computed
 
     @property

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Finds the senders that have parts of a cut tile of a quantised tensor, and which ranks need its amax.
 #
-# Parts belong to source tensors, whatever copies are made of them. Every data-parallel replica computes its amax by itself, among the ranks
-# that together have one whole model. So it does not matter which replica sends what.
+# Parts belong to source tensors, independently of the copies that are made of them. Every data-parallel replica computes its amax by
+# itself, among the ranks that together have one whole model. So it does not matter which replica sends what.
 #     parts = amax_parts(map, rank)                                 once
 #     table = AmaxTable.measure(parts, own tensors)                 each update, before the first copy
 #     … exchange `table.entries` with `peers(parts)` …              by the transport's own means

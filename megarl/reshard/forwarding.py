@@ -83,8 +83,8 @@ class Forwarding:
         return given, taken
 
     def prove(self) -> None:
-        """Proves that each rank of a shard is served once: either the trainer writes to it, or a rank to which the trainer writes the same
-        shard passes it on. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
+        """Proves that each rank of a shard is served once. Either the trainer writes to it, or it gets the shard from a rank to which the
+        trainer writes. Raises ProofError otherwise. (The map's own proof covers the trainer's writes.)"""
         for kind, leading, leader_of in zip(self.layout.kinds, self.leaders.kinds, self.leader_of):
             if leading is kind:
                 continue
@@ -138,15 +138,15 @@ def _groups(kind: Kind, ranks_per_host: int) -> Iterator[list[list[int]]]:
 
 # Relays between engines, for a trainer with few ranks or unequal stages.
 #
-# At first, only trainer ranks have a shard, and would send it once to each engine. With many engines their links are the bottleneck; with
-# pipeline stages, those of the fullest stage. But engines that have received a tensor can send it too. As in van de Geijn's broadcast
-# (scatter, then all-gather), the trainer writes every layer to some of the engines, which pass it on. Each layer has other leaders. Their
-# number is chosen so that the two phases of the update, writing and passing on, take the least time together.
+# At first, only trainer ranks have a shard, and would send it once to each engine. With many engines the trainer ranks' links are the
+# bottleneck; with pipeline stages, the links of the fullest stage. But engines that have received a tensor can send it too. As in van de
+# Geijn's broadcast (scatter, then all-gather), the trainer writes every layer to some of the engines, which pass it on. Different layers
+# have different leaders. Their number is chosen so that the two phases of the update, writing and passing on, take the least time together.
 
 
 PLACES = (FIRST, LAYER, LAST)
 MOST_CANDIDATES = 64  # how many numbers of engines are tried
-RELAY_COST = 1.25  # of a relayed byte, relative to one from the trainer, since relays wait for all of those. Chosen, not measured.
+RELAY_COST = 1.25  # of a relayed byte, relative to one from the trainer. Relays wait for all bytes from the trainer. Chosen, not measured.
 
 
 def between_engines(map: ReshardMap, tp: int) -> Forwarding:
@@ -256,7 +256,7 @@ def relayed(map: ReshardMap, rule: RelayRule) -> tuple[ReshardMap, Forwarding]:
 
 
 def foreseen(map: ReshardMap, relay: str, tp: int) -> tuple[ReshardMap, Forwarding | None]:
-    """The result of `relayed`, as far as it is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
+    """The part of the result of `relayed` that is known before a run. `relay`: weights.relay; `tp`: the ranks of an engine. Relays inside
     hosts are not included, since they depend on where engines will run."""
     return relayed(map, RelayRule(BETWEEN_ENGINES, tp)) if relay == ENGINES else (map, None)
 
@@ -300,7 +300,7 @@ _Span = tuple[int, int, int]  # (destination kind, first, end): range of experts
 
 
 class SentTensors:
-    """The tensors in `map`, and in `relays`, which destination ranks get from each other instead.
+    """The tensors that destination ranks get by `map`, and those that they get from each other by `relays`.
 
     A *place* is one tensor of one destination rank. Places are numbered rank by rank, and within a rank by name. A *sending* is a source
     rank that writes to a place. Sendings are numbered source by source, and within a source by place.

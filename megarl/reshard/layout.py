@@ -33,8 +33,8 @@ from megarl.models.spec import ModelSpec
 
 # A layout says which rank has which elements of which logical tensor, and under which local name.
 #
-# A layout is kept factorised. A `Kind` is one parameter. It states once what each of its shards has, with a table of the ranks that have
-# each shard on each pipeline stage. Layers, experts and replicas are expanded only when the tensors of a rank are needed. In the statement
+# A layout is kept factorised. A `Kind` is one parameter. It defines once what each of its shards has, with a table of the ranks that have
+# each shard on each pipeline stage. Layers, experts and replicas are expanded only when the tensors of a rank are needed. In the definition
 # of a shard, experts are a leading dim of both boxes, whether the engine stacks them or not.
 
 
@@ -71,7 +71,8 @@ class LocalTensor:
         return whole_box(self.shape).transpose().shape if self.transposed else self.shape
 
     def expand(self, layer: int | None) -> tuple[LocalTensor, ...]:
-        """The tensors that this stands for in one layer, with names resolved, and one by one for experts that are not stacked."""
+        """The tensors that this template stands for in one layer, with names resolved. Experts that are not stacked have one tensor
+        each."""
         if layer is None:
             return (self,)
         number = str(layer)
@@ -270,7 +271,7 @@ class Layout:
 
 # The quantised parameters of an engine and the tensors of their scales.
 #
-# Tiles are those of the logical tensor, as in a quantised checkpoint, however either side cuts it:
+# Tiles are defined on the logical tensor, as in a quantised checkpoint, independently of how either side cuts it:
 #
 #     fp8_block    <weight>_scale_inv  a scale for each 128x128 block of a logical tensor
 #     fp8_channel  <weight>_scale      a scale for each row of a logical tensor, even if an engine's rank holds only part of the row
@@ -283,7 +284,7 @@ SCALE_DTYPE, QUANTISED_DTYPE = "float32", "float8_e4m3fn"
 
 
 def with_scales(kinds: Sequence[Kind], names: Sequence[str], rule: Rule, logical: Mapping[str, LogicalTensor]) -> list[Kind]:
-    """`kinds`, in which those called `names` are quantised by `rule`, each followed by the kind of its scales.
+    """The `kinds`, after quantising those called `names` by `rule`. Each of these is followed by the kind of its scales.
 
     Raises ConfigError if a padded tensor would be quantised. `generator_parameters` has already checked that no cut goes through a block.
     """
@@ -361,7 +362,7 @@ def _scales(tensor: LocalTensor, rule: Rule, logical: Mapping[str, LogicalTensor
     return LocalTensor(name, shape, SCALE_DTYPE, tuple(pieces), experts=tensor.experts)
 
 
-# The parameters of both sides, if the parallel sizes fit the model. Each rule about which size divides what is here, once.
+# The parameters of both sides, if the parallel sizes fit the model. All rules about which size divides what are here, each once.
 #
 # Problems name the key, its value, and what it must divide. A ConfigError has all problems of one side.
 
@@ -573,14 +574,14 @@ QUANTISATIONS = {"fp8_block": BLOCK, "fp8_channel": CHANNEL, "fp8_tensor": TENSO
 
 
 def hf_layout(spec: ModelSpec, dtype: str, fused: bool = False) -> Layout:
-    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name; if `fused`, as the checkpoint's files
-    have them, where one tensor may hold several (`stored`)."""
+    """The layout of an HF checkpoint: one rank that holds every logical tensor under its own name. If `fused`, it holds the tensors of the
+    checkpoint's files, each of which may contain several logical tensors (`stored`)."""
     joined = {part.logical_name: parameter for parameter in fused_tensors(spec) for part in parameter.parts} if fused else {}
     return hf_layout_of(logical_tensors(spec), spec, dtype, joined)
 
 
 def hf_layout_of(logical: Sequence[LogicalTensor], spec: ModelSpec, dtype: str, joined: Mapping[str, Parameter] = {}) -> Layout:
-    """One rank that holds each of these tensors of the model's layers under its own name, or as a part of a `joined` one."""
+    """One rank that holds each of these tensors of the model's layers under its own name, or as a part of a `joined` tensor."""
     held = ((joined.get(t.name) or whole(t.name, t.place, t.name), t) for t in logical)
     parameters = [replace(parameter, layers=t.layers, dtype=t.dtype) for parameter, t in held]
     parameters = list(dict.fromkeys(parameters))
@@ -591,7 +592,7 @@ def hf_layout_of(logical: Sequence[LogicalTensor], spec: ModelSpec, dtype: str, 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before that is transposed."""
+    """The place of a logical tensor in a checkpoint's files: box `box` of tensor `name`, before it is transposed."""
 
     name: str
     box: Box
@@ -604,7 +605,7 @@ class Stored:
 
 
 def stored(tensors: Iterable[LocalTensor]) -> dict[str, Stored]:
-    """By logical names."""
+    """Logical name -> place."""
     return {piece.logical_name: Stored(tensor.name, piece.local, tensor.transposed) for tensor in tensors for piece in tensor.pieces}
 
 
@@ -614,7 +615,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def elements(checkpoint: Layout) -> int:
-    """Of all tensors of a layout that has each once."""
+    """The number of elements of a layout that has each tensor once."""
     return sum(kind.instances * int(np.prod(shard.shape, dtype=np.int64)) for kind in checkpoint.kinds for shard in kind.shards)
 
 
@@ -631,7 +632,7 @@ def trainer_layout(spec: ModelSpec, topology: TrainerTopology, dtype: str, layer
 def trainer_layout_of(
     parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: TrainerTopology, dtype: str
 ) -> Layout:
-    """As `trainer_layout`, of these parameters of the model's layers, which hold the `logical` tensors."""
+    """Like `trainer_layout`, for these parameters of the model's layers, which hold the `logical` tensors."""
     t = topology
     dense = np.arange(t.world_size).reshape(t.pp, t.dp * t.cp, t.tp).transpose(0, 2, 1)  # [pp, tp, replicas]
     expert = dense
@@ -670,7 +671,7 @@ def generator_layout(
 def generator_layout_of(
     parameters: Sequence[Parameter], logical: Sequence[LogicalTensor], spec: ModelSpec, topology: GeneratorTopology, dtype: str
 ) -> Layout:
-    """As `generator_layout`, of these parameters of the engine, which hold the `logical` tensors."""
+    """Like `generator_layout`, for these parameters of the engine, which hold the `logical` tensors."""
     stages, meshes = np.zeros(spec.num_layers + spec.mtp_layers, dtype=np.int64), _generator_meshes(topology)
     kinds = _kinds("generator", spec, parameters, logical, dtype, stages, meshes, (topology.ep, topology.tp // topology.ep))
     return Layout("generator", topology.world_size, tuple(kinds))
@@ -683,7 +684,7 @@ def together(one: Layout, other: Layout) -> Layout:
 
 
 def side_by_side(layouts: Sequence[Layout]) -> Layout:
-    """The tensors of all layouts. Each layout has its own ranks, which follow those of the one before."""
+    """The tensors of all layouts. Each layout has its own ranks, which follow the ranks of the previous layout."""
     if len(layouts) == 1:
         return layouts[0]
     kinds: list[Kind] = []
@@ -746,7 +747,7 @@ def _kinds(
     name: str,
     spec: ModelSpec,
     parameters: Sequence[Parameter],
-    tensors: Sequence[LogicalTensor],  # that they hold
+    tensors: Sequence[LogicalTensor],  # held by the parameters
     dtype: str,
     stages: np.ndarray,  # [num_layers] stages of layers, followed by those of layers for multi-token prediction
     meshes: dict[str, np.ndarray],  # [stages, shards, replicas]; data-parallel attention has its own

@@ -57,7 +57,7 @@ class Copy(Struct, frozen=True, gc=False):
 
 # Writes out the part of one rank in a reshard map: expands template rows to copies, layer by layer and expert by expert.
 #
-# It must be fast, since a rank waits for it at start-up. Rows with the same senders and receivers share the computation of these. Names are
+# It must be fast, since a rank waits for it at start-up. Senders and receivers are computed once for all rows that share them. Names are
 # made once per kind and layer. Copies are put into the right lists instead of being sorted.
 
 

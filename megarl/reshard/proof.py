@@ -246,7 +246,7 @@ def _check_coordinates(layout: Layout) -> None:
 
 
 def _check_names(layout: Layout) -> None:
-    """Checks that no rank has two tensors of one name. Kinds of unlike engines share names, but no ranks."""
+    """Checks that no rank has two tensors of one name. Kinds of different engine groups share names, but no ranks."""
     namesakes: dict[str, list[Kind]] = defaultdict(list)
     for kind in layout.kinds:
         namesakes[kind.name].append(kind)

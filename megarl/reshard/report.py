@@ -56,8 +56,8 @@ _HEADER = ("shards", "copies", "writes", "run", "messages", "bytes")
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3"}
 _LEGEND = f"""\
 shards    with the shape of the first; names of a layer without model.layers.N. and decoder.layers.N.
-copies    boxes of one parameter from one rank to one other; writes: copies joined where they go on on both sides
-run       bytes that lie together in the receiver's memory; messages: what one-sided transports send, one per run;
+copies    boxes of one parameter from one rank to one other; writes: copies joined where they are contiguous on both sides
+run       bytes that are contiguous in the receiver's memory; messages: what one-sided transports send, one per run;
           runs below {SHORTEST_RUN_BYTES >> 10} KiB travel packed, as one message a write, and the receiver spreads them"""
 
 
@@ -213,7 +213,7 @@ def copies_of(map: ReshardMap, rank: str) -> list[Copy]:
 
 
 def own_part_s(map: ReshardMap, rank: str) -> float:
-    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run, starting right after the map is built
+    """Measures how long a rank takes to write out its own part: all writes, in the batches of a run. The time starts when the map is built
     and proven. Returns the median of several measurements, in seconds. Raises ConfigError, as `copies_of` does."""
     sends, number = _parsed(map, rank)
     batches, times = batches_from if sends else batches_to, []

@@ -22,8 +22,9 @@ from megarl.reshard.layout import ITEM_BYTES, Kind
 from megarl.reshard.map import Copy, ReshardMap, put_received, put_sent, received
 from megarl.reshard.template import ZEROS, Row
 
-# The least contiguous destination memory that is worth its own message. Measured with Mooncake over TCP (docs/benchmarks.md): rows of 64
-# KiB take twice as long one by one as packed and spread. Rows of 128 KiB take equally long, and longer rows less.
+# The shortest contiguous run of destination memory that is worth its own message. Measured with Mooncake over TCP (docs/benchmarks.md):
+# rows of 64 KiB take twice as long one by one as packed and spread. Rows of 128 KiB take equally long either way, and longer rows are
+# faster one by one.
 SHORTEST_RUN_BYTES = 128 << 10
 DEFAULT_WAVE_BYTES = 64 << 20  # large enough for gloo and RDMA to reach their rate, small enough to stream layers
 

@@ -83,7 +83,7 @@ def stripes_of(source: Layout) -> Stripes:
 
 
 class SortedStripes:
-    """The stripes of one logical tensor, sorted so that the stripes within a box are found without looking at all."""
+    """The stripes of one logical tensor, sorted so that the stripes within a box are found without a search of all stripes."""
 
     def __init__(self, boxes: dict[Box, list[Holder]]):
         self.sorted = sorted(boxes.items(), key=lambda entry: entry[0].start)

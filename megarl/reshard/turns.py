@@ -20,8 +20,8 @@ from megarl.reshard.template import Row
 #
 # The n layers of a parameter on a stage, each for R receivers, make n * R *turns*, which the C replicas of the sending shard share. If C
 # divides R, they go round robin. Otherwise parameters are placed in order of decreasing turn size, each turn with the replica that has the
-# least load so far: first single turns, until loads are even to within one turn, then round robin. So an order is a short table, however
-# many layers and receivers there are, and every rank computes the same one.
+# least load so far. Single turns come first, until loads are even to within one turn, then round robin. So an order is a short table for
+# any number of layers and receivers, and every rank computes the same table.
 
 
 MOST_AHEAD = 64  # most single turns of one replica before the round robin
@@ -94,7 +94,7 @@ class Ordering:
         ranks = mesh[:, shard]  # [stages, C]
         counts = np.stack([np.bincount(self._source.kinds[key[1]].stages, minlength=len(ranks)) for key in keys])
         turns = counts * np.array([[self._destination.kinds[key[0]].replicas] for key in keys])  # [items, stages]
-        known: dict[tuple, list[np.ndarray]] = {}  # tables, which stages that send the same share
+        known: dict[tuple, list[np.ndarray]] = {}  # tables, shared by stages that send the same
         of_stages = []
         for own, charged in zip(turns.T.tolist(), self._charged[ranks].tolist()):
             alike = tuple(own), tuple(charged)

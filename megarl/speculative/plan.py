@@ -1,4 +1,4 @@
-"""What follows from `generator.speculative`: all that is wrong with it, the arguments of SGLang, and how many drafts engines keep."""
+"""Speculative decoding (`generator.speculative`): checks of its settings, SGLang's arguments, and the share of drafts that engines keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
 
 _NAMES = {NGRAM: "NGRAM", NEXTN: "EAGLE", EAGLE: "EAGLE", EAGLE3: "EAGLE3"}  # SGLang's NEXTN is a name of EAGLE's
 ACCEPTED = "speculative/accept_rate"
-FALLEN = 0.8  # of the first acceptance: what drafts has grown stale
+FALLEN = 0.8  # share of the first acceptance; below it, the draft model counts as stale
 
 
 def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
@@ -80,15 +80,15 @@ def never_trained(config: RunConfig) -> str:
 
 @dataclass
 class Acceptance:
-    """Follows the acceptance over a run. `stale`: what drafts, if nobody trains it; otherwise empty."""
+    """Follows the acceptance over a run. `stale`: the description of a draft model that is not trained; otherwise empty."""
 
     stale: str = ""
     first: float = 0.0
     told: bool = False
 
     def metrics(self, version: int, drafted: int, accepted: int, verified: int) -> dict[str, float]:
-        """Of the tokens since the version before: `drafted` ones, those of them that were kept, and in how many passes. Raises RunError if
-        more were kept than drafted."""
+        """The metrics of the tokens since the previous version. `drafted`: their drafts; `accepted`: the drafts that engines kept;
+        `verified`: the passes that verified drafts. Raises RunError if more were kept than drafted."""
         if accepted > drafted:
             raise RunError(f"weights version {version}: engines say that they kept {accepted} of {drafted} drafted tokens")
         if not verified:
@@ -99,7 +99,7 @@ class Acceptance:
         return found | ({"speculative/untrained_versions": version} if self.stale else {})
 
     def warning(self, version: int, rate: float | None) -> str:
-        """A line for the terminal, once."""
+        """A line for the terminal when the draft model first counts as stale; otherwise empty."""
         if self.told or not self.stale or rate is None or rate >= FALLEN * self.first:
             return ""
         self.told = True

@@ -1,13 +1,13 @@
-"""Saves and loads checkpoints by the pieces of the trainer's layout, so that a checkpoint saved under any topology loads under any other.
+"""Saves and loads checkpoints in pieces of the trainer's layout. A checkpoint saved under one topology loads under any other.
 
 A checkpoint is a folder. For every logical tensor of the model it has the fp32 master weights and both of Adam's moments, cut into the
 boxes of the ranks. Each rank writes its own boxes (`rank_00003.bin`), without communication and without padding. `state.json` has the
-position of the schedule and the caller's state; `index.msgpack` lists the place of everything. The folder is written under another name,
-beside the next steps, and renamed when all ranks are done and everything is on disk.
+position of the schedule and the caller's state; `index.msgpack` lists the place of everything. The folder is written under a provisional
+name during the next steps. It is renamed when all ranks are done and everything is on disk.
 
-Three things must agree before a checkpoint counts as saved, and again before a loaded one is used: the data on disk and in memory, by the
-hash of every box; the model's weights and the master weights that they are rounded from; and all ranks with the same elements, by the hash
-of every logical tensor, which does not depend on how it is cut.
+Three checks must pass before a checkpoint counts as saved, and again before a loaded one is used. The hash of every box is the same on disk
+and in memory. The model's weights are the rounded master weights. All ranks with the same elements agree, by the hash of every logical
+tensor, which does not depend on how it is cut.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
 # The state that checkpoints keep, as trainer ranks have it: boxes of logical tensors, without padding.
 #
 # A tensor of a checkpoint is named KIND/LOGICAL TENSOR: `master/model.norm.weight`, float32. LIVE is the model's own copy, with which
-# training and generation compute: the master weight rounded to the model's dtype. It is hashed but not saved. A frozen model has nothing
-# else: a checkpoint of adapters has only the hashes of their model.
+# training and generation compute: the master weight rounded to the model's dtype. It is hashed but not saved. A frozen model has only this
+# copy, so a checkpoint of adapters has only the hashes of their model.
 
 
 MASTER, EXP_AVG, EXP_AVG_SQ, LIVE = "master", "exp_avg", "exp_avg_sq", "live"
@@ -236,7 +236,7 @@ def live_boxes(trainer: MegatronTrainer) -> Iterator[HeldBox]:
 
 
 def layouts(trainer: MegatronTrainer) -> tuple[Layout, ...]:
-    """Of all that is held: the model, and what is trained beside it if it is frozen."""
+    """The layouts of all tensors of the trainer: the model, and if it is frozen, what is trained beside it."""
     return (trainer.layout, trainer.saved_layout) if trainer.frozen else (trainer.layout,)
 
 
@@ -427,7 +427,7 @@ def _read(trainer: MegatronTrainer, folder: Path) -> tuple[Index, dict[str, Any]
     if index.dtype != str(trainer.dtype):
         raise unusable(folder, f"the model was trained in {index.dtype}, and is now {trainer.dtype}")
     for parameter in parameters_by_name(trainer.chunks).values():
-        if parameter.requires_grad or not trainer.frozen:  # a frozen model has been loaded
+        if parameter.requires_grad or not trainer.frozen:  # a frozen model is already loaded
             parameter.data.zero_()
     for run in runs(trainer).values():
         for kind in run.values.keys() & SAVED:
@@ -458,7 +458,7 @@ def _totals(trainer: MegatronTrainer) -> dict[str, tuple[int, int]]:
 
 
 def _difference(trainer: MegatronTrainer, totals: dict[str, tuple[int, int]], index: Index) -> str | None:
-    """A problem if the ranks' `totals` are not a whole multiple of those in the index; None if they are."""
+    """A problem if the ranks' `totals` are not a whole multiple of the index's; None if they are."""
     shapes = logical_shapes(trainer)
     for name, (count, total) in totals.items():
         tensor, of_model = index.tensors.get(name), torch.Size(shapes[name.partition("/")[2]]).numel()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from megarl.kernels import gated_delta_rule
 
-# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron, since the generator asks too.
+# Which of Megatron's layer specs a trainer on this kind of machine uses. Does not import Megatron, since the generator also calls it.
 
 
 def layer_spec() -> str:

@@ -20,8 +20,8 @@ from megarl.reshard.layout import LocalTensor, hf_layout
 INDEX = "model.safetensors.index.json"
 READ_DTYPES = ("F32", "BF16", "F16")
 FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, each with a scale, as in DeepSeek-V3 and Kimi K2
-# MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, there is a tensor of codes, and one of scales (e8m0), one for each
-# block of columns. A byte of codes has two of these values.
+# MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, files have a tensor of codes and a tensor of scales (e8m0), one for
+# each block of columns. A byte of codes has two values.
 FP4, FP4_BLOCK, FP4_CODES, FP4_SCALES = "U8", 32, "_blocks", "_scales"
 FP4_VALUES = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 EXPONENTS = {  # all bits set: NaN or infinity
@@ -68,7 +68,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     model from that file, while the run is planned for `spec`."""
     config = folder / "config.json"
     there = load_spec(folder, own_family=spec.family if is_own(spec) else None, mtp=spec.mtp_layers > 0)
-    there = replace(there, mtp_drafts=spec.mtp_drafts)  # no checkpoint says this
+    there = replace(there, mtp_drafts=spec.mtp_drafts)  # a checkpoint does not say this
     named = [(field.name, getattr(there, field.name), getattr(spec, field.name)) for field in fields(spec) if field.compare]
     differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:

@@ -52,7 +52,8 @@ def together[T](
     failures: tuple[type[Exception], ...] = (OSError, RuntimeError),
     raises: type[RuntimeError] = RanksFailed,
 ) -> T:
-    """Runs `action` on every rank, and returns this rank's result. Collective. `action` must not be collective, so that one rank may fail.
+    """Runs `action` on every rank, and returns this rank's result. Collective. `action` must not be collective, since it may fail on one
+    rank alone.
 
     Raises `raises` on every rank if one of `failures` occurred on any rank.
     """
@@ -74,8 +75,8 @@ def together[T](
 class Writing[T]:
     """A folder that all ranks write together. It is at `path`, complete, when `finish` returns.
 
-    Each rank calls `write` with the folder's provisional name, with `beside` in a separate thread. The caller then continues meanwhile, so
-    `write` must not communicate. `finish` calls `conclude` on all ranks with the folder and the result of `write`.
+    Each rank calls `write` with the folder's provisional name. With `beside`, `write` runs in a separate thread while the caller continues,
+    so it must not communicate. `finish` calls `conclude` on all ranks with the folder and the result of `write`.
 
     A run that dies meanwhile leaves at most a .partial folder, which the next attempt replaces. It never changes the folder at `path`. An
     existing folder at `path` is replaced by two renames. The constructor, `written` and `finish` are collective.
@@ -118,7 +119,7 @@ class Writing[T]:
         """Returns when the folder is complete and on disk.
 
         Raises WriteError if any rank's `write` or `conclude` raised OSError or RuntimeError (a full disk), after removing the partial
-        folder. Steps of `conclude` at which single ranks may fail belong into `together`: otherwise the others would wait for them.
+        folder. Steps of `conclude` that may fail on single ranks must run in `together`; otherwise the other ranks would wait for them.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -180,8 +181,8 @@ def load_hf(
     et al. 2020, arXiv:2009.01325, appendix B.1).
 
     Every rank checks all tensors of the model, even those it does not hold, so that all ranks raise the same ConfigError
-    (`check_checkpoint`). A rank that reads a value which is not finite raises ConfigError too, naming file and tensor. So does one that
-    reads a copy for the layer for multi-token prediction which is no copy.
+    (`check_checkpoint`). A rank that reads a value which is not finite also raises ConfigError, with the names of file and tensor. So does
+    a rank that reads a different value where the layer for multi-token prediction must have a copy.
     """
     from safetensors import safe_open  # a compiled package that only this needs: a trainer with random weights runs without it
 
@@ -266,7 +267,7 @@ def init_random(spec: ModelSpec, layout: Layout, parameters: Mapping[str, torch.
 
 
 def _as_matrix(piece: Piece) -> Piece:
-    """The piece as one of a matrix. A tensor of more dims (the weight of a convolution) must be cut only by rows."""
+    """The same piece, of the tensor as a matrix. A tensor of more dims (the weight of a convolution) must be cut only by rows."""
     first, *_ = piece.logical.start
     count, *others = piece.logical.shape
     return piece if len(others) == 1 else Piece(piece.local, piece.logical_name, Box((first, 0), (count, math.prod(others))))
@@ -461,7 +462,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) -> None:
-    """`scores`: the model has a scalar head, whatever the head of the model in `source`."""
+    """`scores`: whether the model has a scalar head. The model in `source` may have another head."""
     for file in sorted(source.iterdir()):
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)

@@ -40,7 +40,7 @@ from megarl.trainer.parallel import context_group, tensor_group
 # So each rank has early positions, which attend to few tokens, and late ones. Under a causal mask, all ranks have the same work. This is
 # the order of Megatron and Transformer Engine for packed sequences (thd_get_partitioned_indices), which their rotary embeddings follow.
 #
-# `boundaries`, of the sequences in the whole row, are those of a MicrobatchPlan. All of them are multiples of 2n.
+# `boundaries`: where sequences begin and end in the whole row, from the MicrobatchPlan. All are multiples of 2n.
 
 
 def held_positions(boundaries: Sequence[int], ranks: int, rank: int) -> torch.Tensor:
@@ -305,8 +305,8 @@ class NormOfEachHead(RMSNorm):
 class NormOfAllHeads(torch.nn.Module):
     """RMS normalisation of queries or keys over all heads of all tensor ranks together.
 
-    Every rank has the weights of all heads, and a gradient for those of its own heads. Megatron sums gradients of these norms over the
-    ranks (finalize_model_grads).
+    Every rank has the weights of all heads, but gradients only for its own heads. Megatron sums these gradients over the ranks
+    (finalize_model_grads).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
@@ -320,7 +320,7 @@ class NormOfAllHeads(torch.nn.Module):
         """x [..., heads / tp, d]."""
         values = x.flatten(-2).float()
         squares = reduce_from_tensor_model_parallel_region(values.square().sum(-1, keepdim=True), group=self.group)
-        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # the heads of all ranks have a gradient for it
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)  # its gradient comes from the heads of all ranks
         weight = self.weight.chunk(self.group.size())[self.group.rank()]
         return (weight * (values * torch.rsqrt(squares / self.width + self.eps))).to(x.dtype).view_as(x)
 
@@ -365,7 +365,8 @@ class OwnOutput(RowParallelLinear):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # Megatron would sum its gradient over tensor ranks. But those have other experts, or have already summed it as data-parallel ranks.
+        # Megatron would sum its gradient over tensor ranks. But these ranks have other experts, or have already summed it as data-parallel
+        # ranks.
         self.bias.sequence_parallel = False  # type: ignore[union-attr]
 
     def forward(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -374,7 +375,7 @@ class OwnOutput(RowParallelLinear):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention of packed sequences, each by itself, with PyTorch's fused kernel; replaces DotProductAttention.
+    """Causal attention of packed sequences, separate for each, with PyTorch's fused kernel. Replaces DotProductAttention.
 
     Adjacent sequences of equal length are one call, so that many short ones cost little. Under context parallelism, every rank gathers all
     keys and values, and masks by position.
@@ -438,8 +439,7 @@ class CausalAttention(MegatronModule):
     def _with_sinks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Adds a token before all others, with value zero. Its key gives each head its sink as score, for which there is an additional
-        dim."""
+        """Adds a token with value zero before all others. An additional dim of its key gives each head its sink as the score."""
         assert self.softmax_offset is not None and self.softmax_scale is not None
         scores = (self.softmax_offset / self.softmax_scale).view(1, -1, 1, 1).expand(len(q), -1, q.size(2), 1)
         q, k, v = torch.cat([q, scores.to(q.dtype)], -1), F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
@@ -460,7 +460,7 @@ class CausalAttention(MegatronModule):
 class LatentAttention(CausalAttention):
     """Causal attention whose keys end in a part shared by all heads of all tensor ranks (DeepSeek-V2, section 2.1.3).
 
-    In Megatron's local spec (0.19.2), every rank has that whole part, but its gradient only from the rank's own heads.
+    In Megatron's local spec (0.19.2), every rank has that whole part, but computes its gradient only from the rank's own heads.
     """
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

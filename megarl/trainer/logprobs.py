@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
     rows: (
         torch.Tensor
-    )  # [N, h] hidden states, whole on each tensor rank; every tensor rank works out its vocabulary's share of the gradient
+    )  # [N, h] hidden states, whole on each tensor rank; every tensor rank computes the gradient from its part of the vocabulary
     positions: np.ndarray  # [N] in the microbatch
     chosen: torch.Tensor  # [N] their indices among the rows on this rank
     held: int

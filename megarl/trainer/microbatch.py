@@ -58,7 +58,7 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The set from which the predicted token of each position was drawn; on the host."""
+    """For each position, the set of tokens from which its predicted token was drawn. On the host."""
 
     sizes: np.ndarray  # [t] int64, 0 where nothing is predicted or the environment wrote the token
     ids: np.ndarray  # [sum of sizes] int32, position by position
@@ -104,11 +104,11 @@ def plan_microbatches(
     """The microbatches of every data-parallel rank: [dp][n], where n is a multiple of `count_multiple`, positive and the same for all
     ranks.
 
-    A sequence of p positions costs p + squares p^2, where the second term is that of attention. Sequences go, longest first, to the rank
-    with the least cost so far, and there to the cheapest microbatch that has room. A microbatch has at most `max_tokens` positions, or a
-    single sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank, because Megatron's
-    pipeline schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that get no sequence
-    are padding. Deterministic.
+    A sequence of p positions costs p + squares p^2, where the second term is for attention. Sequences go, longest first, to the rank with
+    the least cost so far, and there to the cheapest microbatch that has room. A microbatch has at most `max_tokens` positions, or a single
+    sequence that is longer. There are as many microbatches as first-fit decreasing needs on the fullest rank. Every rank has this number,
+    because Megatron's pipeline schedules need the same number everywhere (with virtual stages, a multiple of the stages). Microbatches that
+    get no sequence are padding. Deterministic.
     """
     sizes = [math.ceil((length - 1) / alignment.sequence) * alignment.sequence for length in lengths]
     costs = [size + squares * size * size for size in sizes]
@@ -130,7 +130,8 @@ def plan_microbatches(
 
 
 def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts each into the first microbatch that has room. `order` has decreasing sizes. Those larger than `capacity` are alone."""
+    """Puts each sequence into the first microbatch that has room. `order` has decreasing sizes. A sequence larger than `capacity` is
+    alone."""
     packed: list[list[int]] = []
     room = np.full(len(order), capacity)
     for index in order:
@@ -143,7 +144,7 @@ def _first_fit(order: Sequence[int], sizes: Sequence[int], capacity: int) -> lis
 
 
 def _even(order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]] | None:
-    """Puts each into the cheapest of `count` microbatches that has room; None if one finds none."""
+    """Puts each sequence into the cheapest of `count` microbatches that has room; None if there is no room for one."""
     packed: list[list[int]] = [[] for _ in range(count)]
     room, loads = np.full(count, capacity), np.zeros(count)
     for index in order:
@@ -205,7 +206,7 @@ def build(
 def lay(
     plan: MicrobatchPlan, values: Callable[[int], np.ndarray], dtype: type, shape: tuple[int, ...] = (), part: slice = slice(1, None)
 ) -> np.ndarray:
-    """[t, *shape] The `values` of each sequence's tokens, of which it takes `part`, by default the predicted tokens; 0 on padding."""
+    """[t, *shape]: the `values` of the tokens in `part` of each sequence, by default the predicted tokens; 0 on padding."""
     row = np.zeros((plan.positions, *shape), dtype)
     for start, index in zip(plan.boundaries, plan.indices):
         here = values(index)[part]

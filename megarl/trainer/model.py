@@ -81,8 +81,8 @@ RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def check_transformer_engine(spec: ModelSpec, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for what needs Transformer Engine if that is not used, because its settings would be ignored in silence. On GPUs,
-    experts and latent attention need it too, because Megatron's modules for these use names that do not exist without it. (On CPUs,
+    """Raises ConfigError for settings that need Transformer Engine if it is not used, since they would be ignored silently. On GPUs,
+    experts and latent attention need it too, because Megatron's modules for them use names that do not exist without it. (On CPUs,
     cpu_support fixes that.)"""
     if layer_spec() != "te" and (asked := [name for name in NEED_TRANSFORMER_ENGINE if trainer.megatron.get(name)]):
         raise ConfigError(f"trainer.megatron.{asked[0]}={trainer.megatron[asked[0]]}: needs GPUs with Transformer Engine")
@@ -121,8 +121,8 @@ class _Refuse(logging.Handler):
 
 
 def refuse_corruption() -> None:
-    """Makes every warning of Megatron about corruption an error with its text: a RuntimeError if the warning is logged, the Warning itself
-    if it is issued by `warnings`. Repeated calls do nothing."""
+    """Turns every warning of Megatron about corruption into an error with its text. It is a RuntimeError if the warning is logged, and the
+    Warning itself if `warnings` issues it. Repeated calls do nothing."""
     logger = logging.getLogger("megatron")
     if not any(isinstance(handler, _Refuse) for handler in logger.handlers):
         logger.addHandler(_Refuse(logging.WARNING))
@@ -215,7 +215,7 @@ def _parallel_settings(topology: TrainerTopology, trainer: TrainerConfig) -> dic
         num_layers_in_last_pipeline_stage=topology.last_stage_layers,
         context_parallel_size=topology.cp,
         sequence_parallel=trainer.sequence_parallel and topology.tp > 1,
-        # Microbatches have different shapes. Virtual stages tell each other those of what they send; others know them (PlannedShapes).
+        # Microbatches have different shapes. Virtual stages send each other the shapes; other stages know them (PlannedShapes).
         variable_seq_lengths=topology.vpp > 1,
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, with or without experts
         # Of the two ways to communicate between virtual stages, the batched one gives wrong gradients on gloo.
@@ -285,7 +285,7 @@ def _latent_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _yarn_settings(spec: ModelSpec) -> dict[str, Any]:
-    """Fields that GPTModel's own YaRN reads from the configuration, although this does not declare them."""
+    """Fields that GPTModel's own YaRN reads from the configuration, although its class does not declare them."""
     if spec.rope_type != "yarn" or spec.kv_lora_rank:
         return {}
     scaling = {f"yarn_{name}": (spec.rope_scaling or {}).get(key) for name, key in YARN_KEYS.items()}
@@ -336,7 +336,7 @@ def _build_chunk(spec: ModelSpec, config: TransformerConfig, stage: int | None, 
     if model.post_process and spec.head == SCALAR:
         model.output_layer = ScalarHead(config)  # type: ignore[assignment]
     elif model.post_process:
-        # Log-probs are computed from hidden states (logprobs.py). But the layer is called, and with it DDP's hooks.
+        # Log-probs are computed from hidden states (logprobs.py). But the layer is still called, so that DDP's hooks run.
         model.output_layer.forward = _hidden_states  # type: ignore[method-assign]
     if model.post_process and spec.mtp_layers:
         alike = layers_of_chunk if isinstance(layers_of_chunk, ModuleSpec) else (layers_of_chunk.layer_specs or [])[-1]
@@ -353,8 +353,8 @@ def _prepare_sinks(model: GPTModel, config: TransformerConfig) -> None:
 
 
 def _without_padding(token: int, embedding: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Prevents gradients from lookups of the padding `token` in its embedding, like padding_idx of nn.Embedding. `inputs`: the ids [b, s].
-    `output`: [b, s, h], or under sequence parallelism this rank's part of [s, b, h]."""
+    """Stops the gradient of the padding `token`'s embedding, like padding_idx of nn.Embedding. `inputs`: the ids [b, s]. `output`: [b, s,
+    h], or under sequence parallelism this rank's part of [s, b, h]."""
     ids = inputs[0]
     if embedding.reduce_scatter_embeddings:
         ids = ids.t().chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
@@ -469,7 +469,7 @@ def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _adapt_gated_delta_net(layer: Any) -> None:
-    """Adapts Megatron's own spec, which is for Transformer Engine, and whose norm would be zero-centred like the others."""
+    """Adapts Megatron's own spec, which is for Transformer Engine. Its norm would be zero-centred like the others."""
     attention = layer.submodules.self_attention
     if attention.module is GatedDeltaNet:
         attention.module, attention.submodules.out_norm = DeltaNet, NormOfEachHead
@@ -523,8 +523,8 @@ class MegatronModel:
         self.logprob_chunk_tokens = trainer.logprob_chunk_tokens
         self.alignment = Alignment.of(topology, trainer.sequence_parallel)
         self.flops = flops = flops_per_token(spec, 0)  # without attention, which is in `squares`
-        # Attention's part of the cost of a sequence (see plan_microbatches). A second model on these ranks needs that of the first, since
-        # each rank has the tokens that are the first model's share of a batch.
+        # Attention's part of the cost of a sequence (see plan_microbatches). A second model on these ranks must use the first model's
+        # value, since each rank has the sequences that the first model assigns to it.
         self.squares = (flops_per_token(spec, 1) - flops) / flops
         parallel.initialize(topology, seed, timeout_s)
         self.config = transformer_config(spec, topology, self.dtype, trainer)
@@ -595,7 +595,7 @@ class MegatronModel:
     # -- shared by training and scoring
 
     def shares(self, sequences: Sequence[TrainSequence | Elsewhere]) -> list[list[int]]:
-        """[dp][…] the sequences that each data-parallel rank needs. All others may be given to it as Elsewhere."""
+        """[dp][…] the sequences that each data-parallel rank needs. It may be given all others as Elsewhere."""
         return [[index for microbatch in plan for index in microbatch.indices] for plan in self._plans(sequences)]
 
     def summed(self, values: Sequence[float]) -> list[float]:

@@ -1,8 +1,8 @@
 """The layer for multi-token prediction on the last pipeline stage, and its training in addition to the policy's (models/multi_token.py).
 
-It learns the tokens of the loss by their log-probs, each from the hidden states two tokens before. Its gradient ends at the layer, which
-does not change hidden states, embedding and output layer, and is clipped separately. So the policy's steps are the same with and without
-it. A factor for its loss would have no effect, since Adam's steps do not depend on it.
+It learns the tokens of the loss by their log-probs, each from the hidden states two tokens before. Its gradient ends at this layer, does
+not reach hidden states, embedding and output layer, and is clipped separately. So the policy's steps are the same with and without it. A
+factor for its loss would have no effect, since Adam's steps do not depend on it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def build_optimizer(
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
-            # The norm is always reported, but computed only with clipping. So the bound is infinite if clipping is off.
+            # The norm is always reported, but Megatron computes it only with clipping. So without clipping the bound is infinite.
             clip_grad=config.clip_grad or math.inf,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -50,7 +50,8 @@ def build_optimizer(
 
 
 def _allocate_state(part: MegatronOptimizer) -> None:
-    """Allocates both moments of all parameters of the part. PyTorch's AdamW does so only in its first step, after a checkpoint is loaded.
+    """Allocates both moments of all parameters of the part. PyTorch's AdamW does so only in its first step, which comes after a checkpoint
+    is loaded.
 
     On GPUs without Transformer Engine, AdamW then updates in one kernel; otherwise it needs additional memory of the parameters' size.
     """

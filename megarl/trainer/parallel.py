@@ -96,7 +96,8 @@ def data_parallel(
 
 def _give_up_zeros(chunks: Sequence[torch.nn.Module]) -> None:
     """Frees the memory of trained matrices that are zero, as all are until weights are loaded. With the distributed optimizer, DDP first
-    makes a buffer and then moves every trained parameter into it. So weights would be there twice, in addition to all gradients."""
+    makes a buffer and then moves every trained parameter into it. Weights would then be in memory twice, in addition to all
+    gradients."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)

@@ -1,10 +1,10 @@
 """The trainer: one optimizer step, and log-probs of given tokens, on Megatron's model, schedules and optimizer.
 
-Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass. All
-that follows is a plain sum, over microbatches and over data-parallel ranks, since three things of Megatron are turned off: its division by
-the number of microbatches (by calculate_per_token_loss=True, which also makes the reduction over ranks a sum), the factor cp (by returning
-a 3-tuple to the schedule), and a division by the token count (finalize_model_grads gets none). So the gradient is that of sum(loss) /
-denominator over the global batch, whatever the topology and the microbatches.
+Scaling of the gradient. A loss function returns a sum over tokens. The trainer divides it by `denominator` before the backward pass.
+Afterwards gradients are only summed, over microbatches and over data-parallel ranks. Three of Megatron's factors are turned off.
+calculate_per_token_loss=True turns off the division by the number of microbatches, and makes the reduction over ranks a sum. A 3-tuple
+returned to the schedule turns off the factor cp. There is no division by the token count, since finalize_model_grads gets none. So for any
+topology and any microbatches, the result is the gradient of sum(loss) / denominator over the global batch.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Tally:
         self._sequences += torch.stack([some.sum(), whole.sum(), whole.square().sum()])
 
     def totals(self, counts: bool) -> Totals:
-        """The sums over all ranks of which `counts` is true; together these have seen each token once. Collective. The result is the same
-        on every rank."""
+        """The sums over all ranks with true `counts`, which together have seen each token once. Collective. The result is the same on every
+        rank."""
         rows = len(AGES)
         largest = self._largest[:rows]
         flat = torch.cat([self._sums[:rows].flatten(), self._bins[: 2 * rows * BINS], self._sequences])
@@ -94,15 +94,15 @@ class Tally:
 
 
 LossFn = Callable[[torch.Tensor, MicroBatch], LossOutput]
-"""(outputs [t] float32, microbatch) -> LossOutput, which has sums, not means, and in a step always the same keys in `sums`. The outputs are
-the log-probs of the tokens of `loss_mask` or, with a scalar head, values: the head's outputs for the tokens before each of these."""
+"""(outputs [t] float32, microbatch) -> LossOutput, with sums instead of means, and the same keys in `sums` all through a step. The outputs
+are the log-probs of the tokens of `loss_mask`. With a scalar head, they are the head's values for the tokens before each of these."""
 
 # Keys of a step's sums, besides those of the loss function.
 ENTROPY, ENTROPY_TOKENS, POSITIONS, MTP = "entropy", "entropy tokens", "positions", "mtp"
 
 
 class TokenRow(NamedTuple):
-    """The numbers that a step had for the tokens of one sequence that the policy wrote; [n] each."""
+    """A step's numbers for the tokens that the policy wrote in one sequence; [n] each."""
 
     ids: np.ndarray
     positions: np.ndarray  # position of each token in the sequence
@@ -119,7 +119,7 @@ class StepResult:
     grad_norm: float  # before clipping
     sums: dict[str, float]  # the loss function's sums over the global batch
     sequences: int
-    tokens: int  # number of tokens of `loss_mask` that the loss was computed of
+    tokens: int  # number of tokens of `loss_mask` in the loss
     entropy: float  # mean over the tokens of `loss_mask`, in nats, before the step; NaN without tokens or with a scalar head
     learning_rate: float
     padded: int  # positions that the model computed besides those of the sequences (microbatch.py)
@@ -130,7 +130,7 @@ class StepResult:
     kept: dict[int, TokenRow] = field(default_factory=dict)  # only this rank's, for the sequences in `keep`
 
     def check_tokens(self, expected: int) -> None:
-        """Raises RunError if the loss was not computed of `expected` tokens: a sequence was left out, trained on twice, or cut."""
+        """Raises RunError if the loss was not computed from `expected` tokens: a sequence was left out, trained on twice, or cut."""
         if self.tokens != expected:
             raise RunError(f"the step was made of {self.tokens} tokens, but its samples have {expected}; its weights are not used")
 
@@ -153,8 +153,8 @@ class MegatronTrainer(MegatronModel):
     ):
         """`optimizer` replaces trainer.optimizer, except for trainer.optimizer.megatron, which applies to every optimizer."""
         super().__init__(spec, topology, trainer, dtype, seed, timeout_s=timeout_s)
-        self.saved_layout = self.layout  # of what checkpoints hold
-        self.frozen = False  # whether the model is, and something beside it is trained (`LoraTrainer`)
+        self.saved_layout = self.layout  # the layout of checkpoints
+        self.frozen = False  # whether the model is frozen, and something beside it is trained (`LoraTrainer`)
         self.base: str | None = None  # the checkpoint that a frozen model comes from
         config = self.config
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, None, **kwargs)
@@ -233,7 +233,7 @@ class MegatronTrainer(MegatronModel):
         return StepResult(mean_loss, grad_norm, *counts, flops, mtp_loss, agreement, _token_rows(kept, sequences))
 
     def _flops(self, lengths: Sequence[int]) -> float:
-        """A backward pass takes twice a forward one; the gradient of frozen matrices is not taken."""
+        """A backward pass costs twice a forward pass, less the gradients of frozen matrices, which are not computed."""
         passes = 2 if self.frozen else 3
         return self.flops * sum(length * (passes + 3 * self.squares * length) for length in lengths)
 
@@ -302,7 +302,7 @@ class MegatronTrainer(MegatronModel):
     def token_logprobs(
         self, sequences: Sequence[TrainSequence | Elsewhere], temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
     ) -> list[np.ndarray]:
-        """Like MegatronModel's method, but of the reference if `model` says so."""
+        """Like MegatronModel's method, under the policy or the reference, as `model` says."""
         if model == "policy":
             return super().token_logprobs(sequences, temperature)
         if isinstance(self._reference, MegatronModel):

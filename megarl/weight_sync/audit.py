@@ -1,4 +1,4 @@
-"""The audit compares hashes of the values that trainer ranks sent with hashes of the engines' memory, and those with earlier hashes."""
+"""The audit compares hashes of the engines' memory with hashes of the values that trainer ranks sent, and with earlier hashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AuditError(RunError):
 
 
 def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
-    """Raises AuditError if memory has changed. `changes`: of each generator rank; `urls`: of the engines."""
+    """Raises AuditError if memory has changed. `changes`: for each generator rank; `urls`: the engines' addresses."""
     per_engine = len(changes) // len(urls)
     lines = [
         f"{name} on generator rank {rank} of engine {urls[rank // per_engine]} has changed since {_when(each.since)}"
@@ -32,16 +32,16 @@ def check_unchanged(changes: Sequence[Changes], urls: Sequence[str]) -> None:
 
 
 def check_proven(ranks_of: Mapping[Held, Sequence[int]], strict: bool) -> None:
-    """Prints memory that may be copies of old weights. With `strict`, raises AuditError if a model has such memory; outside a model it may
-    be the working memory of kernels. `ranks_of`: all memory, with the generator ranks that have it."""
+    """Prints which memory may be a copy of old weights. With `strict`, raises AuditError if a model has such memory. (Outside a model it
+    may be the working memory of kernels.) `ranks_of`: all memory, with the generator ranks that have it."""
     unproven = [(held, ranks) for held, ranks in ranks_of.items() if held.kind in (UNPROVEN, UNPROVEN_OUTSIDE)]
     if not unproven:
         return
-    told = "engines hold memory that updates neither write nor make again; if it depends on weights, it is out of date:"
+    told = "engines hold memory that updates neither write nor renew; if it depends on weights, it is out of date:"
     for held, ranks in unproven:
         told += f"\n{held.name} {list(held.shape)} {held.dtype} ({held.detail}) on generator rank {', '.join(map(str, ranks))}"
     if strict and any(held.kind == UNPROVEN for held, _ in unproven):
-        raise AuditError(f"weights.audit={STRICT}: {told}\nweights.audit=on goes on with it")
+        raise AuditError(f"weights.audit={STRICT}: {told}\nweights.audit=on continues with it")
     print(f"warning: {told}", flush=True)
 
 
@@ -50,14 +50,13 @@ def _when(version: int) -> str:
 
 
 def packed(hashes: Mapping[str, int]) -> bytes:
-    """The hashes of a rank's tensors in the form in which they travel: uint64, sorted by name."""
+    """The hashes of a rank's tensors as they are sent: uint64, sorted by name."""
     return np.array([hashes[name] for name in sorted(hashes)], dtype=np.uint64).tobytes()
 
 
 def packed_shares(shares: Mapping[int, Mapping[str, int]]) -> bytes:
-    """The shares of one sender (generator rank -> name -> share) in the form in which they travel: the number of different shares (uint32),
-    these shares (uint64), and for each share its index among them. Replicas have equal shares, so this takes at most a third of the
-    bytes."""
+    """The shares of one sender (generator rank -> name -> share) as they are sent: the number of distinct values (uint32), these values
+    (uint64), and the index of each share among them. Replicas have equal shares, so this takes at most a third of the bytes."""
     return pack_shares(np.frombuffer(b"".join(packed(shares[rank]) for rank in sorted(shares)), dtype=np.uint64))
 
 
@@ -123,7 +122,7 @@ def _checked(hashes: np.ndarray, count: int, who: str) -> np.ndarray:
 
 
 def _sent(map: ReshardMap, rank: int, name: str, leaders: Mapping[tuple[int, str], int]) -> str:
-    """A text with the trainer ranks that should have written a tensor, and the generator rank that passed it on."""
+    """A text that names the trainer ranks that should have written a tensor, and the generator rank that passed it on."""
     leader = leaders.get((rank, name), rank)
     ranks = {copy.source_rank for copy in map.writes_to(leader) if copy.destination_tensor == name}
     by_relay = "" if leader == rank else f", passed on by generator rank {leader}"

@@ -39,7 +39,7 @@ class Open(_Command, frozen=True):
 
     kind: str  # kind of transport
     memory: str  # import path of its end in the worker
-    offers: dict[int, Offer]  # generator rank -> offer, of one engine only: a large run has too many to send all to everyone
+    offers: dict[int, Offer]  # generator rank -> offer, of one engine only, since a large run has too many to send them all to everyone
     known: dict[int, bytes] = {}  # generator rank -> digest of forms that need not be sent back
 
 
@@ -61,7 +61,7 @@ class Receive(_Command, frozen=True):
 
 
 class MeetNeighbours(_Command, frozen=True):
-    """Connects to other generator ranks, to which this one will pass on tensors."""
+    """Connects to the generator ranks that this one will pass tensors on to."""
 
     endpoints: bytes  # of the ranks that receive relays; decoded by `decode_endpoints`
     relays: dict[int, list[Relay]]  # passing generator rank -> its relays, of one engine only
@@ -76,8 +76,8 @@ class PassOn(_Command, frozen=True):
 
 
 class Watch(_Command, frozen=True):
-    """Hashes the tensors that no update writes, to be compared in every audit. Also rehearses the post-load work of an update, which makes
-    some of them. Does nothing when repeated. Answer: Watched."""
+    """Hashes the tensors that no update writes, to be compared in every audit. Also rehearses the post-load work of an update, which
+    creates some of them. Does nothing when repeated. Answer: Watched."""
 
 
 class Inventory(_Command, frozen=True):
@@ -104,7 +104,7 @@ class Hashes(_Command, frozen=True):
 
 
 class End(_Command, frozen=True):
-    """Ends the engine's processes, so that it is restarted, since its weights are half-written. Not answered."""
+    """Ends the processes of an engine whose weights are half-written, so that it is restarted. It has no answer."""
 
 
 Command = (
@@ -134,7 +134,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """The amount of memory that a worker computes with and no update writes. Workers with equal digests have equal inventories."""
+    """How much memory a worker computes with that no update writes. Workers with equal digests have equal inventories."""
 
     digest: bytes  # digest of the inventory
     tensors: int

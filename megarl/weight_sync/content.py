@@ -1,4 +1,4 @@
-"""What updates carry. Both ends of the weights channel compute this, each by itself, and must come to the same."""
+"""Decides what updates contain. Trainer and generator each compute this, and must get the same result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.weight_sync.writing import DeltaUpdates, FullUpdates, compares
 
 class Strategy(NamedTuple):
     sends: type[FullUpdates]  # at a trainer rank
-    takes: type[DeltaUpdate]  # at the generator, where an update carries less than all weights
+    takes: type[DeltaUpdate]  # at the generator, for an update with less than all weights
 
 
 WEIGHTS, CHANGES, ADAPTERS = "all weights", "changed weights", "adapters"
@@ -38,19 +38,19 @@ def strategy_of(plan: RunPlan) -> Strategy:
 
 
 def sent_layout(plan: RunPlan, base: Layout, layer_spec: str) -> Layout:
-    """The trainer's layout of the tensors that updates carry: the model's, and the adapters' if these are sent as they are."""
+    """The trainer's layout of the tensors in an update: the model's tensors, and the adapters' if they are sent unmerged."""
     if (adapters := plan.sent_adapters) is None:
         return base
     return together(base, adapters.lora.trainer_layout(plan.spec, plan.trainer_topology, plan.config.model.dtype, layer_spec))
 
 
 def weights_map(plan: RunPlan, source: Layout, engines: Sequence[int] = ()) -> ReshardMap:
-    """The reshard map from the trainer's layout `source` to all engines of the run, or to `engines`, the number of each group. Ranks are
-    numbered group by group."""
+    """The reshard map from the trainer's layout `source` to all engines of the run. `engines`: another number of engines for each group.
+    Ranks are numbered group by group."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", plan.config.model.dtype
     destination = engines_layout(plan.spec, plan.groups, dtype, device, engines)
     if (adapters := plan.sent_adapters) is not None:
-        (group,) = plan.groups  # adapters go only to engines that are alike
+        (group,) = plan.groups  # adapters are sent only if all engines are in one group
         topology = replace(group.topology, engines=destination.world_size // group.topology.tp)
         destination = together(destination, adapters.lora.pool_layout(plan.spec, topology, group.dtype(dtype), device))
     return ReshardMap.build(source, destination)

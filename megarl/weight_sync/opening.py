@@ -1,8 +1,8 @@
 """Chooses the transport of each pair of ranks, and opens the engines' memory accordingly, before the first update.
 
 Engines may *pass on* a part of the weights (`weights.relay`, reshard.forwarding). Trainer ranks then write only to the leaders, whose
-workers pass on tensors once everything is written. By default there are relays on a host if it has several engines and the trainer runs
-elsewhere, so that every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
+workers pass on tensors once everything is written. By default there are relays on a host with several engines, if the trainer runs
+elsewhere. Then every byte crosses the network once per host. Engines on different hosts relay only if the config asks for it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Opened:
         return any(transport_class(kind).lands for kind in self.kinds)
 
     def endpoints_of(self, trainer: int) -> bytes:
-        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints): those of the ranks that it writes to, with only the
-        tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B, all endpoints together are 100 MB, for
-        each of 512 ranks.)"""
+        """The endpoints that a trainer rank needs (decoded by base.decode_endpoints). These are the endpoints of the ranks that it writes
+        to, with only the tensors that it writes, and one endpoint of each process group that it belongs to. (At 405B all endpoints are 100
+        MB, which would go to each of 512 ranks.)"""
         places = self.tensors.sent_by(trainer)
         ranks = np.searchsorted(self.tensors.places, places, side="right") - 1
         begins = np.flatnonzero(np.diff(ranks, prepend=-1)).tolist()  # first place of each rank
@@ -82,7 +82,7 @@ class Opened:
         for begin, end in zip(begins, [*begins[1:], len(places)]):
             rank = int(ranks[begin])
             first, after = self.tensors.places[rank : rank + 2].tolist()
-            for at, held in self._of_rank[rank]:  # (a user's own transport may list other tensors)
+            for at, held in self._of_rank[rank]:  # (a user's transport may list other tensors)
                 wanted.append((at, places[begin:end] - first if held == after - first else None))
         reached = {self._group(at) for at, _ in wanted}
         for group, at in self._groups.items():
@@ -193,8 +193,9 @@ def passing_on(
 ) -> tuple[RelayRule | None, ReshardMap, list[Relay]]:
     """Returns the relay rule (None: no relays), the part of `map` that trainer ranks write, and the relays.
 
-    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays if every
-    host has several replicas of a shard, equally many on each, and every trainer rank reaches all of them over the network.
+    `relay`: weights.relay; `pairs`: the transports from trainer ranks; `tp`: the ranks of an engine. With `auto` there are relays on two
+    conditions: every host has several replicas of a shard, equally many on each, and every trainer rank reaches all replicas over the
+    network.
     """
     rule = None
     if relay == ENGINES:
@@ -216,7 +217,7 @@ def relay_ways(relays: Sequence[Relay], engines: Sequence[Host]) -> Ways:
         kind = transport_between(AUTO, engines[source], engines[destination])
         if not transport_class(kind).one_sided:
             ranks = f"{source} on {engines[source].name} to generator rank {destination} on {engines[destination].name}"
-            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} takes Mooncake on both hosts")
+            raise ConfigError(f"weights.relay={ENGINES}: passing on from generator rank {ranks} needs Mooncake on both hosts")
         ways[kind].add(destination)
     return ways
 
@@ -231,7 +232,7 @@ def _ranks_per_host(pairs: Pairs, engines: Sequence[Host]) -> int:
 
 
 async def _meet(workers: Workers, relays: Sequence[Relay], endpoints: Endpoints) -> None:
-    """Connects the engines' workers to those to which they pass on tensors. Each engine gets only its own part of the endpoints."""
+    """Connects each worker to the workers that it passes tensors on to. Each engine gets only its own part of the endpoints."""
     of_rank: dict[int, list[Relay]] = {rank: [] for rank in range(workers.count)}
     for relay in relays:
         of_rank[relay.source_rank].append(relay)

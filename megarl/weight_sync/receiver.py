@@ -128,8 +128,8 @@ class ServingExecutor(ServedExecutor, Protocol):
 class WeightsReceiver:
     """The generator's end, in its only process.
 
-    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, whatever the executor does meanwhile. The
-    executor decides what an update does to running requests (`hold`, `release`).
+    A background task (`serve`) takes every version as soon as all trainer ranks have offered it, even while the executor does other work.
+    The executor decides what an update does to running requests (`hold`, `release`).
 
     The engines may be `async.capacity` versions behind when the generator begins a batch (megarl.plan.topologies).
     """
@@ -164,7 +164,7 @@ class WeightsReceiver:
             await self.take(executor)
             after = asyncio.ensure_future(self._after(executor))
             try:
-                while not after.done():  # it needs engines, and perhaps all of them are just coming back
+                while not after.done():  # it needs engines, and all of them may just be coming back
                     await self._join_beside(after, executor)
                 after.result()
             finally:
@@ -249,7 +249,7 @@ class WeightsReceiver:
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
-        """Values for the trace. If memory were not as sent, the audit would have raised an error."""
+        """Values for the trace. A failed audit has already raised an error."""
         return {"bytes": taken.bytes_written, "audited": self._plan.config.weights.audited, "engines": taken.engines}
 
     def _over(self, fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ One update, seen from both ends (LlamaRL, section 5.2):
     WeightsWritten(version, shares)    →        audits the memory, ends the update, lets the engines go on
     goes on training                   ←        WeightsApplied(version), read when the step is reported
 
-`content.STRATEGIES` names what defines the content of an update, and prepares it before it is offered.
+`content.STRATEGIES` lists the classes that define the content of an update and prepare it before the offer.
 
 Boxes that go through landing memory (Mooncake) are written first. A WeightsWritten with `more` announces that the rest follows, so that the
 workers spread the landed boxes meanwhile.
@@ -104,8 +104,8 @@ class WeightsSender:
 
         `again` repeats a version for an engine that has come back, and adds the cost to that version's report.
 
-        The deadline for the grant is that of a batch, since with `async.partial_rollout=block` the grant waits for rollouts to finish. The
-        first grant also waits for the engines to start.
+        The grant has the deadline of a batch, since with `async.partial_rollout=block` the grant waits for rollouts to finish. The first
+        grant also waits for the engines to start.
         """
         version = executor.version
         self._report = report = self._report if again else SyncReport()
@@ -224,10 +224,10 @@ class WeightsSender:
         executor.trace.mark(f"{self.of}weights map", to=updates.bytes_by_receiver())
 
     def close(self) -> None:
-        """Waits until the last weights are in use, since the generator would take a rank that leaves early for a lost one."""
+        """Waits until the last weights are in use, since the generator would count a rank that leaves early as lost."""
         if self._unconfirmed is not None:  # a run that stops does not wait
             self._await_applied(self._unconfirmed)
-        # (An unanswered offer keeps the engines paused.) After the last version, the generator looks without being asked.
+        # (An unanswered offer keeps the engines paused.) After the last version, the generator compares without being asked.
         if self._stop.asked and self._link.name == "trainer.0" and -1 < self._offered == self._written < self._plan.config.max_steps:
             self._look_again()
         if self._updates is not None:

@@ -48,7 +48,7 @@ class EngineSessions:
     def __init__(self, plan: RunPlan, source: Layout, link: Hub, key_file: str):
         self._plan, self._link, self._key_file = plan, link, key_file
         self.map = weights_map(plan, source)  # to all engines
-        self._of_less = strategy_of(plan).takes  # than all weights
+        self._of_less = strategy_of(plan).takes  # the class of updates with less than all weights
         self._workers: Workers | None = None
         self._opened: Opened | None = None
         self._members: list[int] = []  # the engines whose memory is open
@@ -60,8 +60,8 @@ class EngineSessions:
         there are none.
 
         `serving`: the current version in the engines (-1: none of the run's). `trainers`: the hosts of the trainer ranks. `delta`: the
-        trainer ranks may write only changes since `serving`, or only adapters. That is possible if the engines' memory need not be opened
-        anew, since then all of them have that version.
+        trainer ranks may write only changes since `serving`, or only adapters. They can do so if no engine's memory must be opened again,
+        since all engines then have that version.
 
         An engine that turns out to be lost is left out. Any other error is raised, and the engines are no longer used.
         """
@@ -121,8 +121,8 @@ class EngineSessions:
         return [index for index in members if index in fleet.serving]
 
     async def _try_joining(self, fleet: Fleet, joining: Sequence[int], trainers: Sequence[Host]) -> None:
-        """Tries engines that join before the others are paused for them. They must reach the hub, have the planned layout, and open their
-        memory by a transport that lets engines come and go. Engines that fail must leave; the run goes on."""
+        """Tests joining engines before the other engines are paused for them. They must reach the hub, have the planned layout, and open
+        their memory by a transport that lets engines come and go. Engines that fail must leave; the run goes on."""
         if not joining:
             return
         weights, workers = self._plan.config.weights, self._workers_for(joining, fleet)
@@ -206,6 +206,6 @@ async def notice_restarts(fleet: Fleet, timeout_s: float) -> None:
 
 
 def _two_sided(kinds: Iterable[str]) -> str:
-    """A text that names the transports among `kinds` whose engines cannot change; empty if there are none."""
+    """A text that names the transports among `kinds` whose set of engines cannot change; empty if there are none."""
     ways = sorted({kind for kind in kinds if not transport_class(kind).one_sided})
     return f"weights go by {', '.join(ways)}, whose process groups cannot change" if ways else ""

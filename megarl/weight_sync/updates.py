@@ -1,6 +1,6 @@
 """One update of the engines' weights, at the generator: engines pause, are written to, are audited, and continue.
 
-It has one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`); `content.STRATEGIES` has all of them.
+There is one class for each content: all weights (`WeightUpdate`) or changes (`DeltaUpdate`). `content.STRATEGIES` lists them all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megarl.weight_sync.workers import Workers
 # await update.pass_on(relays)       # engines write to engines
 # await update.audit(shares, map)    # raises AuditError
 # await update.close()               # end of session → version → prefix cache emptied → resume
-# await update.abandon(reason)       # instead, when any of it failed: half-written weights never generate
+# await update.abandon(reason)       # instead, if anything failed: engines never generate with half-written weights
 
 
 ENDED_S = 10.0  # time for an engine to end after it was asked to; later its launcher must end it
@@ -54,7 +54,7 @@ class VersionError(RuntimeError):
 
 
 class Writes:
-    """Collects the WeightsWritten messages of one version. A rank sends one for each part; the last does not have `more`.
+    """Collects the WeightsWritten messages of one version. A rank sends one for each part; only the last has no `more`.
 
     `parts` lists (rank's name, message)."""
 
@@ -118,7 +118,7 @@ class WeightUpdate:
         """Pauses the engines at a token boundary and opens SGLang's update session.
 
         `serving`: the version that they must have now (-1: none of the run's yet; None: not checked). Raises VersionError if an engine has
-        another. It is then a new process, whose memory is not the memory that is mapped.
+        another. Such an engine is a new process, and its memory is not mapped.
         """
         if serving is not None:
             await self._check_versions(serving, "was it restarted since the last update?")
@@ -238,7 +238,7 @@ class WeightUpdate:
 
     async def abandon(self, reason: str) -> None:
         """Leaves the engines as they are, most of them paused. Their clients refuse all requests, running and new."""
-        await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, for an update failed: {reason}"))
+        await self._each(lambda engine: engine.condemn(f"its weights may be old or half-written, since an update failed: {reason}"))
 
     async def _check_versions(self, version: Version, why: str) -> None:
         found: dict[EngineClient, Version] = {}

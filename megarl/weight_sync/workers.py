@@ -188,7 +188,8 @@ def _distinct(tensors: Sequence[Sequence[LocalTensor]]) -> Iterable[Sequence[Loc
 
 async def watch(workers: Workers, strict: bool, file: Path | None = None) -> None:
     """Makes the workers hash the tensors that they compute with but no update writes. Prints how much memory there is of each kind, and
-    writes a list of all of it to `file`, one object a line. Names memory that is not proved; if `strict`, raises AuditError instead."""
+    writes a list of all of it to `file`, one object a line. Also prints which memory is unproven; with `strict`, raises AuditError
+    instead."""
     watched = [msgspec.msgpack.decode(payload, type=commands.Watched) for payload in await workers.run_all(commands.Watch())]
     alike: dict[bytes, list[int]] = {}  # digest -> ranks; of replicas, only one is asked
     for rank, each in enumerate(watched):
@@ -212,7 +213,8 @@ async def watch(workers: Workers, strict: bool, file: Path | None = None) -> Non
 
 
 def check_layout(live: Sequence[Sequence[RemoteTensor] | None], layout: Layout) -> None:
-    """Raises LayoutError that names every tensor that is different in the engines and in the layout of the map. None: as planned."""
+    """Raises LayoutError with the names of all tensors that differ between the engines and the map's layout. `live`: None means as
+    planned."""
     problems = []
     for rank, tensors in enumerate(live):
         if tensors is None:

@@ -1,6 +1,6 @@
 """The content that a trainer rank writes in an update: all weights (`FullUpdates`) or their changes (`DeltaUpdates`).
 
-The sending end of the weights channel (`megarl.weight_sync.sender`) has one of those in `content.STRATEGIES`.
+The sending end of the weights channel (`megarl.weight_sync.sender`) uses one of them, from `content.STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def _entries(parts: list[AmaxPart], values: torch.Tensor, device: torch.device) 
 
 
 # Deltas (`weights.delta`). Trainer ranks find the changes before they offer an update, so no engine is paused for that. Each rank offers a
-# delta from the version that the generator confirmed last, with its size. The generator grants it if all ranks offer one from the version
-# that all engines have, and if it saves enough. Otherwise every rank writes everything.
+# delta since the last version that the generator confirmed, and gives its size. The generator grants the deltas if all of them begin at the
+# version of all engines, and if they save enough. Otherwise every rank writes everything.
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,15 @@ class Deltas:
     """The values that were sent last. For each version: `find` before the offer, then `send_changes` and `keep_changes`, or a full update
     and `keep`.
 
-    It keeps the bytes that were written, cast or quantised, once for all engines that get them. They count as those of a version once all
-    of them were written. After an update that fails comes a full one.
+    It keeps the bytes that were written, cast or quantised, once for all engines that get them. They belong to a version once all of them
+    are written. A failed update is followed by a full one.
     """
 
     def __init__(self, weights: WeightsConfig):
         self.on = compares(weights)
         self._refresh, self._on_host = weights.delta_refresh, weights.delta_shadow == "host"
         self._kept: dict[tuple, torch.Tensor] = {}
-        self._version: Version = -1  # the version that the bytes belong to
+        self._version: Version = -1  # the version of these bytes
         self._fulls = 1  # number of next updates that are full and not compared
         self._since_full = 0
 

@@ -54,7 +54,7 @@ def test_ways_between_engines():
     near, far, without = (Host(memory=n, network=n, name=n, has=("mooncake",) * m) for n, m in (("a", 1), ("b", 1), ("c", 0)))
     relays = [Relay(0, 1, "norm", 0, 4), Relay(0, 2, "norm", 0, 4), Relay(2, 1, "norm", 0, 4)]
     assert relay_ways(relays, [near, near, far]) == {"shared_memory": {1}, "mooncake": {1, 2}}
-    refused = "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 on c takes Mooncake"
+    refused = "weights.relay=engines: passing on from generator rank 0 on a to generator rank 2 on c needs Mooncake"
     with pytest.raises(ConfigError, match=refused):
         relay_ways(relays, [near, near, without])
 

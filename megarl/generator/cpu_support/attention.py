@@ -1,5 +1,5 @@
-"""Batches SGLang's `torch_native` attention, which loops over the sequences with hundreds of tiny calls per layer. Also adds sinks of
-heads.
+"""Batches SGLang's `torch_native` attention, which loops over the sequences with hundreds of tiny calls per layer. Also adds attention
+sinks.
 
 Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked, so each sequence gets the same
 result as from the loop, up to rounding. The functions are hooked AROUND the two loops, which still do everything except causal
@@ -154,7 +154,7 @@ def _chunks(sequences: int, longest_new: int, longest: int, elements_per_token: 
 
 
 def allow_gpt_oss(original: Callable[..., None], server_args: object) -> None:
-    """Runs around SGLang's checks of a model's settings, which of all backends on CPUs allow gpt-oss only that of AMX."""
+    """Runs around SGLang's checks of a model's settings. On CPUs they allow gpt-oss only with the AMX backend."""
     from sglang.srt.arg_groups import model_hook
 
     chosen = model_hook.attention_backends_of

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 
 def forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-    """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from 0, and are -1 for other ranks'."""
+    """Runs around moe_forward_native. x: [T, H]; `topk_ids` [T, k] number this rank's experts from 0, and are -1 for experts of other
+    ranks."""
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     own_activation = config.gemm1_alpha is not None
     if config.activation != "silu" or (bool((ids >= 0).all()) and not own_activation):

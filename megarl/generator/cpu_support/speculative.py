@@ -3,9 +3,8 @@
 SGLang's own CPU kernels are in a build of sgl_kernel that is not on PyPI. The kernels that it calls are here, for chains only, without
 branches. `torch_native` attention has neither passes that verify drafts nor the steps of a draft model.
 
-Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), whatever the temperature. Here a
-token is sampled at each place, and the draft is accepted as far as it agrees: with Gumbel noise on the logits, the likeliest token is a
-sample.
+Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), at any temperature. Here a token
+is sampled at each place, and the draft is accepted as far as it agrees. With Gumbel noise on the logits, the likeliest token is a sample.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def build_tree_kernel_efficient_cpu(
 
 
 def reconstruct_indices_from_tree_mask(*arguments: Any) -> None:
-    """As `_describe`."""
+    """See `_describe`."""
     _describe(*arguments)
 
 

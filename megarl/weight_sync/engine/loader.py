@@ -1,6 +1,6 @@
 """MegaRL's end inside every TP worker of an engine: the custom weight loader that SGLang calls with the live model.
 
-The named tensor that SGLang passes has a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
+The named tensor that SGLang passes contains a typed command (see `commands`). An exception in `run_command` would end the engine, so it is
 caught and sent back as the answer.
 """
 
@@ -70,10 +70,10 @@ Parameters = dict[str, torch.Tensor]  # parameters of the model, and the buffers
 
 
 class Pool(Protocol):
-    """Memory beside the model's parameters, of which updates write one slot (`megarl.lora.engine`)."""
+    """Memory beside the model's parameters. Updates write one slot of it (`megarl.lora.engine`)."""
 
     slot: int
-    buffers: Mapping[str, torch.Tensor]  # by tensors' names; of all slots
+    buffers: Mapping[str, torch.Tensor]  # name of a tensor -> memory of all slots
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The slot, by name. Raises RuntimeError if it has been lost."""
@@ -166,7 +166,7 @@ class Worker:
         return self.pool is not None and name in self.pool.buffers
 
     def held(self, parameters: Parameters) -> dict[str, torch.Tensor]:
-        """The parameters' memory; of the pool, the slot of the policy's adapter."""
+        """The parameters' memory. In the pool, it is the slot of the policy's adapter."""
         return {name: parameter.data for name, parameter in parameters.items()} | (self.pool.tensors() if self.pool else {})
 
     def open(self, parameters: Parameters, command: Open) -> Packed | None:
@@ -307,7 +307,7 @@ _worker = Worker(_tp_rank, this_host)  # SGLang knows the loader only by its imp
 
 
 def _post_load(model: torch.nn.Module) -> None:
-    """Does SGLang's post-load work, which it does at the end of an update and at the beginning of the next one."""
+    """Does the post-load work that SGLang does at the end of an update and at the beginning of the next one."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
@@ -333,7 +333,7 @@ def build(construct: Callable[..., torch.nn.Module], *arguments: Any, **options:
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """Runs after SGLang has loaded a worker's model, or a draft model. No update writes a draft model from a folder of its own."""
+    """Runs after SGLang has loaded a worker's model, or a draft model. Updates do not write a draft model that has its own folder."""
     if not runner.is_draft_worker:
         _worker.loaded(runner.model, runner.load_config.load_format == "dummy")
         return
@@ -343,7 +343,7 @@ def loaded(result: Any, runner: Any) -> None:
 
 
 def adapted(model: torch.nn.Module, pool: Pool) -> None:
-    """As `Worker.adapted`."""
+    """See `Worker.adapted`."""
     _worker.adapted(model, pool)
 
 

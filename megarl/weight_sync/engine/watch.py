@@ -8,9 +8,9 @@ memory: updates write those, and the audit compares them with the trainer's.
 Forward passes create working memory, which changes every time. So a tensor counts only if it exists once the model is loaded, if post-load
 work creates it, or if `MADE_LATER` lists it. KV caches, graph pools and the memory of collectives are outside the model and its layers.
 
-A tensor may stay unchanged only if it does not depend on weights. So its state is compared with that before the first weight was loaded
-(`Built`). If loading has made or changed it, the post-load work of an update must make it again. Otherwise it may be a copy of old weights,
-and is *unproven*. `inventory` lists all memory.
+A tensor may stay unchanged only if it does not depend on weights. So its state is compared with its state before the first weight was
+loaded (`Built`). If loading has made or changed it, the post-load work of an update must make it again. If it does not, the tensor may be a
+copy of old weights, and is *unproven*. `inventory` lists all memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Print:
 
 
 class Built:
-    """The state of a model between its construction and the loading of weights, when this must be constructed. `before`: the tensors that
+    """The state of a model after its construction and before its weights are loaded. Create it at that moment. `before`: the tensors that
     existed before the model was constructed."""
 
     def __init__(self, model: torch.nn.Module, before: Iterable[weakref.ref[torch.Tensor]]):
@@ -64,12 +64,12 @@ class Built:
         self._outside = [(weakref.ref(values), prints(model.parameters(), {"": values})) for values in self._elsewhere(model)]
 
     def outside(self, model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yields the tensors that were made while the model was constructed or loaded but are not reachable from it. With each: whether it
-        is still as before the first weight was loaded."""
+        """Yields the tensors that were made while the model was constructed or loaded, but are not reachable from it. Each comes with a
+        flag: whether it is unchanged since before the first weight was loaded."""
         found = self._elsewhere(model)
         if found:
             del found
-            gc.collect()  # loading may leave some without references
+            gc.collect()  # loading may leave tensors without references
         known = [(values, before) for ref, before in self._outside if (values := ref()) is not None]
         for values in self._elsewhere(model):
             yield values, any(values is each and prints(model.parameters(), {"": values}) == before for each, before in known)
@@ -109,9 +109,9 @@ class Watch:
         self.count, self.nbytes = 0, 0  # number and bytes of watched tensors; memory with two names counts once
 
     def adapted(self, pool: Collection[torch.Tensor], slot: int = 0) -> None:
-        """SGLang has wrapped layers, and so renamed their tensors; updates also write `slot` of the tensors in `pool`. Call it before
-        `start`. Floating-point tensors that the wrappers have made count as made by loading, since they may depend on weights. Integers are
-        indices of an output."""
+        """Call it before `start` if SGLang has wrapped layers, which renames their tensors. Updates then also write `slot` of the tensors
+        in `pool`. Floating-point tensors of the wrappers count as made by loading, since they may depend on weights. Integers are indices
+        of an output."""
         tensors = {name: values for name, values, _ in _tensors(self.model)}
         self._names, self._written, self._slot = set(tensors), [*pool], slot
         new = {name: each for name, each in tensors.items() if each.is_floating_point() and _region(each) not in self._known}
@@ -140,7 +140,7 @@ class Watch:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Wraps post-load work: the tensors that it creates or writes are recorded anew. All others must stay unchanged."""
+        """Wraps post-load work: the tensors that it creates or writes are recorded again. All others must stay unchanged."""
         if not self._left:
             yield
             return
@@ -178,7 +178,7 @@ class Watch:
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters, by their names without adapters. A wrapper's `weight` comes before that of its layer, so that the layer's
+    """The model's parameters, by their names without adapters. A wrapper and its layer both have a `weight`. The layer's comes later and
     counts: it is the one in use if post-load work has replaced it."""
     return {unwrapped(name): parameter for name, parameter in model.named_parameters()}
 
@@ -307,7 +307,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> Print:
     return Print(dtype, tuple(values.shape), hash_tensor(values.to(dtype)))
 
 
-# Lists all memory that a model in an engine's worker computes with, and the reason why it is right after an update.
+# Lists all memory that a model in an engine's worker computes with, and why each piece is correct after an update.
 
 
 def inventory(watch: Watch) -> list[Held]:
@@ -327,14 +327,14 @@ def _held(watch: Watch) -> Iterator[tuple[Held, torch.Tensor]]:
             yield _entry(name, values, WORKING, "made by forward passes"), values
         elif left.hash is None and (slots := watch.slots(values)):
             for slot, (part, written) in enumerate(slots):
-                kind, detail = (WRITTEN, "") if written else (WORKING, "a slot for adapters that no request of a run has")
+                kind, detail = (WRITTEN, "") if written else (WORKING, "a slot for adapters that no request of a run uses")
                 yield _entry(f"{name}[{slot}]", part, kind, detail), part
         elif left.hash is None:
             yield _entry(name, values, WRITTEN, "in memory that updates write"), values
         elif id(values) in left_over or watch.unproven(name, values):
             yield _entry(name, values, UNPROVEN, LOADING), values
         elif name in watch.moved and values.is_cuda:
-            yield _entry(name, values, UNPROVEN, "post-load work puts it elsewhere, and graphs of CUDA go on reading where it was"), values
+            yield _entry(name, values, UNPROVEN, "post-load work moves it, and CUDA graphs still read the old place"), values
         elif name in watch.remade:
             yield _entry(name, values, DERIVED, "made by post-load work"), values
         else:
@@ -350,8 +350,8 @@ def _entry(name: str, values: torch.Tensor, kind: str, detail: str = "") -> Held
 
 
 def _holder(values: torch.Tensor) -> str:
-    """The Python object that references the tensor, if the garbage collector knows: it does not if the object is older than the worker's
-    fork. (No comprehension here, since its cell would be a further reference.)"""
+    """The Python object that references the tensor, if the garbage collector knows it. It does not know objects older than the worker's
+    fork. (No comprehension here, since its cell would be one more reference.)"""
     modules = {id(vars(module)): name for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
     where = ""
     for holder in gc.get_referrers(values):

@@ -126,7 +126,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """An Endpoint in the form in which it travels. Replicas have the same forms of tensors, which take far more bytes than their places."""
+    """An Endpoint as it is sent. Replicas have the same forms of tensors, and the forms take far more bytes than the places."""
 
     endpoint: Endpoint  # without its tensors
     digest: bytes  # digest of the tensors' forms, sorted by name
@@ -164,7 +164,7 @@ def unpack(packed: Packed, forms: Sequence[Form]) -> Endpoint:
 
 
 class Ways(msgspec.Struct, frozen=True, array_like=True):
-    """Endpoints for one writing rank, in the form in which they travel. Their common parts are sent once."""
+    """Endpoints for one writing rank, as they are sent: common parts only once."""
 
     forms: list[list[Form]]
     members: list[Members]
@@ -303,7 +303,8 @@ class Transport(abc.ABC):
     @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
         """The reason why it cannot serve these two, which completes "trainer rank 0 and generator rank 0 …"; empty if it can. It may depend
-        only on `cuda` and `has` of both, and on whether they share memory or network, since it is asked once for all pairs that agree."""
+        only on `cuda` and `has` of both, and on whether they share memory or network. It is called once for all pairs that agree in
+        these."""
         return ""
 
     @classmethod

@@ -1,7 +1,7 @@
 """Chooses the transport for a pair of ranks, from `weights.transport` and the hosts of both.
 
-Trainer and generator make the same choice, since both derive it from the same data: the trainer rank's Host (in its Hello) and the
-generator rank's (in its Endpoint).
+Trainer and generator make the same choice, since both derive it from the same data: the Host of the trainer rank (in its Hello) and the
+Host of the generator rank (in its Endpoint).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megarl.weight_sync.transports.base import (
 )
 
 AUTO = "auto"
-# In the order in which `auto` prefers them and opens memory. Shared memory moves parameters, so it comes before transports that pin them.
+# In the order of preference of `auto`, and of opening. Shared memory moves parameters, so it comes before transports that pin them.
 TABLE = {
     CUDA_IPC: "megarl.weight_sync.transports.cuda_ipc:CudaIpcTransport",
     SHARED_MEMORY: "megarl.weight_sync.transports.shared_memory:SharedMemoryTransport",
@@ -179,9 +179,9 @@ def describe_pairs(pairs: Pairs) -> str:
 class PairwiseTransport:
     """`setting`: weights.transport; `host`: the Host of this trainer rank, as the generator knows it.
 
-    With `may_lose`, writing continues without engines that have ended. If an engine's memory was mapped, it has surely ended, and the
-    generator also continues without it. Ranks that could not be reached over the network may still run, so the generator must learn about
-    them (`unwritten`).
+    With `may_lose`, writing continues without engines that have ended. If an engine's memory was mapped, its loss means that it has ended,
+    and the generator continues without it, too. Ranks that could not be reached over the network may still run, so the generator must learn
+    about them (`unwritten`).
     """
 
     def __init__(self, setting: str, host: Host, rank: int, timeout_s: float, may_lose: bool = False):

@@ -5,7 +5,7 @@ their memory. Values that must be cast, quantised or packed are copied to a stag
 other is filled.
 
 A box whose rows are short in the destination (a column slice) would need thousands of small writes. Instead it is written in one piece to
-the worker's *landing* memory, and the worker spreads it once all of these are written (`commands.Spread`). Both sides get these boxes from
+the worker's *landing* memory. Once all such boxes are written, the worker spreads them (`commands.Spread`). Both sides get these boxes from
 `schedule.landings`.
 
 Each trainer rank writes its changes since the last update (weights.delta) in one piece to an *inbox* of the worker. This is host memory, of
@@ -115,7 +115,7 @@ class MooncakeMemory(Memory):
     """Parameters that are written in place, and landing memory for boxes of short rows."""
 
     def open(self, live: Live, offer: Offer) -> Endpoint:
-        for earlier in ("_engine", "_memory", "_changes"):  # opened for other writers: their memory is needed, and is registered
+        for earlier in ("_engine", "_memory", "_changes"):  # of earlier writers: their memory is needed, and is still registered
             vars(self).pop(earlier, None)
         self._tensors, self._landing = live.tensors(), offer.landing
         engine = open_engine(live.address, offer.protocol)
@@ -273,7 +273,7 @@ class MooncakeTransport(Transport):
 
     def _flush(self) -> None:
         """Gives the current half to the thread, and waits for the other."""
-        if self._on_gpu:  # the engine does not wait for kernels that still write to the memory: ours, and the optimizer's step
+        if self._on_gpu:  # Mooncake does not wait for kernels that still write to the memory: ours, and the optimizer's step
             torch.cuda.current_stream().synchronize()
         self._jobs.put((self._half, self._runs))
         self._half, self._filled, self._noted, self._runs = 1 - self._half, 0, 0, {}

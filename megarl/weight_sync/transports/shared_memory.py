@@ -16,7 +16,7 @@ from megarl.weight_sync.transports.base import Endpoint, Live, Memory, Offer, Ow
 # Checks that the processes whose memory is mapped here still run. A mapping outlives its process, and writes to it are then lost.
 
 
-_HIDDEN = (0, 0)  # means that this process has no permission to see the file, and so not whether it still exists
+_HIDDEN = (0, 0)  # this process has no permission to see the file, so it cannot tell whether the file still exists
 
 
 class Owners:
