@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config.keys import yaml_text
 from megarl.config.schema import RunConfig
 from megarl.generator.cpu_support import cuda_available
-from megarl.generator.server import ServedAdapter
 from megarl.lora.files import check_adapter, empty_adapter
 from megarl.lora.layout import ALL, Lora, lora_tensors, targets, unserved
 from megarl.models import ModelSpec
@@ -17,6 +17,9 @@ from megarl.models.parameters import LAYER_FIELD
 from megarl.models.registry import fused_tensors
 from megarl.plan.topologies import generator_topology
 from megarl.plan.weights import Weights, find_weights
+
+if TYPE_CHECKING:
+    from megarl.generator.server import ServedAdapter
 
 # Settings that make Megatron's layers get other inputs than adapters expect.
 _REFUSED = ("tp_comm_overlap", "moe_shared_expert_overlap", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
@@ -66,6 +69,8 @@ class AdapterPlan:
         """The adapter that engines on `device` start with, in `folder`; None if they get all weights."""
         if not self.are_sent_alone(device):
             return None
+        from megarl.generator.server import ServedAdapter  # which needs ZeroMQ; a trainer alone runs without it
+
         return ServedAdapter(str(folder), self.lora.rank, self.lora.names(self.spec), self.lora.shared)
 
     def write(self, folder: Path) -> None:

@@ -70,10 +70,9 @@ def test_the_kit_is_small_and_has_what_it_needs(kit):
     assert {path.name for path in kit.iterdir()} == {"wheels", "run.py", "commit"}
 
 
-PARTS = ["trainer-1B", "kernels", "writes", "writes-fp8"]
+PARTS = ["trainer-1B", *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes", "writes-fp8"))]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
     python = sys._base_executable  # type: ignore[attr-defined]  # it does not see this environment's packages
