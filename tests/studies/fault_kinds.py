@@ -252,7 +252,7 @@ class FaultRun:
         return self.engines(index)[0]
 
     def engines(self, index: int) -> list[psutil.Process]:
-        """The server processes of engines, recognised by the file of their workers' heartbeats."""
+        """The engine's server process, if there is one, recognised by the file of its workers' heartbeats."""
         found = []
         for process in self.processes("megarl.generator.server"):
             with contextlib.suppress(psutil.Error):

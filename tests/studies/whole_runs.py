@@ -17,7 +17,7 @@ from megarl.plan.checkpoints import differences
 
 PROGRAM = ["-P", "-m", "megarl"]  # arguments of Python
 SETTINGS = "settings.yaml"
-_WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "checkpoint.", "observe.", "timeouts.", "launch.", "plan.")  # have no effect on results
+_WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "checkpoint.", "observe.", "timeouts.", "launch.", "plan.")  # on results
 _running: set[subprocess.Popen[bytes]] = set()
 
 
