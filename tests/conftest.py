@@ -1,6 +1,6 @@
 """What all tests share: one thread per process, a clean working directory, an end to tests that hang, and no process left behind.
 
-    pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a file first runs it
+pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a file first runs it
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Generator:
                         raise
                     await asyncio.sleep(0.1)
             await self.client.call("/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S)
-            await self.client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
+            await self.client.begin_update(DEADLINE_S)  # a barrier, because SGLang answers a load as soon as rank 0 is done
             await self.client.end_update(DEADLINE_S)
             await self.client.flush(DEADLINE_S)
 

@@ -419,7 +419,7 @@ class _Operations(TorchDispatchMode):
                     self.record.note("boolean index")
         if name == "aten::_to_copy" and kwargs.get("device") is not None:
             self._copy(args[0], torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
-        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):  # a number from the host is filled in, without a copy
+        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):  # a number from the host is filled in without a copy
             self._copy(args[1], args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         pins = kwargs.get("pin_memory")
         if pins:
