@@ -123,7 +123,7 @@ def group(routing: bytes) -> Group:
 
 
 def test_experts_travel_as_bytes_and_survive_a_resume() -> None:
-    """In the message, in the ledger of a checkpoint, in the batch, to the sequences that are trained on."""
+    """In messages, in a checkpoint's ledger, in the batch, up to the trained sequences."""
     made = group(packed(4))
     ready, without = pack(made), pack(group(b""))
     sizes = [sum(map(len, each.pieces)) for each in (ready, without)]
