@@ -49,6 +49,6 @@ def unasked() -> float:
 
 
 def told(response: str, prompt: str, sample_index: int, prompt_token_ids: list[int], token_ids: list[int]) -> float:
-    """Tells all that it is given."""
+    """Prints all its arguments."""
     print(json.dumps([prompt, sample_index, response, prompt_token_ids, token_ids]), flush=True)
     return float(len(token_ids) % 2)

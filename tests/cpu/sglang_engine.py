@@ -114,7 +114,7 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "eos_token_id": 2,
     }
     values = {**common, **OWN.get(family, {}), **shape}
-    if family == "qwen3_5_moe":  # as it is published, beside a vision tower
+    if family == "qwen3_5_moe":  # published checkpoints also have a vision tower
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
     config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
     model = (AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM).from_config(config)
