@@ -1,15 +1,15 @@
-# `make quickstart` and `make test` are all a newcomer needs; both set up .venv first, and only when something changed.
+# A newcomer needs only `make quickstart` and `make test`. Both first set up .venv, if something changed since the last time.
 #   make quickstart ARGS="seed=1 run_dir=runs/q1"     overrides for both programs
 #   make test ARGS="tests/unit -k reshard"            arguments for pytest
-#   make test-all                                    also the tests that take long; before a change is handed in
+#   make test-all                                    also the slowest tests; before a change is handed in
 #   make check                                       lint, format and types
-#   make matrix                                      every combination of layouts on live engines, an hour; writes docs/weights-matrix.md
-#   make gpu-kit                                     what `make gpu` needs on a machine without a network, in dist/gpu-kit (docs/gpu.md)
-#   make gpu                                         kernels, trainer and direct writes on one NVIDIA GPU: checked, and measured
-#   make rehearse                                    the GPU's code paths on a machine without one (docs/gpu.md)
+#   make matrix                                      every combination of layouts on live engines (an hour); writes docs/weights-matrix.md
+#   make gpu-kit                                     in dist/gpu-kit, all that `make gpu` needs on a machine without a network (docs/gpu.md)
+#   make gpu                                         checks and measures kernels, trainer and direct writes on one NVIDIA GPU
+#   make rehearse                                    runs the GPU code paths on a machine without a GPU (docs/gpu.md)
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 #   make setup-gpu                                   the environment of a machine with GPUs (docs/cluster.md)
-#   make lock                                        requirements/gpu.txt anew, after a change of requirements/cpu.txt or the GPU extra
+#   make lock                                        writes requirements/gpu.txt after a change of requirements/cpu.txt or the GPU extra
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -38,13 +38,13 @@ check: setup .venv/.megarl-check
 	@$(INSTALL) --no-deps --only-binary :all: -r requirements/check.txt
 	touch $@
 
-# Several processes at once, each from another file on and past those that others have begun (tests/conftest.py). What all but the first print
-# comes when all are done; the last lines name what failed in any.
+# Several processes divide the test files between them (tests/conftest.py). The first one prints as it goes, and the others' output follows
+# at the end. The last lines name all failed tests.
 WORKERS ?= 2
 test: MARKS = (not matrix or sample) and not long
 test-all: MARKS = not matrix or sample
 test test-all: setup libraries interpreters
-	@unset PYTHONDONTWRITEBYTECODE  # with which hundreds of processes would each compile the same files
+	@unset PYTHONDONTWRITEBYTECODE  # otherwise hundreds of processes would each compile the same files
 	tests() { .venv/bin/pytest -m "$(MARKS)" "$$@"; }
 	$(if $(ARGS),tests $(ARGS); exit)
 	folder=$$(mktemp -d)
@@ -64,7 +64,8 @@ test test-all: setup libraries interpreters
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
 
-# The wheels are for Python 3.12 on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy are the machine's own.
+# The kit's wheels are for Python 3.12 on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy come from the
+# machine with the GPU.
 KIT ?= dist/gpu-kit
 KIT_PACKAGES := einops megatron-core msgspec omegaconf packaging pyyaml
 gpu-kit:
@@ -75,7 +76,7 @@ gpu-kit:
 	    echo "gpu-kit: needs a Python with pip, found none among: .venv/bin/python $(PYTHONS)" >&2
 	    exit 1
 	fi
-	rm -rf $(KIT) build  # what an earlier build left there would go into the wheel
+	rm -rf $(KIT) build  # leftovers of an earlier build would go into the wheel
 	mkdir -p $(KIT)/wheels
 	wanted=()
 	for package in $(KIT_PACKAGES); do wanted+=("$$(grep -i "^$$package==" requirements/cpu.txt)"); done
@@ -87,7 +88,7 @@ gpu-kit:
 	{ git rev-parse --short=12 HEAD && git diff --quiet HEAD || echo "with changes"; } 2>/dev/null | paste -sd' ' >$(KIT)/commit
 	echo "gpu-kit: $(KIT), $$(du -sm $(KIT) | cut -f1) MB; on the machine with the GPU: python3 $(KIT)/run.py"
 
-# The Python of the machine whose PyTorch sees a GPU; if there is none, the first one says what is missing.
+# Runs the first Python whose PyTorch sees a GPU. If there is none, the first Python runs, and says what is missing.
 gpu:
 	@for python in .venv/bin/python $(PYTHONS); do
 	    if "$$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1; then break; else python=; fi
@@ -97,9 +98,9 @@ gpu:
 	done
 	"$$python" -P megarl/bench/gpu/kit.py $(ARGS)
 
-# What some tests want of the system: Debian's RDMA libraries, which Mooncake's transfer engine links also for TCP; a Slurm; network
-# namespaces and traffic control; a browser for the report page; bubblewrap for agents. Installed where root and apt are there; elsewhere those tests are skipped and say why. No daemon is
-# started: Debian asks policy-rc.d first.
+# System packages that some tests need: the RDMA libraries, which Mooncake's transfer engine links even for TCP; Slurm; network namespaces
+# and traffic control; a browser for the report page; bubblewrap for agents. With root and apt they are installed. Otherwise those tests are
+# skipped with the reason. No daemon is started: Debian asks policy-rc.d first.
 libraries:
 	@libraries=$$(/sbin/ldconfig -p) packages=()
 	there() { grep -q "^\s*$$1 " <<<"$$libraries" || PATH="$$PATH:/usr/sbin:/sbin" command -v "$$1" >/dev/null; }
@@ -128,8 +129,8 @@ libraries:
 interpreters: envs/openenv/.megarl-setup envs/rehearsal/.megarl-setup
 	@:
 
-# The Python parts of Transformer Engine and flash-linear-attention, without dependencies that count here (5 MB). The compiled part of the
-# former is stood in for; the latter's kernels are not launched.
+# The Python parts of Transformer Engine and flash-linear-attention (5 MB). The rehearsal needs none of their dependencies: it replaces the
+# compiled part of Transformer Engine, and does not launch the kernels of flash-linear-attention.
 envs/rehearsal/.megarl-setup: requirements/gpu.txt
 	@versions=$$(grep -oE '^(transformer-engine|flash-linear-attention|fla-core)==[^ ]*' $<)
 	echo "test:" $$versions", their Python parts, in envs/rehearsal"
@@ -137,8 +138,8 @@ envs/rehearsal/.megarl-setup: requirements/gpu.txt
 	$(INSTALL) --no-deps --only-binary :all: --target envs/rehearsal $$versions
 	touch $@
 
-# The GPU's code paths without a GPU (docs/gpu.md): calls of vendors, kernels, what libraries and engines need, and a whole step of a first and
-# a last rank of each config.
+# The GPU code paths without a GPU (docs/gpu.md): calls into Megatron-core and SGLang, kernels, the needs of libraries and engines, and for
+# each config a whole step of the first and of the last rank.
 REHEARSED := $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b gpt_oss_120b \
     qwen3_next_80b_a3b qwen3.5_397b_a17b glm_4.6 deepseek_v3 kimi_k2)
 rehearse: setup envs/rehearsal/.megarl-setup
@@ -152,7 +153,7 @@ rehearse: setup envs/rehearsal/.megarl-setup
 	    if [ $$status = 1 ]; then failed=1; elif [ $$status = 2 ]; then break; fi
 	done
 	for config in $(REHEARSED); do
-	    # A first stage holds the activations of as many microbatches as there are stages.
+	    # The first stage holds the activations of one microbatch a stage.
 	    stages=$$(sed -n 's/^  pp: *\([0-9]*\).*/\1/p' $$config)
 	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --microbatches $$(($${stages:-1} + 1)) $(ARGS) || failed=1
 	    if [ "$$stages" ]; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
@@ -168,8 +169,8 @@ envs/openenv/.megarl-setup: requirements/openenv.txt
 setup: $(STAMP)
 	@:
 
-# A virtual environment with uv. uv keeps what it has downloaded or built, and links it into environments: a second one takes seconds, and
-# hardly any disk. The stamp is written last: a set-up that was interrupted begins anew, with what lies in that cache.
+# A virtual environment with uv. uv caches its downloads and builds, and links them into environments: a second environment takes seconds
+# and hardly any disk. The stamp is written last. So an interrupted set-up begins again, and finds its packages in the cache.
 define ENVIRONMENT
 say() { echo "setup: $$*"; }
 usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
@@ -200,12 +201,12 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	    $(INSTALL) --constraints requirements/gpu.txt "$$torch"
 	fi
 	say "3/4 the $$(grep -c == requirements/cpu.txt) packages of requirements/cpu.txt"
-	# A package with data for NLTK, which reads no file that has hard links.
+	# This package has data for NLTK, which reads no files with hard links. So it is copied.
 	$(INSTALL) --no-deps --link-mode copy "$$(grep ^llama-index-core== requirements/cpu.txt)"
-	$(INSTALL) --no-deps --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # langdetect is published as source alone
+	$(INSTALL) --no-deps --only-binary :all: --no-binary langdetect -r requirements/cpu.txt  # langdetect is published only as source
 	say "4/4 this checkout, and bytecode of what a run imports"
 	$(INSTALL) --no-deps --no-build-isolation --editable .
-	# Bytecode is kept beside what uv keeps: linked files have the times that it was made for.
+	# Bytecode is cached beside uv's cache. It stays valid, because linked files keep their modification times.
 	kept=$$(.venv/bin/uv cache dir)/megarl-bytecode-$$(sha256sum requirements/cpu.txt | cut -c1-16).tar
 	if ! tar -xf "$$kept" 2>/dev/null; then
 	    imports() { env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -P -c "$$1" >/dev/null 2>&1 || true; }
@@ -217,8 +218,8 @@ $(STAMP): pyproject.toml requirements/cpu.txt
 	touch $@
 	say "done in $$SECONDS s"
 
-# For GPUs; it may be a machine without one that installs. Transformer Engine has its torch extension as source alone: it is compiled with the
-# headers and the compiler that are wheels in this environment, so no toolkit of CUDA is needed. The wheel is kept in WHEELS, for other checkouts.
+# The environment for GPUs; the installing machine needs none. Transformer Engine publishes its torch extension only as source. The headers
+# and the compiler for it are wheels in this environment, so no CUDA toolkit is needed. WHEELS keeps the built wheel for other checkouts.
 setup-gpu:
 	@$(ENVIRONMENT)
 	PYTHONPATH=. .venv/bin/python -m megarl.launch.doctor
@@ -247,7 +248,7 @@ setup-gpu:
 	touch $(STAMP)
 	say "done in $$SECONDS s; megarl doctor says what this machine has"
 
-# The versions of a machine with GPUs: those of the CPU stack, and what SGLang and the GPU extra need beside them.
+# The versions for a machine with GPUs: the CPU environment's, and the further packages that SGLang and the GPU extra need.
 lock: setup
 	@grep -v '^#' requirements/cpu.txt >requirements/gpu.txt
 	.venv/bin/uv pip compile pyproject.toml --quiet --extra gpu --extra test --output-file requirements/gpu.txt --generate-hashes --no-annotate \

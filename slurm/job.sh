@@ -1,7 +1,8 @@
-# Sourced by the job scripts. `megarl_job CONFIG key=value …` checks the config on the first node, then runs one launcher per node;
-# `megarl_step COMMAND …` only does the latter.
+# The job scripts source this file. `megarl_job CONFIG key=value …` checks the config on the first node, then runs one launcher per node.
+# `megarl_step COMMAND …` only runs the launchers.
 #
-# The job script is copied by Slurm, so everything is relative to where sbatch was called: the checkout, on a shared file system.
+# Slurm copies the job script elsewhere. So all paths are relative to the folder where sbatch was called: the checkout, on a shared file
+# system.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 if [ ! -x .venv/bin/megarl ]; then
@@ -10,19 +11,20 @@ if [ ! -x .venv/bin/megarl ]; then
 fi
 
 megarl_job() {
-    # Typos and impossible sizes end the job here, with exit status 2, before any node is used.
+    # Typos and impossible sizes end the job here, with exit status 2, before a launcher starts.
     .venv/bin/megarl train "$@" --dry-run > /dev/null
     for command in ${MEGARL_COMMANDS:-train}; do
         megarl_step "$command" "$@"
     done
 }
 
-# SIGTERM (scancel, preemption) comes to the launchers from Slurm itself: they save a checkpoint and end (engines that have joined a run give
-# back their requests). SIGUSR1 (#SBATCH --signal:
-# the time limit is near) comes to this script alone. It asks the launchers for the same, and puts the job back into the queue, from
-# where it goes on from that checkpoint. By scancel: an srun that gets SIGTERM kills its tasks outright.
-# --cpu-bind=none: the launcher has a core for each rank; some clusters would bind it, and all that it starts, to a single one.
-# --wait: when a node is lost the others end, and the job must still be there when Slurm notices (SlurmdTimeout, 300 s) and requeues it.
+# On scancel or preemption, Slurm itself sends SIGTERM to the launchers. They save a checkpoint and end. Engines that joined a run give back
+# their requests.
+# Near the time limit, Slurm sends SIGUSR1 to this script alone (#SBATCH --signal). The script sends SIGTERM to the launchers, and puts the
+# job back into the queue. The job then continues from that checkpoint. The script calls scancel for that, because an srun that gets SIGTERM
+# itself kills its tasks at once.
+# --cpu-bind=none: some clusters would bind the launcher, and all that it starts, to one core. It needs a core for each rank.
+# --wait: when a node is lost, the other launchers end. The job must last until Slurm notices (SlurmdTimeout, 300 s) and requeues it.
 megarl_step() {
     local status=0 again=
     srun ${SLURM_HET_SIZE:+--het-group=0-$((SLURM_HET_SIZE - 1))} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=600 \

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: it opens pages, evaluates, takes screenshots, and keeps the console's words."""
+"""A headless Chromium, driven over its DevTools protocol: opens pages, evaluates JavaScript, takes screenshots, records the console."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Browser:
             "--no-first-run",
             "--hide-scrollbars",
         ]
-        # A few tabs' worth of what a desktop browser does at its start is of no use here.
+        # Tests need none of the services that a desktop browser starts with.
         command += [
             "--disable-extensions",
             "--disable-background-networking",
@@ -93,11 +93,11 @@ class Browser:
         return self._loop.run_until_complete(self._send(method, **parameters))
 
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Returns after how many milliseconds the page was ready to use, by its own clock."""
+        """Returns the milliseconds, by the page's own clock, until the page was ready to use."""
         self.requests = []
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
-        self.send("Page.navigate", url="about:blank")  # a page that is open already would only go to another fragment
+        self.send("Page.navigate", url="about:blank")  # otherwise a page that is already open would only change its fragment
         self.until("location.href === 'about:blank'")
         self.messages.clear()
         self.send("Page.navigate", url=url)

@@ -1,7 +1,6 @@
-"""What every test gets: one thread per process, a working directory without leftovers, an end to a test that hangs, and no process left
-behind.
+"""What all tests share: one thread per process, a clean working directory, an end to tests that hang, and no process left behind.
 
-    pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      each file by the one that comes to it first
+pytest --meet=FOLDER --share=1/2 & pytest --meet=FOLDER --share=2/2      the process that reaches a file first runs it
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import pytest
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ROOT = Path(__file__).parents[1]
-LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # of a checkout that has been used
-LINGER_S = 2.0  # for children that were told to end and are on their way out
+LEFTOVERS = {"runs", "build", "dist", ".hypothesis", ".pytest_cache"}  # a used checkout has these
+LINGER_S = 2.0  # for children to end after their signal
 BEGUN = pytest.StashKey[dict[Path, bool]]()
-# They serve for as long as this process lives, and end with it.
+# Children that live as long as this process, and end with it.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "nursery.py")
 
 
@@ -35,12 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("untimed", deadline=None)  # what is fast on a quiet machine is not on a busy one
+    hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is slower than any fixed deadline
     hypothesis.settings.load_profile("untimed")
     os.environ.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; what is tested here is a terminal's Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; the tests need a terminal's Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Orphans of our children become our children, so that none escapes the check at the end.
+    # Orphans of our children become our children, so that the check at the end finds them.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -53,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Runs nothing of a file that another process has begun."""
+    """Skips the tests of a file that another process has begun."""
     if folder := item.config.getoption("--meet"):
         ours = item.config.stash.setdefault(BEGUN, {})
         if item.path not in ours:
@@ -63,7 +62,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             except FileExistsError:
                 ours[item.path] = False
         if not ours[item.path]:
-            # The test before has kept what this one would have used, a folder's fixtures for example.
+            # The previous test left up the fixtures that this test would have used.
             item.session._setupstate.teardown_exact(nextitem)
             return True
     return None
@@ -71,7 +70,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of all tests: this checkout as it is after a clone, without the runs that somebody has made here."""
+    """The working directory of all tests: this checkout as after a clone, without runs and other leftovers."""
     folder, before = tmp_path_factory.mktemp("checkout"), Path.cwd()
     for entry in ROOT.iterdir():
         if entry.name not in LEFTOVERS:
@@ -136,7 +135,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process that outlives the tests fails the session: fixtures have all been torn down by now."""
+    """A process that outlives the tests fails the session: by now all fixtures are torn down."""
     psutil.wait_procs(surviving_children(), timeout=session.config.getoption("--linger"))
     left = surviving_children()
     if left:

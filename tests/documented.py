@@ -1,7 +1,7 @@
-"""The commands and snippets of README.md, CONTRIBUTING.md and docs/*.md, and where each is tried.
+"""The commands and snippets of README.md, CONTRIBUTING.md and docs/*.md, and where each is tested.
 
-Commands stand in blocks marked `sh`, and in the text between backticks. What only computes is run as it stands by tests/unit/test_docs.py,
-what trains by tests/cpu/test_docs_runs.py. A command that a document gains is run, or fails the tests until a list below names it.
+Commands stand in blocks marked `sh`, and between backticks in the text. tests/unit/test_docs.py runs commands that only compute, unchanged.
+tests/cpu/test_docs_runs.py runs those that train. The tests fail on a new command that they do not run, until a list below names it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#\s.*$")
 MENTION = re.compile(
     r"(megarl( [\w-]+)?( CONFIG)?|megarl bench \w+|python tests/studies( \w+)?|pip|pytest|sbatch|torchrun)(…| …)?"
-)  # of a program, not a command of it
+)  # names a program, and is no command to run
 
 SHORT = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 eval.limit=8"
 OWN = "sft.steps=2 max_steps=2 rollout.prompts_per_step=4 rollout.n=2 rollout.max_tokens=16"
 ONE_FAULT = "--faults 1 --kinds SIGTERM"
 
-# What takes long, or needs what another command made, is run by tests/cpu/test_docs_runs.py, made short by what is said here. First what a
-# newcomer does, in that order;
+# tests/cpu/test_docs_runs.py runs commands that take long, or that need another command's output. The settings here make them short. First
+# a newcomer's commands, in order;
 FIRST_DAY = {
     "make quickstart": f'ARGS="{SHORT}"',
     "source .venv/bin/activate": "",
@@ -68,16 +68,16 @@ OWN_RUN = {
     "megarl eval run.yaml model.path=runs/own/export": OWN,
     "megarl eval run.yaml eval.samples=8 eval.temperature=0.7 eval.suites.hard.source=hard.jsonl eval.suites.hard.prompt_key=prompt "
     "eval.suites.hard.answer_key=target": OWN,
-    "tensorboard --logdir runs/own/tb": "--inspect",  # else it serves for ever
+    "tensorboard --logdir runs/own/tb": "--inspect",  # otherwise it serves for ever
 }
-# then an environment of OpenEnv, where there is an interpreter for it,
+# then an environment of OpenEnv, if there is an interpreter for it,
 OPENENV = {
     "megarl rows configs/examples/openenv.yaml": "",
     "python configs/data/guesses.py > runs/openenv-rows/demonstrations.jsonl": "",
     "megarl sft configs/examples/openenv.yaml": SHORT,
     "megarl train configs/examples/openenv.yaml": SHORT,
 }
-# and all else that takes long.
+# and all other long commands.
 LONG = {
     'make quickstart ARGS="seed=1 run_dir=runs/q1"': f'ARGS+="{SHORT}"',
     "megarl train configs/quickstart.yaml run_dir=runs/sync sft.output=runs/quickstart/sft/hf async.capacity=0": SHORT,
@@ -197,14 +197,14 @@ class Command:
 
 
 def commands() -> Iterator[Command]:
-    """Of all documents, in their order."""
+    """The commands of all documents, in their order."""
     for document in DOCUMENTS:
         yield from commands_of(document.name, document.read_text())
 
 
 def commands_of(name: str, text: str) -> Iterator[Command]:
-    """The lines of blocks marked `sh`, and what begins with a program elsewhere: in other blocks (which should be marked), and between
-    backticks. Lines that only mention a program there are none."""
+    """The lines of blocks marked `sh`. Also lines of other blocks (which should be marked) and texts between backticks, if they begin with
+    a program. Texts that only mention a program are left out."""
     for block in FENCE.finditer(text):
         for number, line in enumerate(block[2].splitlines(), text[: block.start()].count("\n") + 2):
             command = " ".join(COMMENT.sub("", line).split())
@@ -228,7 +228,7 @@ def snippets(document: str, kind: str) -> list[str]:
 
 
 def checkout(folder: Path) -> Path:
-    """What of this checkout the commands use, at `folder`, with the environment that runs the tests: they write into it."""
+    """Copies what the commands need of this checkout to `folder`, where they may write. The environment is the one that runs the tests."""
     folder.mkdir()
     for name in ("configs", "docs", "slurm", "requirements", "tests/studies", "tests/tools"):
         shutil.copytree(ROOT / name, folder / name)
@@ -238,11 +238,11 @@ def checkout(folder: Path) -> Path:
     for entry in Path(sys.prefix).iterdir():
         if entry.name != STAMP:
             (folder / ".venv" / entry.name).symlink_to(entry)
-    (folder / ".venv" / STAMP).touch()  # so that make does not set it up anew from here
+    (folder / ".venv" / STAMP).touch()  # otherwise make would set it up again
     return folder
 
 
 def run(command: str, folder: Path, timeout_s: float = 900) -> subprocess.CompletedProcess:
-    """As a person would at a prompt, the environment activated."""
+    """Runs the command as a person would at a prompt, with the environment activated."""
     environment = os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)

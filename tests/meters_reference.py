@@ -1,4 +1,4 @@
-"""The meters of agreement, by their formulas, in NumPy's float64."""
+"""The meters of agreement between log-probs, by their formulas in NumPy, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALF_DECADES = 10.0 ** (np.arange(19) / 2 - 7)
 
 
 def meters(sequences: Sequence[Sequence[np.ndarray]]) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """(metrics, histograms) of sequences (log pi, log mu, ages), each of the tokens that count."""
+    """(metrics, histograms) of sequences (log pi, log mu, ages), which hold only the tokens that count."""
     d = [pi.astype(np.float64) - mu.astype(np.float64) for pi, mu, _ in sequences]
     flat, ages = np.concatenate(d), np.concatenate([each for *_, each in sequences])
     found, histograms = _of("agreement", flat)
@@ -38,7 +38,7 @@ def _of(name: str, d: np.ndarray) -> tuple[dict[str, float], dict[str, list[int]
         "kl_k3": (np.expm1(d) - d).mean(),
         "ess": _effective(np.exp(d)),
     }
-    edges = np.concatenate([[-np.inf], -HALF_DECADES[::-1]])  # left open, as |d| is binned
+    edges = np.concatenate([[-np.inf], -HALF_DECADES[::-1]])  # open on the left, since |d| is binned
     below = [int(((d > low) & (d <= high)).sum()) for low, high in pairwise(edges)]
     near = [int(((d > -HALF_DECADES[0]) & (d < 0)).sum()), int(((d >= 0) & (d < HALF_DECADES[0])).sum())]
     above = [int(((d >= low) & (d < high)).sum()) for low, high in pairwise([*HALF_DECADES, np.inf])]

@@ -12,7 +12,7 @@ INTERFACE = "eth0"
 
 
 def missing() -> str:
-    """Why namespaces cannot be made here; empty where they can."""
+    """Why namespaces cannot be made here; empty if they can."""
     absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: iproute2)"
@@ -26,8 +26,8 @@ def missing() -> str:
 
 
 class Hosts:
-    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more is the switch between them.
-    With `ipv6` they have fd77::1, fd77::2, …, and no IPv4 at all."""
+    """Namespaces 0, 1, …, whose `INTERFACE`s have the addresses 10.77.0.1, 10.77.0.2, …; one more namespace is the switch between them.
+    With `ipv6` the addresses are fd77::1, fd77::2, …, and there is no IPv4."""
 
     def __init__(self, count: int = 2, rate: str = RATE, ipv6: bool = False) -> None:
         self.count, self.rate, self.ipv6 = count, rate, ipv6
@@ -67,7 +67,7 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[host], *argv]
 
     def cut(self) -> None:
-        """Packets are lost from now on, without a word."""
+        """From now on packets are silently lost."""
         self._inside(0, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
 
     def sent_bytes(self, host: int) -> int:

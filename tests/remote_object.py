@@ -1,4 +1,4 @@
-"""An object of a test that lives in a process of its own; its methods are called through a pipe.
+"""A test's object in a process of its own, whose methods are called through a pipe.
 
 (multiprocessing's spawn would run pytest's own script again in the child.)
 """
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class RemoteObject:
-    """`kind(*arguments)`, arguments as JSON. What methods take and return is pickled: arrays, not tensors."""
+    """`kind(*arguments)` in another process. The arguments travel as JSON; what methods take and return is pickled: arrays, not tensors."""
 
     def __init__(self, kind: type, *arguments: Any, timeout_s: float = 120.0):
         self._pipe, theirs = Pipe()
@@ -33,7 +33,7 @@ class RemoteObject:
         theirs.close()
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Answers come in the order of the calls."""
+        """Calls a method without waiting. Answers come in the order of the calls."""
         self._pipe.send((method, arguments))
 
     def result(self) -> Any:

@@ -1,4 +1,4 @@
-"""Folders of runs that never ran, written by a run's own writers, to test the report page: of any size, with faults and hostile text."""
+"""Made-up folders of runs, to test the report page: of any size, with faults and hostile text. A run's own writers write them."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def metrics(step: int, rng: np.random.Generator) -> dict[str, float]:
 def write_run(
     folder: Path, steps: int, groups: int = 2, n: int = 4, ranks: int = 2, engines: int = 2, seed: int = 0, faults: bool = False
 ) -> Path:
-    """`groups` x `n` samples are kept of each step. With `faults` engine 1 is lost at a third of the run; at two thirds the run ends, and
-    goes on."""
+    """Keeps `groups` x `n` samples of each step. With `faults`, engine 1 is lost after a third of the run. After two thirds the run ends
+    and is resumed."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -121,7 +121,7 @@ def group(ordinal: int, step: int, n: int, rng: np.random.Generator, text: str |
         size = int(rng.integers(8, 28))
         ids = rng.integers(1, len(VOCABULARY), size)
         mask, spans, said = array("b"), [], "".join(map(piece, ids))
-        if number == 1:  # a second turn, after what a tool said
+        if number == 1:  # a second turn, after a tool's result
             half, answer = size // 2, "[tool: 42]"
             first = "".join(map(piece, ids[:half]))
             said, spans = first + answer + "".join(map(piece, ids[half:])), [(len(first), len(first) + len(answer))]

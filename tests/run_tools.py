@@ -1,4 +1,4 @@
-"""Helpers of the tests that start whole runs by the `megarl` command, as a user would."""
+"""Helpers of the tests that start whole runs with the `megarl` command, as a user would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS, SAMPLES = 4, 4
 
 OVERRIDES = [
     "max_steps=6",
-    "trainer.optimizer.schedule=constant",  # runs that are stopped and go on have one rate whatever their max_steps
+    "trainer.optimizer.schedule=constant",  # a resumed run with another max_steps has the same rate
     f"rollout.prompts_per_step={PROMPTS}",
     f"rollout.n={SAMPLES}",
     "eval.limit=16",
@@ -51,7 +51,7 @@ VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2
 
 
 def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """The quickstart's model, or one of another family in its shape, with random weights, as an HF checkpoint; `changes` are of its
+    """Writes an HF checkpoint with random weights: the quickstart's model, or one of another family in its shape. `changes` go into
     config.json."""
     from megarl.generator import cpu_support
 
@@ -62,29 +62,29 @@ def make_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     shutil.copytree(ROOT / "configs/models/tiny-llama", folder)
     shape = json.loads((folder / "config.json").read_text()) | OF_FAMILY.get(family, {}) | changes
     shape, kind = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}, AutoModelForCausalLM
-    if family == "qwen3_5_moe":  # as it is published, beside a vision tower
+    if family == "qwen3_5_moe":  # published checkpoints also have a vision tower
         vision = VISION | {"out_hidden_size": shape["hidden_size"]}
         shape, kind = {"text_config": shape, "vision_config": vision, "tie_word_embeddings": False}, AutoModelForImageTextToText
     torch.manual_seed(0)
     kind.from_config(AutoConfig.for_model(family, **shape)).to(torch.float32).save_pretrained(folder)
-    if family == "qwen3_moe":  # transformers 5 calls it otherwise than checkpoints do
+    if family == "qwen3_moe":  # transformers 5 uses another name than checkpoints do
         saved = json.loads((folder / "config.json").read_text())
         saved["num_experts"] = saved.pop("num_local_experts", EXPERTS["num_experts"])
         (folder / "config.json").write_text(json.dumps(saved))
-    if family == "qwen3_next":  # transformers 5 leaves it out, and SGLang asks for it
+    if family == "qwen3_next":  # transformers 5 leaves it out, but SGLang needs it
         saved = json.loads((folder / "config.json").read_text()) | {"full_attention_interval": OF_FAMILY[family]["full_attention_interval"]}
         (folder / "config.json").write_text(json.dumps(saved))
     return folder
 
 
 def in_mxfp4(folder: Path) -> Path:
-    """Replaces the experts of a gpt-oss checkpoint by random ones in the form in which it is published."""
+    """Replaces the experts of a gpt-oss checkpoint by random ones in MXFP4, the published form."""
     import torch
     from safetensors.torch import load_file, save_file
 
     drawn, tensors = torch.Generator().manual_seed(0), load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape  # of weights that are exchanged there, and are not in MXFP4
+        experts, columns, rows = tensors.pop(name).shape  # unquantised weights are transposed relative to MXFP4
         blocks = (experts, rows, columns // 32)
         tensors[name + "_blocks"] = torch.randint(0, 256, (*blocks, 16), generator=drawn, dtype=torch.uint8)
         tensors[name + "_scales"] = torch.randint(119, 122, blocks, generator=drawn, dtype=torch.uint8)
@@ -95,7 +95,7 @@ def in_mxfp4(folder: Path) -> Path:
 
 
 def in_fp8_blocks(folder: Path) -> Path:
-    """Rounds the projections of a checkpoint to blocks of fp8, the form in which DeepSeek-V3 is published."""
+    """Rounds the projections of a checkpoint to blocks of fp8, the published form of DeepSeek-V3."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -133,20 +133,21 @@ def run(arguments: list[str], timeout_s: float = 480, imported: bool = True) -> 
 
 
 def start(arguments: list[str], log: Path, imported: bool = True) -> subprocess.Popen:
-    """Its processes are forks of one in which everything is `imported`, which spares each of them seconds; or else new programs."""
+    """Starts the command. With `imported`, its processes are forks of one that has imported everything, which saves seconds each. Otherwise
+    they are new programs."""
     with open(log, "wb") as file:
         return _started(arguments, imported, stdout=file, stderr=subprocess.STDOUT)
 
 
 def _started(arguments: list[str], imported: bool, **streams: Any) -> subprocess.Popen:
-    from nursery import Run  # here: tests that start nothing can do without psutil and the rest
+    from nursery import Run  # here, so that tests that start nothing do not need psutil and the rest
 
     kind = Run if imported else subprocess.Popen
-    return kind(command(*arguments), env=environment(), **streams)  # in the working directory of tests (conftest.py)
+    return kind(command(*arguments), env=environment(), **streams)  # runs in the tests' working directory (conftest.py)
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}  # tests' own transports are importable by the run's processes
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "cpu")}  # the run's processes can import the tests' transports
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -167,7 +168,7 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line, as far as it is still there: others end while they are listed."""
+    """The process's command line. It is empty if the process ended while it was listed."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:

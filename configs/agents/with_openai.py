@@ -1,4 +1,4 @@
-"""An agent that multiplies with a tool. It knows nothing of MegaRL: the official package finds base URL and key in the environment."""
+"""An agent that multiplies with a tool. It is written without MegaRL: the official package finds base URL and key in the environment."""
 
 import ast
 import json

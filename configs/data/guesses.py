@@ -1,5 +1,5 @@
-"""Prints demonstrations for configs/examples/openenv.yaml. Two of ten games ask for the middle of what is left; in the others, guesses are
-random, whatever the hints."""
+"""Prints demonstrations for configs/examples/openenv.yaml. Two of ten games guess the middle of the remaining range. The others guess at
+random, and ignore the hints."""
 
 import json
 import random

@@ -1,6 +1,6 @@
-"""An environment of OpenEnv: a number from 1 to 9 is to be found with four guesses. It knows nothing of MegaRL.
+"""An environment of OpenEnv, written without MegaRL: four guesses at a number from 1 to 9.
 
-`uvicorn guess:app` serves it, as `rollout.name=openenv` does with `server: guess:app`.
+`uvicorn guess:app` serves it; so does `rollout.name=openenv` with `server: guess:app`.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What a trainer rank does in test_trainer_ppo.py: batches of several optimizer steps for a policy and its critic."""
+"""Scenarios of the trainer ranks in test_trainer_ppo.py: batches of several optimizer steps for a policy and its critic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.models.registry import load_spec
 
 
 def scenario_ppo(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches, exports both models after each, and saves after the second. `resumed`: goes on from there."""
+    """Trains on the batches, exports both models after each, and saves after the second. `resumed`: continues from that checkpoint."""
     from megarl.trainer import checkpoint
 
     batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])

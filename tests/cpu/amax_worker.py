@@ -30,7 +30,7 @@ class Job(msgspec.Struct, frozen=True):
     dp: int
     folder: str
     timeout_s: float = 60.0
-    silent_rank: int = -1  # takes part in nothing after the group has met
+    silent_rank: int = -1  # does nothing after the group has met
 
 
 def work(rank: int, job: Job) -> None:

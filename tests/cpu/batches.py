@@ -1,4 +1,4 @@
-"""Batches as a trainer rank is given them that trains on all of their samples."""
+"""Batches as a trainer rank gets them if it trains on all their samples."""
 
 from __future__ import annotations
 

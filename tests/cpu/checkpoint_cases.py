@@ -1,4 +1,4 @@
-"""Random models and layouts that checkpoints are saved and loaded under, and those that were wrong once."""
+"""Models and layouts for tests of checkpoints: random ones, and those that once failed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ POWERS = {
     "vocab_size": 512,
 }
 DENSE_FIRST = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
-# (name, family, settings, dtype, layouts). In Megatron's own format: the first two were saved wrong, a tied embedding being a bucket of
-# its own, which is padded; of the last two, a pipeline stage without experts could not be saved, or not be loaded.
+# (name, family, settings, dtype, layouts). These failed in Megatron's own format. The first two were saved wrong, because a tied embedding
+# is a padded bucket of its own. In the last two, a pipeline stage without experts could not be saved, or not be loaded.
 KNOWN: list[tuple[str, str, dict[str, Any], str, list[dict[str, int]]]] = [
     ("tied_odd_width", "qwen2", TIED, "float32", [{"tp": 2, "pp": 2}, {"dp": 3}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 3}]),
     ("tied_dp3", "qwen2", POWERS, "bfloat16", [{"pp": 2, "dp": 3}, {}, {"pp": 2, "dp": 3}, {"tp": 2, "pp": 2, "zero": 0}]),
@@ -57,13 +57,13 @@ def known_chains(folder: Path) -> list[Chain]:
 
 
 def random_chains(folder: Path, seed: int, count: int, layouts: int) -> list[Chain]:
-    """`count` models of all families in turn, each with as many layouts that differ from one another."""
+    """`count` models of all families in turn, each with several different layouts."""
     random, families = Random(seed), list(trainer_cases.MODELS)
     return [_random_chain(folder, f"random_{seed}_{i}", random, families[i % len(families)], layouts) for i in range(count)]
 
 
 def _random_chain(folder: Path, name: str, random: Random, family: str, count: int) -> Chain:
-    """Sizes are no powers of two, so that hardly anything divides the alignment of Megatron's buckets."""
+    """A random model and layouts. Sizes are no powers of two, so that few divide the alignment of Megatron's buckets."""
     heads, groups = random.choice([(2, 1), (4, 2), (6, 2), (4, 4), (8, 4), (14, 2)])
     if family == "deepseek_v3":
         groups = heads
@@ -114,7 +114,7 @@ def _model(family: str, settings: dict[str, Any]) -> dict[str, Any]:
     config = getattr(model, "text_config", model).to_dict()
     config.pop("layer_types", None)
     if family not in ("qwen3", "qwen3_moe", "glm4_moe", "glm4_moe_air", *trainer_cases.HYBRID):
-        config.pop("head_dim", None)  # that of the heads there were
+        config.pop("head_dim", None)  # it was that of the earlier number of heads
     return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], **settings}
 
 

@@ -1,11 +1,11 @@
-"""The ranks of a real gloo trainer that hold known values, save and load checkpoints, and compare element by element.
+"""The ranks of a real gloo trainer: they hold known values, save and load checkpoints, and compare every element.
 
     checkpoint_worker.py CHAINS_JSON OUT_DIR
 
-A chain is a model and a list of layouts. Under the first, every element of every logical tensor and of both moments is set to a value
-that depends on its place alone, and saved; under each of the others it is loaded, compared, and saved again for the next. The values are
-put and looked for in the buffers of model and optimizer by index arithmetic of this file's own: Megatron's buckets, and the pieces of the
-layout, element by element. Of each layout ranks are forked from a process that has imported everything.
+A chain is a model and a list of layouts. Under the first layout, every element of every logical tensor and of both moments gets a value
+that depends only on its place; then all is saved. Under each other layout it is loaded, compared, and saved again for the next. This file
+has index arithmetic of its own to find each element in the buffers of model and optimizer: by Megatron's buckets, and by the pieces of the
+layout. The ranks of each layout are forked from a process that has imported everything.
 
 Prints a JSON line for each layout: {"chain", "layout", "failures": [text of each rank that failed]}.
 """
@@ -32,12 +32,12 @@ from megarl.reshard.layout import hf_layout
 from megarl.trainer import cpu_support
 
 WEIGHT, FIRST_MOMENT, SECOND_MOMENT = range(3)
-POSITION = 5  # optimizer steps that the saved state says were made
+POSITION = 5  # optimizer steps in the saved state
 DEADLINE_S = 60
 
 
 def value(kind: int, ids: torch.Tensor) -> torch.Tensor:
-    """float32 of element `ids` (its number among all elements of the model; -1 is padding, and 0), different for each."""
+    """A different float32 for each element of `ids`, the elements' numbers in the whole model. Padding has number -1 and value 0."""
     bits = (ids * 3 + kind + 1) * 0x9E3779B97F4A7C1
     bits = (bits ^ (bits >> 29)) * 0x3F58476D1CE4E5B
     noise = ((bits >> 20) & 0xFFFFFF).double() / 2**24 + 2**-26
@@ -45,7 +45,7 @@ def value(kind: int, ids: torch.Tensor) -> torch.Tensor:
 
 
 def ids_by_name(trainer: Any) -> dict[str, torch.Tensor]:
-    """Of each local parameter: which element of the model lies where."""
+    """For each local parameter: the number of each of its elements in the whole model."""
     begins, begin = {}, 0
     for tensor in hf_layout(trainer.spec, "float32").tensors(0):
         begins[tensor.name] = (begin, tensor.shape)
@@ -62,7 +62,7 @@ def ids_by_name(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def optimizer_states(trainer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int, torch.Tensor, dict[str, torch.Tensor]]]:
-    """(parameter, first, end of its flattened elements, their master weights, Adam's state) of everything this rank's optimizers hold."""
+    """(parameter, first and end of the flattened elements, their master weights, Adam's state) for all that this rank's optimizers hold."""
     for part in trainer.optimizer.chained_optimizers:
         adam = part.optimizer
         if adam is None:
@@ -91,7 +91,7 @@ def optimizer_states(trainer: Any) -> Iterator[tuple[torch.nn.Parameter, int, in
 
 
 def held(trainer: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(what, tensor, values it is to have) of all that this rank holds."""
+    """(what, tensor, its expected values) of all that this rank holds."""
     from megarl.trainer.model import parameters_by_name
 
     ids = ids_by_name(trainer)
@@ -131,8 +131,8 @@ def put(trainer: Any) -> None:
 
 
 def compare(trainer: Any) -> None:
-    """Raises AssertionError where an element, a moment or a step differs; then again after Megatron has copied master weights to the model
-    as at the end of a step."""
+    """Raises AssertionError if an element, a moment or a step differs. Compares again after Megatron has copied the master weights to the
+    model, as at the end of a step."""
     for again in ("", ", after the master weights were copied to the model"):
         wrong = [f"{what}: {int((tensor != values).sum())} elements" for what, tensor, values in held(trainer) if not equal(tensor, values)]
         assert not wrong, f"{len(wrong)} tensors differ{again}: {wrong[:8]}"
@@ -164,7 +164,7 @@ def run(chain: dict[str, Any], number: int, out: Path) -> None:
 
 
 def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Path) -> int:
-    """Process id. The rank leaves the text of its failure in OUT/failure.RANK."""
+    """Forks a rank and returns its process id. A rank that fails writes the text to OUT/failure.RANK."""
     if child := os.fork():
         return child
     status = 1
@@ -184,7 +184,7 @@ def fork(rank: int, world_size: int, chain: dict[str, Any], number: int, out: Pa
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(status)  # all is said; taking the interpreter apart takes a second
+        os._exit(status)  # all is written, and the interpreter's own exit takes a second
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A transport that spoils one element of one write: what a faulty NIC or a racing writer would do."""
+"""A transport that corrupts one element of one write, as a faulty NIC or a racing writer would."""
 
 from __future__ import annotations
 

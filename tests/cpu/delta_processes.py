@@ -1,4 +1,4 @@
-"""A trainer rank as a bare process that takes optimizer steps, and sends what has changed."""
+"""A trainer rank as a bare process that makes optimizer steps, and sends the changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.weight_sync.writing import Deltas, Sent, landing_first, send, send_c
 
 
 class DeltaTrainer(Trainer):
-    """Its steps are Adam's, on float32 master weights, at gradients of noise."""
+    """Makes Adam's steps on float32 master weights, with noise as gradients."""
 
     def __init__(self, rank: int, case: str, lr: float):
         super().__init__(rank)
@@ -25,7 +25,7 @@ class DeltaTrainer(Trainer):
         self.model = shards(self.map.source, rank, seed=1)
         for name, values in self.model.items():
             if "norm" not in name:
-                values.mul_(0.02)  # as models begin
+                values.mul_(0.02)  # like a new model's
         self.masters = {name: values.float() for name, values in self.model.items()}
         self.adam = torch.optim.AdamW(self.masters.values(), lr=lr, weight_decay=0.01)
         self.deltas, self.payloads, self.version = Deltas(WeightsConfig(delta="auto", delta_refresh=1000)), Payloads(), 0
@@ -47,7 +47,7 @@ class DeltaTrainer(Trainer):
         self.version += 1
 
     def find(self) -> tuple[int, int, int] | None:
-        """(bytes of the changes, bytes of what has changed, bytes of all)"""
+        """(bytes of the delta, bytes of the changed elements, bytes of all elements)"""
         self.payloads.begin(self.model)
         self.found = self.deltas.find(self.version - 1, self.copies, self.shapes, True, AmaxTable(), self.payloads)
         return (sum(self.found.sizes.values()), self.found.changed_bytes, self.found.full_bytes) if self.found else None

@@ -1,4 +1,5 @@
-"""What a trainer rank does in test_trainer_distill.py: batches of several steps under teachers, and a reference of another shape."""
+"""Scenarios of the trainer ranks in test_trainer_distill.py: batches of several steps with teachers, and a reference model of another
+shape."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def frozen(scenario: dict[str, Any], path: str, policy: Any) -> Any:
 
 
 def scenario_distill(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches, each rank with its own samples alone, and exports the weights after each."""
+    """Trains on the batches, each rank only with its own samples, and exports the weights after each batch."""
     batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=len(batches) * config.trainer.optimizer_steps)
     trainer.load_hf(scenario["model"])

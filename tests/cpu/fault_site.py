@@ -1,4 +1,4 @@
-"""A live engine for tests of faults, brought back to how it was at its start after each, and what happens around an update."""
+"""A live engine for tests of faults, which is restored after each test; and checks around an update."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 @dataclass
 class Site:
-    """A live engine, and what a job for it needs."""
+    """A live engine, and the settings of a job for it."""
 
     folder: Path
     checkpoint: Path
@@ -49,7 +49,7 @@ class Site:
 
     @functools.cached_property
     def other(self) -> Path:
-        """Weights unlike those that it started with."""
+        """Weights that differ from the initial ones."""
         return make_checkpoint(self.folder / "other", 2, getattr(torch, DTYPE), tied=False)
 
     @property
@@ -62,7 +62,7 @@ class Site:
         return Job(**{**settings, **changes}, syncs=syncs, folder=str(self.folder))
 
     def start(self) -> None:
-        """Another engine, where the one before was: the same port and keys, and the same client of it."""
+        """Starts another engine in place of the previous one, with the same port, keys and client."""
         log = self.folder / f"engine.{time.monotonic():.0f}.log"
         begin = contextlib.contextmanager(start_engine)
         engine = self.stack.enter_context(begin(self.checkpoint, DTYPE, TP, log, instead_of=self.generator.engine))
@@ -71,7 +71,7 @@ class Site:
         self.generator.live = []
 
     def reopen(self) -> None:
-        """Another client of the engine, which runs and has no session open."""
+        """Opens another client of the engine, which runs and has no open session."""
         generator = self.generator
         generator.run(generator.client.close())
         generator.use(generator.run(_client(generator)))
@@ -81,7 +81,7 @@ class Site:
             generator.run(generator.client.end_update(DEADLINE_S))
 
     def ready(self) -> Generator:
-        """The engine as it was at its start: it goes on from whatever a fault has left."""
+        """Restores the engine's initial state after a fault."""
         generator = self.generator
         self.reopen()
         generator.run(_idle(generator.client))
@@ -92,7 +92,7 @@ class Site:
 
 
 async def _idle(client: EngineClient) -> None:
-    """It runs; requests that nobody waits for any more have come to their end."""
+    """Waits until the engine runs and all abandoned requests have ended."""
     await client.resume(DEADLINE_S)
     await client.abort_all(DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
@@ -108,12 +108,12 @@ async def _client(generator: Generator) -> EngineClient:
 
 @contextlib.contextmanager
 def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
-    """Trainer ranks that still wait when the test is over are told something that ends them."""
+    """Runs trainer ranks as threads. Ranks that still wait when the test is over get a message that ends them."""
     try:
         yield
     finally:
         for rank in range(len(ranks)):
-            with contextlib.suppress(RuntimeError):  # it has gone already
+            with contextlib.suppress(RuntimeError):  # it has already ended
                 for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):
                     hub.send(f"trainer.{rank}", message)
         for outcome in ranks:
@@ -121,19 +121,19 @@ def threads(*ranks: Future, hub: Hub) -> Iterator[None]:
 
 
 def take(site: Site, job: Job, hub: Hub, generator: Generator | None = None) -> None:
-    """The receiving end's part of the job's first update."""
+    """Does the receiving end's part of the job's first update."""
     (generator or site.generator).take(receiver(job.plan(job.syncs[0].transport), hub, job.key_file))
 
 
 @contextlib.contextmanager
 def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
-    """Around an update: a request is on its way when it begins."""
+    """Around an update: a request runs when the update begins."""
     requests: list[asyncio.Task] = []
 
     async def hold() -> None:
         requests.append(asyncio.create_task(generator.client.generate(PROMPT, LONG, version=-1)))
         await asyncio.sleep(0.01)
-        await generator.client.generate(PROMPT, SHORT, version=-1)  # queued behind it, sampled together with it
+        await generator.client.generate(PROMPT, SHORT, version=-1)  # queued after that request, and sampled together with it
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "hold", hold)
@@ -142,7 +142,7 @@ def beside(generator: Generator) -> Iterator[list[asyncio.Task]]:
 
 @contextlib.contextmanager
 def unusable_after(site: Site, paused: bool = True) -> Iterator[None]:
-    """Around an update that fails: the next request is refused, and the engine does not go on for anybody."""
+    """Around an update that fails: the next request is refused, and no client can make the engine continue."""
     generator = site.generator
     yield
     with pytest.raises(EngineError, match="must not be used any more"):
@@ -157,7 +157,7 @@ async def outcome_of(task: asyncio.Task) -> Any:
 
 
 async def _impatient(generator: Generator) -> None:
-    """Some other client asks."""
+    """A request of another client."""
     engine = generator.engine
     client = EngineClient(engine.url, engine.keys.api, engine.keys.admin, request_s=0.5)
     try:
@@ -167,7 +167,7 @@ async def _impatient(generator: Generator) -> None:
 
 
 def kill_worker(processes: list[psutil.Process]) -> None:
-    """That of rank 1. It takes the engine with it, a moment later."""
+    """Kills the worker of rank 1. A moment later the engine ends too."""
     (worker,) = (process for process in processes if "scheduler_TP1" in " ".join(process.cmdline()))
     worker.kill()
     while not has_ended(worker):

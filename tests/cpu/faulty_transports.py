@@ -1,6 +1,6 @@
-"""Transports that fail in mid-transfer: what a dying process, a faulty NIC or a racing writer would do.
+"""Transports that fail in mid-transfer, as with a dying process, a faulty NIC or a racing writer.
 
-Each is the real transport, with something done before each write. Reached by `weights.transport`: faulty_transports:Hooked….
+Each is a real transport with a hook before each write. Select one with `weights.transport`: faulty_transports:Hooked….
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megarl.weight_sync.transports.gloo import GlooTransport
 from megarl.weight_sync.transports.mooncake import MooncakeTransport
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-FIRST_WRITES = 5  # of a rank; then comes what is to happen
+FIRST_WRITES = 5  # of a rank, before the fault
 
-Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]  # (trainer rank, its writes so far, what, values) → values
+Before = Callable[[int, int, Copy, torch.Tensor], torch.Tensor]  # (trainer rank, its writes so far, copy, values) → values
 
-before_write: Before | None = None  # in this process; tests set it
+before_write: Before | None = None  # of this process; tests set it
 
 
 def flip_one_bit(rank: int, writes: int, copy: Copy, values: torch.Tensor) -> torch.Tensor:
-    """In what rank 1 writes of one tensor."""
+    """Flips a bit in rank 1's write of one tensor."""
     if rank == 1 and copy.destination_tensor == FLIPPED and copy.destination_rank == 1:
         values = values.clone()
-        values.view(-1).view(torch.uint8)[9] ^= 4  # (of a delta, in its first value)
+        values.view(-1).view(torch.uint8)[9] ^= 4  # in a delta this is its first value
     return values
 
 
@@ -61,8 +61,8 @@ class _Hooked:
         super().write(copy, values)
 
     def write_changes(self, rank: int, changes: Changes, version: int) -> None:
-        """`before_write` gets one box that has changed, that of FLIPPED if it has; as write -1, with the bytes of the delta in place of the
-        values. By shared memory the boxes before it are in place by then."""
+        """Calls `before_write` once, as write -1, with the delta's bytes as values. The box is FLIPPED's if that has changed, and else
+        another changed one. With shared memory, the boxes before it are already written."""
         found = [place for place, (_, delta) in enumerate(changes) if delta.changed]
         at = next((place for place in found if changes[place][0].destination_tensor == FLIPPED), found[-1])
         if isinstance(self, SharedMemoryTransport):

@@ -1,6 +1,7 @@
-"""HF checkpoints in fp8, and what an engine must hold of them: quantised tensor by tensor in float64 and integers, placed by slicing.
+"""A reference for fp8: HF checkpoints, and the tensors that an engine must hold. It quantises each tensor in float64 and integers, and
+slices it.
 
-Nothing here uses the reshard map, its rules or torch's float8 arithmetic.
+It does not use the reshard map, its rules or torch's float8 arithmetic.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _FUSED = [
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("in_proj_qkv", "in_proj_z"),
-]  # share one scale per tensor
+]  # these share one scale per tensor
 _ALONE = [(name,) for name in ("o_proj", "down_proj", "w2", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
 _ALONE += [("in_proj_qkvz",), ("out_proj",)]
 
 
 def language_model(checkpoint: Path) -> HF:
-    """The tensors of a checkpoint: each expert's, and without those of a vision tower, under the names of a model that has none."""
+    """The tensors of a checkpoint, by expert, and without a vision tower. Names are those of a model that has no vision tower."""
     tensors: HF = {}
     for file in checkpoint.glob("*.safetensors"):
         tensors |= {name.replace("model.language_model.", "model."): values for name, values in load_file(file).items()}
@@ -50,7 +51,8 @@ def language_model(checkpoint: Path) -> HF:
 
 
 class Quantised:
-    """HF tensors, rounded to bf16, in fp8: of each quantised weight its codes, the scale of each tile, and that of each element."""
+    """HF tensors, rounded to bf16 and quantised to fp8: for each weight its codes, the scale of each tile, and the scale of each
+    element."""
 
     def __init__(self, tensors: HF, quantization: str):
         self.quantization = quantization
@@ -82,7 +84,7 @@ class Quantised:
             self.scales[name] = scales[0, 0] if self.quantization == "fp8_tensor" else scales
 
     def in_engine(self, spec: ModelSpec, tp: int, ep: int, dp_attention: int = 1) -> list[HF]:
-        """Every parameter by TP rank and SGLang's name, in the shape in which the engine shows it."""
+        """Every parameter by TP rank and SGLang's name, in the engine's shape."""
         topology = GeneratorTopology(tp=tp, ep=ep, dp_attention=dp_attention)
         rows, cols, _ = TILES[self.quantization]
         block = self.quantization == "fp8_block"
@@ -101,14 +103,14 @@ class Quantised:
         return result
 
     def save(self, checkpoint: Path, folder: Path) -> Path:
-        """As a checkpoint that SGLang's own loader reads; `checkpoint` is where the tensors are from."""
+        """Writes a checkpoint for SGLang's own loader. `checkpoint` is the source of the tensors."""
         suffix = "_scale_inv" if self.quantization == "fp8_block" else "_scale"
         tensors = {**self.tensors, **{name: codes.contiguous().view(torch.float8_e4m3fn) for name, codes in self.codes.items()}}
         tensors |= {name + suffix: scales.clone() for name, scales in self.scales.items()}
         return _save(checkpoint, folder, tensors, {"quantization_config": CONFIGS[self.quantization], "dtype": "bfloat16"})
 
     def save_dequantised(self, checkpoint: Path, folder: Path) -> Path:
-        """As a bf16 checkpoint of the values that the codes stand for."""
+        """Writes a bf16 checkpoint of the values that the codes represent."""
         signs = {name: 1 - 2 * (codes.to(torch.float64) >= 128) for name, codes in self.codes.items()}
         magnitudes = {name: torch.from_numpy(quantise_reference.E4M3[codes.numpy() & 127]) for name, codes in self.codes.items()}
         values = {name: (signs[name] * magnitudes[name] * self.spread[name]).bfloat16() for name in self.codes}

@@ -1,4 +1,4 @@
-"""Rollouts whose held-out prompts wait at a gate: for tests of what goes on beside an evaluation."""
+"""Rollouts whose held-out prompts wait at a gate, for tests of what happens during an evaluation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl.generator.completions import Sampling
 from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.single_turn import single_turn
 
-GATE = "GATED_ROLLOUTS_GATE"  # environment: a file; while it is there, no held-out prompt is answered
+GATE = "GATED_ROLLOUTS_GATE"  # environment variable with a file's path; while the file exists, no held-out prompt is answered
 DEADLINE_S = 200
 
 
 async def held_out_waits(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Sample]:
-    """Training takes its time, so that the run leaves room for what is tested."""
+    """Held-out prompts wait while the gate is closed. Training prompts are slow, so that the run lasts long enough for the test."""
     gate, deadline = Path(os.environ[GATE]), time.monotonic() + DEADLINE_S
     if sampling.temperature > 0:
         await asyncio.sleep(0.5)

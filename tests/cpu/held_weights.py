@@ -1,7 +1,7 @@
-"""A trainer rank that only holds weights: the real sending end of the weights channel around shards of an HF checkpoint.
+"""A trainer rank that only holds weights: the real sending end of the weights channel, with shards of an HF checkpoint.
 
-For faults of the transfer, which do not depend on how the weights came about. As a thread of the test, or as a process that can
-be killed: `held_weights.py RANK JOB [FAULT]`, FAULT being a function of faulty_transports.
+It serves to test faults of the transfer, for which the weights' origin does not matter. It runs as a thread of the test, or as a process
+that can be killed: `held_weights.py RANK JOB [FAULT]`, where FAULT is a function of faulty_transports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.weight_sync.sender import WeightsSender
 
 @dataclass
 class HeldWeights:
-    """As much of the trainer executor as the channel asks for."""
+    """The part of the trainer executor that the channel needs."""
 
     layout: Layout
     parameters: dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ class HeldWeights:
         return self.parameters
 
     def put_sync(self, report, applied) -> None:
-        """Nobody reports here."""
+        """Drops the report."""
 
 
 def hold(rank: int, job: Job, stack: contextlib.ExitStack) -> HeldWeights:
@@ -58,7 +58,7 @@ def hold(rank: int, job: Job, stack: contextlib.ExitStack) -> HeldWeights:
 
 
 def send(rank: int, job: Job, go: Event) -> None:
-    """The job's updates, over one channel where they name one hub; all but the first wait for `go`."""
+    """Sends the job's updates, over one channel if they name one hub. All but the first wait for `go`."""
     with contextlib.ExitStack() as stack:
         held = hold(rank, job, stack)
         key = RunKey.load(Path(job.key_file))
@@ -68,7 +68,7 @@ def send(rank: int, job: Job, go: Event) -> None:
                 link = stack.enter_context(contextlib.closing(Peer(f"trainer.{rank}", key, sync.hub)))
                 senders[sync.hub] = WeightsSender(job.plan(sync.transport), link)
             if held.version != sync.version:
-                assert go.wait(2 * DEADLINE_S)  # an engine may have to start meanwhile
+                assert go.wait(2 * DEADLINE_S)  # meanwhile an engine may have to start
             while held.version != sync.version:
                 held.version += 1
                 change(held, job.changing)
@@ -78,7 +78,7 @@ def send(rank: int, job: Job, go: Event) -> None:
 
 
 def change(held: HeldWeights, share: float) -> None:
-    """Takes them to the next version: another lowest bit in a part of the elements, the same for all ranks that hold them."""
+    """Makes the next version: flips the lowest bit in a part of the elements, the same on all ranks that hold them."""
     for name, values in held.parameters.items():
         generator = torch.Generator().manual_seed(held.version + (sum(map(ord, name)) if "norm" in name else 1000 * held.rank))
         bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])

@@ -1,4 +1,4 @@
-"""Plays episodes of environments of hubs; the policy is a named fake."""
+"""Plays episodes of hub environments with a fake policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILED = ["failed_environment", "failed_deadline", "failed_reward", "failed_work
 
 
 class Saying:
-    """A named fake of generate: says one text after the other, the last one again and again."""
+    """A fake of generate: says one text after another, and repeats the last one."""
 
     def __init__(self, *texts: str):
         self._texts = list(texts)
@@ -37,11 +37,11 @@ class Saying:
 
 
 class Played:
-    """A rollout in a loop of its own. Its process must have ended once it is closed."""
+    """A rollout in an event loop of its own. When it is closed, its process must have ended."""
 
     def __init__(self, make: Callable[[], HubRollout]):
         self._runner, self._make = asyncio.Runner(), make
-        self._others = set(psutil.Process().children(recursive=True))  # zombies that earlier tests have left, for example
+        self._others = set(psutil.Process().children(recursive=True))  # such as zombies of earlier tests
 
     def __enter__(self) -> Played:
         self.rollout = self._make()
@@ -51,7 +51,7 @@ class Played:
         self._runner.run(self.rollout.close())
         self._runner.close()
         left = set(psutil.Process().children(recursive=True)) - self._others
-        _, alive = psutil.wait_procs(left, timeout=5.0)  # orphans are the tests' own children (conftest.py), so they are reaped here
+        _, alive = psutil.wait_procs(left, timeout=5.0)  # orphans become children of the tests (conftest.py), so they are reaped here
         assert not alive, "what a worker has started has outlived its rollout"
 
     def __call__(self, generate: Any, row: dict[str, Any], n: int = 1, max_tokens: int = 200) -> Group:

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for Hopper, which takes no GPU, run by test_kernels.py: what the interpreter cannot tell."""
+"""Compiles the Triton kernels for Hopper, without a GPU, and checks what the interpreter cannot show. test_kernels.py runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNALIGNED = ("tiles_across", "strips", "temperature", "tokens")
 
 
 def ptx(kernel, types: dict[str, str], **constants) -> str:
-    """Of a launch whose strides and extents are multiples of 16 and whose columns lie side by side, as Triton would specialise it."""
+    """The PTX of a launch whose strides and extents are multiples of 16 and whose columns are contiguous, as Triton would specialise it."""
     signature = {name: "constexpr" if name in constants else {**TYPES, **types}.get(name, "i32") for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constants and name not in UNALIGNED]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
@@ -38,7 +38,7 @@ def test_quantise(amax):
         quantise_triton._tile_kernel, dict(values="*i16"), AMAX=amax, TILE_ROWS=128, TILE_COLS=128, PARTS=1, INTERPRETED=False,
         value_col=1, scale_col=1,
     )  # fmt: skip
-    assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32: a given scale
+    assert accesses(text, "ld") <= {"v4.b32", "b32"} and "v4.b32" in accesses(text, "ld")  # 16 bytes at a time; b32 is a given scale
     if not amax:
         assert "v4.b32" in accesses(text, "st")
         assert len(re.findall(r"fma\.rn\.f32", text)) == 2 * 64  # per element of a thread: 128 * 128 / 256

@@ -1,4 +1,5 @@
-"""The Triton kernels against their references, run by test_kernels.py under TRITON_INTERPRET=1. Small: the interpreter is slow."""
+"""The Triton kernels against their references. test_kernels.py runs it with TRITON_INTERPRET=1. Shapes are small, because the interpreter
+is slow."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def check_whole(x: torch.Tensor, rule: Rule) -> None:
 
 
 def test_every_bf16_number_in_tiles_of_its_own_size():
-    """All 2^16 patterns but NaN and infinity, sorted by size, so that each tile has its own scale."""
+    """All 2^16 patterns except NaN and infinity, sorted by size, so that each tile has its own scale."""
     every = torch.arange(0x7F80, dtype=torch.int16)
-    x = torch.stack([every, every | -0x8000]).T.reshape(-1, 1020)  # few large tiles: the interpreter's time goes by tiles
+    x = torch.stack([every, every | -0x8000]).T.reshape(-1, 1020)  # few large tiles, since the interpreter takes time for each
     check_whole(x.contiguous().view(torch.bfloat16), block_rule(1, 1024))
 
 
@@ -98,7 +99,7 @@ def test_cut_tiles_in_two_passes(box):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("transform", [QUANTISE, SCALE])
 def test_a_copy_of_a_map_that_quantises(transform, cut, monkeypatch):
-    """What is sent from a GPU, beside what is from a CPU; scales of cut tiles are strided views of the whole tensor's."""
+    """Sends from a GPU equal sends from a CPU. The scales of cut tiles are strided views of the whole tensor's scales."""
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     box = Box((11, 16), (29, 48)) if cut else Box((8, 16), (32, 48))
     table = AmaxTable([("w", RULE.tiles(Box((0, 0), (40, 64))), quantise.tile_amax(x, 0, 0, RULE, "w"))])
@@ -141,7 +142,7 @@ def test_hash_of_strided_boxes(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first", "real"), [(0, 64), (20, 37), (60, 1)])
 def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
-    """Several blocks a row, a last one that is cut, columns of padding, targets on other ranks."""
+    """Rows of several blocks with a partial last one, columns of padding, and targets on other ranks."""
     monkeypatch.setattr(chunked_logprobs_triton, "FORWARD_BLOCK", 8)
     monkeypatch.setattr(chunked_logprobs_triton, "BACKWARD_BLOCK", 4)
     generator = torch.Generator().manual_seed(5)
@@ -176,7 +177,7 @@ def test_logprobs_and_entropy_of_a_slice(first, real, dtype, monkeypatch):
 
 
 def test_logprobs_over_sets(monkeypatch):
-    """The whole function with the kernels in it equals itself with the references; a row without any column of a rank adds nothing."""
+    """The whole function gives the same with the kernels as with the references. A row without columns on a rank adds nothing."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(24, 5, generator=generator)
     sizes = torch.tensor([1, 19, 2, 3, 5, 2, 9])

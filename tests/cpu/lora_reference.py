@@ -1,5 +1,5 @@
-"""What adapters are compared with: plain PyTorch ones on Hugging Face's model in float64. Every nn.Linear is wrapped; the experts of a
-layer, which transformers stacks in one parameter, get theirs by a parametrization."""
+"""The reference for adapters: plain PyTorch on Hugging Face's model in float64. Every nn.Linear is wrapped. Transformers stacks a layer's
+experts in one parameter, so they get their adapters by a parametrization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_reference import hf_loss, load_float64, tokens_of
 from trainer_rig import TEMPERATURE, sequences
 from transformers import PreTrainedModel
 
-Factors = dict[str, torch.Tensor]  # by the names in a PEFT folder, without their prefix
+Factors = dict[str, torch.Tensor]  # by their names in a PEFT folder, without the prefix
 PREFIX = "base_model.model."
 
 
@@ -31,7 +31,7 @@ class PlainLora(nn.Module):
 
 
 class OfExperts(nn.Module):
-    """W[e] + scale * B[e] A[e] of every expert; of gate and up, one below the other."""
+    """W[e] + scale * B[e] A[e] of every expert; for gate and up, one below the other."""
 
     def __init__(self, pairs: list[list[tuple[nn.Parameter, nn.Parameter] | None]], rows: int, scale: float):
         super().__init__()
@@ -48,7 +48,7 @@ def random_factors(model: PreTrainedModel, rank: int, targets: list[str], shared
     generator, found = torch.Generator().manual_seed(11), {}
 
     def pair(stem: str, out: int, into: int, outer: str = "") -> None:
-        """`outer`: the factor that the experts share."""
+        """Random A and B. `outer`: the factor that the experts share."""
         for letter, shape in (("A", (rank, into)), ("B", (out, rank))):
             name = f"{_of_all(stem) if letter == outer else stem}.lora_{letter}.weight"
             if name not in found:
@@ -81,7 +81,7 @@ def _wanted(name: str, targets: list[str]) -> bool:
 
 
 def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
-    """Freezes the model and puts the adapters in."""
+    """Freezes the model and adds the adapters."""
     model.requires_grad_(False)
 
     def pair(stem: str) -> tuple[Any, Any] | None:
@@ -105,8 +105,8 @@ def adapt(model: PreTrainedModel, factors: Factors, scale: float) -> None:
 
 
 def lora_reference(folder: Path, lora: dict[str, Any], adapter: Path, weights: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Gradients and log-probs at random adapters, which are written to `adapter` as PEFT would, and AdamW's three steps from there.
-    `weights`: the precision that weights and adapters are rounded to first."""
+    """Gradients and log-probs at random adapters, and three steps of AdamW from there. The adapters are written to `adapter` in PEFT's
+    format. `weights`: the precision to which weights and adapters are rounded first."""
     model = load_float64(folder, weights)
     base = [[0.0, *row] for row in _logprobs(model)]
     rank, scale, targets = lora["rank"], lora["alpha"] / lora["rank"], lora.get("targets", ["all"])

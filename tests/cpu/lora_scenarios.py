@@ -1,4 +1,4 @@
-"""What test_trainer_lora.py lets real trainers do. A function `scenario_…` runs on every rank; what it returns is saved."""
+"""Scenarios of the real trainers in test_trainer_lora.py. A function `scenario_…` runs on every rank, and its result is saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.lora.layout import Lora, trainer_adapters
 from megarl.lora.settings import LoraConfig
 from megarl.models.registry import load_spec
 
-# So that Adam does not make much of the rounding of small gradients.
+# Large enough that Adam does not amplify the rounding of small gradients.
 ADAM = OptimizerConfig(lr=1e-2, clip_grad=0.0, weight_decay=0.01, eps=1e-2)
 
 
@@ -32,7 +32,7 @@ def steps(trainer: Any, *seeds: int) -> None:
 
 def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     """A step that moves nothing, in one and in several microbatches; log-probs with and without adapters; exports; three steps of AdamW;
-    what is held afterwards."""
+    the adapters afterwards."""
     from megarl.trainer.optimizer import optimizer_shards
 
     trainer = make(scenario, plain_adam(lr=0.0))
@@ -67,7 +67,7 @@ def scenario_lora(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The first adapters, those after two steps, which are saved, and after a third."""
+    """The adapters at the start; after two steps, where they are saved; and after a third step."""
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, ADAM)
@@ -80,7 +80,7 @@ def scenario_lora_save(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What loading over other weights says; then the third step."""
+    """The message when a checkpoint is loaded over other weights; then the third step."""
     from megarl.plan.checkpoints import CheckpointError
     from megarl.trainer import checkpoint
 
@@ -99,7 +99,7 @@ def scenario_lora_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A step's gradients, by two trainers made alike, and the log-probs of the first."""
+    """A step's gradients by two equal trainers, and the log-probs of the first."""
     found = {}
     for name in ("one", "again"):
         trainer = make(scenario, plain_adam(lr=0.0))
@@ -113,7 +113,7 @@ def scenario_lora_dropout(scenario: dict[str, Any], out: Path) -> dict[str, Any]
 
 
 class Normed(torch.nn.Module):
-    """What Transformer Engine's linear layer with a norm does, seen from outside."""
+    """Behaves like Transformer Engine's linear layer with a norm."""
 
     def __init__(self, rows: int, columns: int):
         super().__init__()
@@ -127,7 +127,7 @@ class Normed(torch.nn.Module):
 
 
 class Grouped(torch.nn.Module):
-    """As its grouped linear layer: a weight for each of several experts, whose tokens come one after the other."""
+    """Behaves like its grouped linear layer: one weight for each expert, whose tokens are contiguous."""
 
     def __init__(self, count: int, rows: int, columns: int):
         super().__init__()
@@ -149,8 +149,8 @@ class Plain(Grouped):
 
 
 def scenario_lora_te(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Adapters on layers with the names and the forward passes of Transformer Engine's: what each layer makes, and what it would of the
-    weights with its adapters merged; names and shapes of the parameters, and those of the layout."""
+    """Adapters on layers with Transformer Engine's names and forward passes. Returns each layer's output with adapters and with merged
+    weights; the names and shapes of the parameters, and those of the layout."""
     from megarl.lora.trainer import Switch, attach
     from megarl.trainer.model import parameters_by_name
 

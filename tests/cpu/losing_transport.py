@@ -1,4 +1,4 @@
-"""A transport that loses a write from the second update on: what a broken link between two GPUs would do."""
+"""A transport that loses a write from the second update on, as a broken link between two GPUs would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a trainer rank does in test_trainer_minibatches.py: batches of several optimizer steps, each rank with its own samples alone."""
+"""Scenarios of the trainer ranks in test_trainer_minibatches.py: batches of several optimizer steps, each rank only with its own
+samples."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megarl.executors.batch_steps import BatchSteps, kept_rows, step_metrics
 
 
 def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Trains on the batches and exports the weights after each; saves after the second. `resumed`: goes on from there."""
+    """Trains on the batches, exports the weights after each, and saves after the second. `resumed`: continues from that checkpoint."""
     from megarl.trainer import checkpoint
 
     batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
@@ -41,7 +42,7 @@ def scenario_several_steps(scenario: dict[str, Any], out: Path) -> dict[str, Any
 
 
 def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """One optimizer step with the proximal policy scored before it, and the same without: the loss takes the policy itself."""
+    """One optimizer step with the proximal policy scored before it, and one without, in which the loss uses the policy itself."""
     batches, config = torch.load(scenario["batches"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
@@ -55,7 +56,7 @@ def scenario_one_optimizer_step(scenario: dict[str, Any], out: Path) -> dict[str
 
 
 def scenario_meters(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Of a batch's optimizer steps, each rank with its own samples alone."""
+    """The meters of a batch's optimizer steps, each rank only with its own samples."""
     batch, config = torch.load(scenario["batch"], weights_only=False), load_config(scenario["config"], scenario["overrides"])
     trainer = make(scenario, plain_adam(lr=1e-2))
     trainer.load_hf(scenario["model"])

@@ -1,4 +1,4 @@
-"""Checkpoints with a layer for multi-token prediction, made of models with one layer more."""
+"""Makes checkpoints with a layer for multi-token prediction from models with one layer more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-NAMES = {  # family → what its own tensors' names begin with, and end with: norms of embedding and hidden states, projection, last norm
+NAMES = {  # family → how the names of the layer's own tensors begin and end: norms of embedding and hidden states, projection, last norm
     "glm4_moe": ("model.layers.{}.", "enorm hnorm eh_proj shared_head.norm"),
     "deepseek_v3": ("model.layers.{}.", "enorm hnorm eh_proj shared_head.norm"),
     "qwen3_next": ("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),

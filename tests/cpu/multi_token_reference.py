@@ -1,5 +1,5 @@
-"""What the layer for multi-token prediction must compute: DeepSeek-V3's equations (arXiv 2412.19437, 21 to 25) in
-float64, with Hugging Face's own decoder layer, one sequence at a time. Hugging Face's models leave out the layer itself."""
+"""The reference for the multi-token prediction layer: DeepSeek-V3's equations 21 to 25 (arXiv 2412.19437) in float64, with Hugging Face's
+decoder layer, one sequence at a time. Hugging Face's models leave out the layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from trainer_reference import load_float64, tokens_of
 from trainer_rig import TEMPERATURE, sequences
 
-LAYERS = 4  # of the models of trainer_cases; in the folder "whole" the layer is one more
+LAYERS = 4  # of the models of trainer_cases; the model in folder "whole" has one more
 
 
 def save_with_layer(name: str, folder: Path) -> Path:
-    """A model with random weights whose last layer is the one for multi-token prediction."""
+    """Saves a model with random weights whose last layer is for multi-token prediction."""
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"]} if name == "qwen3_next" else {}
     trainer_cases.save_model(name, folder / "whole", num_hidden_layers=LAYERS + 1, **kinds)
     return take_last_layer(name, folder)
@@ -26,7 +26,7 @@ def save_with_layer(name: str, folder: Path) -> Path:
 
 @cache
 def layer_reference(name: str, folder: Path) -> dict[str, Any]:
-    """Loss and gradients of the layer, by the names of the checkpoint `folder`, at the trainer's temperature."""
+    """The layer's loss at the trainer's temperature, and its gradients by the names in the checkpoint `folder`."""
     whole = load_float64(folder.parent / "whole")
     own = {key: value.double().requires_grad_() for key, value in load_file(folder.parent / "own.safetensors").items()}
     norm_e, norm_h, projection, norm = (own[key] for key in own_names(name, LAYERS))
@@ -61,7 +61,7 @@ def layer_reference(name: str, folder: Path) -> dict[str, Any]:
 
 
 def apart(grads: dict[str, torch.Tensor], before: str, name: str) -> dict[str, torch.Tensor]:
-    """By the names of a checkpoint: transformers stacks the experts."""
+    """The tensors by a checkpoint's names. (Transformers stacks the experts.)"""
     found = {}
     for key, grad in grads.items():
         if ".mlp.experts." not in key:

@@ -1,4 +1,4 @@
-"""What test_trainer_multi_token.py lets real trainers do. A function `scenario_…` runs on every rank; what it returns is saved."""
+"""Scenarios of the real trainers in test_trainer_multi_token.py. A function `scenario_…` runs on every rank, and its result is saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of_mode(scenario: dict[str, Any], mode: str, **optimizer: Any) -> Any:
 
 
 def scenario_multi_token(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The export, gradients, and weights after three clipped steps, with the layer ignored, kept and trained."""
+    """Export, gradients, and weights after three clipped steps, with the layer ignored, kept and trained."""
     found: dict[str, Any] = {}
     for mode in ("ignore", "keep", "train"):
         trainer = of_mode(scenario, mode)
@@ -45,7 +45,7 @@ def one_step_of(trainer: Any, batch: list[Any]) -> Any:
 
 
 def scenario_multi_token_checkpoint(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Two steps and a checkpoint, or with `load` what it has."""
+    """Makes two steps and a checkpoint; with `load`, reads it."""
     from megarl.trainer import checkpoint
 
     trainer = of_mode(scenario, scenario["mode"], lr=1e-2)

@@ -1,12 +1,12 @@
-"""Processes of tests, forked from one that has imported what all of them need: SGLang is ten seconds of a core for each.
+"""Forks the tests' processes from one that has already imported everything. (The import of SGLang alone takes a core ten seconds.)
 
-    nursery.py SOCKET PRELOAD…      what Nursery starts; a PRELOAD is a module to import, or module:function to call
+        nursery.py SOCKET PRELOAD…      Nursery starts this; a PRELOAD is a module to import, or module:function to call
 
-Every process that it is asked for runs one function in a fork of its own, with its own environment, arguments and output. All end
-with the nursery, and that with the tests.
+Every process runs one function in a fork of its own, with its own environment, arguments and output. All processes end with the nursery,
+and the nursery ends with the tests.
 
-Whole runs are forks too (`Run`): the launcher of the nursery, its workers and engines of the launcher. They have the parents, sessions,
-output, environment and names that they would have as programs of their own, so that whoever signals them sees no difference.
+Whole runs are forks too (`Run`): the launcher is a fork of the nursery, and its workers and engines are forks of the launcher. They have
+the same parents, sessions, output, environment and names as separate programs, so that signals have the same effect.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ import psutil
 from megarl.launch.worker import die_with_parent
 
 PARENT = "(the nursery)"
-STARTED_S = 400  # until the first process is there
-LARGEST = 1 << 17  # bytes of a request: mostly the environment
-SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # trainer ranks of tests, beside this file
+STARTED_S = 400  # for the first process
+LARGEST = 1 << 17  # bytes of a request, mostly the environment
+SCRIPTS = ("trainer_worker", "checkpoint_worker", "weights_worker")  # the tests' trainer ranks, in this folder
 FORKED = ("megarl", "megarl.launch.worker", "megarl.generator.server", *SCRIPTS)  # the modules that `Run` runs in forks
 ENGINE = "megarl.generator.server"
 MODULE = [sys.executable, "-P", "-m"]  # how a command that runs a module begins
 
 
 class Nursery:
-    """Starts with the first process that is asked of it, in that one's environment and `own`. `preload` as above."""
+    """Starts with the first requested process, in that one's environment plus `own`. `preload`: see above."""
 
     def __init__(self, *preload: str, **own: str):
         self._preload, self._own = preload, own
         self._connection: socket.socket | None = None
 
     def start(self, function: str, argv: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> psutil.Process:
-        """Runs `module:function` in a process whose parent is the nursery; `env` comes on top of ours, PARENT in it is the nursery's id."""
+        """Runs `module:function` in a child of the nursery. `env` is added to our environment; PARENT in it is the nursery's process id."""
         return psutil.Process(self.ask([function, list(argv), {**os.environ, **env}], [output.fileno()]))
 
     def ask(self, request: list[Any], descriptors: list[int]) -> int:
-        """The id of a process, by the arguments of `_become` or of `_run_module`."""
+        """Requests a process, with the arguments of `_become` or of `_run_module`, and returns its id."""
         if self._connection is None:
             self._open(request[2])
         socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
@@ -75,7 +75,7 @@ class Nursery:
 
 
 class _Forking(subprocess.Popen):
-    """`python -P -m NAME …`, NAME among FORKED, as a fork; any other command as subprocess.Popen has it."""
+    """Runs `python -P -m NAME …` as a fork if NAME is among FORKED. Any other command runs as with subprocess.Popen."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
@@ -92,7 +92,7 @@ class _Forking(subprocess.Popen):
     def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Python 3.12 warns of a fork beside threads, on the stderr that tests read. Those here are pools of libraries, and wait.
+        # Python 3.12 warns of a fork beside threads, on the stderr that tests read. The threads here are idle pools of libraries.
         warnings.filterwarnings("ignore", message=r"This process \(pid=\d+\) is multi-threaded", category=DeprecationWarning)
         if (child := os.fork()) == 0:
             _run_module(argv, environment, streams, cwd, new_session)
@@ -100,12 +100,12 @@ class _Forking(subprocess.Popen):
 
 
 class Run(_Forking):
-    """A command of `python -P -m NAME …` as subprocess.Popen takes it, NAME among FORKED, forked from a nursery in which all
-    parts of a run are imported. This process, which must adopt orphans (conftest.py), is its parent."""
+    """Like subprocess.Popen for a command `python -P -m NAME …` with NAME among FORKED. The process is a fork of a nursery that has
+    imported all parts of a run. Its parent is this process, which must adopt orphans (conftest.py)."""
 
     def _fork(self, argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> int:
         child = _RUNS.ask([argv, os.getpid(), environment, cwd, new_session], streams)
-        while psutil.Process(child).ppid() != os.getpid():  # its first parent is about to end
+        while psutil.Process(child).ppid() != os.getpid():  # wait until its first parent has ended
             time.sleep(0.001)
         return child
 
@@ -123,7 +123,7 @@ _RUNS = Nursery("setproctitle:getproctitle", "nursery:import_run")
 
 
 def import_run() -> None:
-    """Imports what trainers, generators and engines of a run on CPU import, in the environment of an engine."""
+    """Imports all that trainers, generators and engines of a run on CPUs import, in an engine's environment."""
     from megarl.trainer import cpu_support as of_trainer
 
     of_trainer.install()
@@ -148,7 +148,7 @@ IMPORTED = (
     "megarl.launch.roles",
     "megarl.launch.launcher",
     "transformers.models.auto.modeling_auto",
-    "torch._dynamo",  # which the first optimizer would import
+    "torch._dynamo",  # the first optimizer would import it
     "tensorboard",
     "matplotlib.pyplot",
     "datasets",
@@ -167,8 +167,8 @@ def main(connection: socket.socket, preload: list[str]) -> None:
         if (function := _named(name)) is not None:
             function()
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+    gc.freeze()  # otherwise a garbage collection in a fork would copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing here waits for children
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, LARGEST, 3)
         if not data:
@@ -187,7 +187,7 @@ def main(connection: socket.socket, preload: list[str]) -> None:
 
 
 def _orphan(connection: socket.socket, request: list[Any], descriptors: list[int]) -> None:
-    """Forks once more and ends: who has asked becomes the child's parent."""
+    """Forks again and ends, so that the requesting process becomes the child's parent."""
     argv, adopter, environment, cwd, new_session = request
     if child := os.fork():
         connection.send(str(child).encode())
@@ -216,7 +216,7 @@ def _run_module(argv: list[str], environment: dict[str, str], streams: list[int]
 
 
 def _look_new(argv: list[str], environment: dict[str, str], streams: list[int], cwd: str, new_session: bool) -> None:
-    """Gives this fork what a new interpreter would have, but for the modules."""
+    """Makes this fork look like a new interpreter, except for the imported modules."""
     import setproctitle
 
     if new_session:
@@ -250,7 +250,7 @@ _SITE = [each for each in sys.path if each.startswith((sys.prefix, sys.base_pref
 
 
 def _take_streams(streams: list[int]) -> None:
-    """Makes `streams` the descriptors 0 to 2 and the standard files of Python, and closes all others."""
+    """Makes `streams` the descriptors 0 to 2 and Python's standard files, and closes all other descriptors."""
     copies = [os.dup(each) for each in streams]
     for number, each in enumerate(copies):
         os.dup2(each, number)
@@ -261,7 +261,7 @@ def _take_streams(streams: list[int]) -> None:
 
 
 def _end(run: Callable[[], Any]) -> None:
-    """Runs the function and ends this process, with the status that Python would end with."""
+    """Runs the function, and ends this process with the status that Python would have."""
     status = 1
     try:
         run()

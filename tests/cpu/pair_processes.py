@@ -1,6 +1,6 @@
 """Trainer ranks and engine workers as bare processes: the real transports, commands and worker-side code, without Megatron and SGLang.
 
-Where each of them runs is declared, so that one machine can play several hosts.
+The test declares the host of each process, so that one machine can play several hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     trainer: TrainerTopology = TrainerTopology(tp=TRAINERS)
 
 
-STAGES = TrainerTopology(pp=TRAINERS)  # cuts no tile, so no amax need be exchanged
+STAGES = TrainerTopology(pp=TRAINERS)  # no tile is cut, so no amax is exchanged
 WIDE = {"num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_kv_heads": 4, "head_dim": 128}
 MOE = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 256}
 CASES = {
@@ -51,7 +51,7 @@ CASES = {
 
 
 def map_of(case: str = "plain") -> ReshardMap:
-    """Two trainer ranks to three engines of one rank."""
+    """The map from two trainer ranks to three engines of one rank."""
     source = trainer_layout(CASES[case].spec, CASES[case].trainer, CASES[case].trainer_dtype)
     return ReshardMap.build(source, engines_layout(case))
 
@@ -65,7 +65,7 @@ plain_map = map_of
 
 
 def shards(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """The tensors of one rank, cut out of the same random model on either side; padding is zero."""
+    """The tensors of one rank, cut out of the same random model on both sides. Padding is zero."""
     ends: dict[str, tuple[int, ...]] = {}
     for tensor in layout.tensors(rank) + layout.tensors(layout.world_size - 1):
         for piece in tensor.pieces:
@@ -105,7 +105,7 @@ class Trainer:
         self.transport.connect(decoded)
 
     def write(self, seed: int) -> tuple[Counter[int], dict[int, dict[str, int]]]:
-        """Bytes by generator rank, and the shares."""
+        """Writes one update. Returns the bytes by generator rank, and the shares."""
         writes = scheduled_writes(self.map, self.rank)
         sent = send(self.transport, writes, shards(self.layout, self.rank, seed), self.shapes, audit=True)
         by_rank: Counter[int] = Counter()
@@ -119,17 +119,17 @@ class Trainer:
 
 
 class Model(torch.nn.Module):
-    """Only the parameters of an engine's model; they hold noise."""
+    """Only the parameters of an engine's model, filled with noise."""
 
     def __init__(self, rank: int, case: str):
         super().__init__()
-        for tensor in engines_layout(case).tensors(rank):  # under dotted names, as modules inside of modules have them
+        for tensor in engines_layout(case).tensors(rank):  # under dotted names, like nested modules
             values = torch.randn(tensor.shape).to(getattr(torch, tensor.dtype))
             self._parameters[tensor.name] = torch.nn.Parameter(values, requires_grad=False)
 
 
 class EngineWorker:
-    """The only worker of an engine, driven by encoded commands as the loader is."""
+    """The only worker of an engine, driven by encoded commands like the loader."""
 
     def __init__(self, rank: int, case: str = "plain"):
         from megarl.weight_sync.engine.loader import Worker
@@ -153,7 +153,7 @@ class EngineWorker:
 
 
 class PipedEngine:
-    """What Workers needs of an EngineClient, for an EngineWorker."""
+    """The part of an EngineClient that Workers needs, for an EngineWorker."""
 
     url = "engine://piped"
 
@@ -165,7 +165,7 @@ class PipedEngine:
         self.commands += 1
 
     def settle(self) -> None:
-        """Takes the pipe's answers to the commands; theirs came through the hub."""
+        """Reads the pipe's answers to the commands. The commands' own answers came through the hub."""
         while self.commands:
             self.process.result()
             self.commands -= 1

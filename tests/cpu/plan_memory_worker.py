@@ -1,8 +1,9 @@
-"""One rank of a real gloo trainer that weighs itself, for test_planner_memory.py.
+"""One rank of a real gloo trainer that measures its memory, for test_planner_memory.py.
 
     plan_memory_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE CASES_JSON OUT_FILE
 
-Writes a list, one entry per case: bytes of weights, gradients and optimizer state, and of what autograd kept of one microbatch.
+Writes a list with one entry per case: the bytes of weights, gradients and optimizer state, and the bytes that autograd keeps of one
+microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megarl.trainer import cpu_support
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of every distinct storage."""
+    """The bytes of all distinct storages."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
@@ -56,13 +57,13 @@ def weigh(case: dict[str, Any]) -> dict[str, int]:
 
 
 def kept(trainer: Any, tokens: int, weights: dict[int, int]) -> int:
-    """Bytes that autograd holds at the end of the forward pass of one microbatch of `tokens` on this rank."""
+    """The bytes that autograd holds at the end of the forward pass of one microbatch of `tokens` on this rank."""
     found: dict[int, torch.Tensor] = {}
     backward = False
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not backward and tensor.untyped_storage().data_ptr() not in weights:
-            found[tensor.untyped_storage().data_ptr()] = tensor  # held, so that its memory is not given out again
+            found[tensor.untyped_storage().data_ptr()] = tensor  # held, so that its memory is not reused
         return tensor
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:

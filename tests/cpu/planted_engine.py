@@ -1,5 +1,5 @@
-"""An engine whose model has tensors that no update writes, planted while its weights are loaded by a hook of SGLang's plugin registry.
-The process begins here (`start_engine(entry=MAIN)`), so that its workers have the hook, too."""
+"""An engine whose model has tensors that no update writes. A hook of SGLang's plugin registry plants them when the weights are loaded. The
+process begins here (`start_engine(entry=MAIN)`), so that its workers have the hook too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megarl.generator import server
 
 MAIN = "planted_engine:main"
-KEPT: list[torch.Tensor] = []  # nothing in the model leads here
+KEPT: list[torch.Tensor] = []  # no attribute of the model refers to these
 
 
 class Hidden(torch.nn.Module):
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def plant(result: Any, model: Any, *_: Any) -> None:
-    """After the weights were loaded: copies of one, as repacking makes them, and one that post-load work makes each time."""
+    """After the weights are loaded, plants copies of one tensor, as repacking makes them, and one that post-load work makes each time."""
     layer = model.model.layers[0].mlp.down_proj
     weight = layer.weight.detach()
     layer.register_buffer("packed", weight * 2, persistent=False)

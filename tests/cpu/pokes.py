@@ -1,7 +1,7 @@
 """Changes a tensor in a live engine's memory while it serves, as a stray kernel, a faulty chip or another program might.
 
-Every engine of the tests has `arm` as one more custom weight loader: within a session it starts a thread in each worker, and what that
-thread does later, when no session is open, is seen by nobody.
+Every engine of the tests has `arm` as a further custom weight loader. Within a session it starts a thread in each worker. Later, when no
+session is open, that thread works unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.generator.client import content_of, tensor_payload
 from megarl.weight_sync.engine import watch
 
 LOADER = "pokes.arm"
-FLIP, REPLACE = "flip", "replace"  # a bit where it lies; the tensor, by another with a flipped bit
+FLIP, REPLACE = "flip", "replace"  # flip a bit in place; replace the tensor by a copy with a flipped bit
 
 
 class Poke(msgspec.Struct, frozen=True):
@@ -50,13 +50,13 @@ def _wait_and_do(model: torch.nn.Module, poke: Poke) -> None:
         module, _, own = poke.name.rpartition(".")
         values = values.clone()
         setattr(model.get_submodule(module), own, values)
-    byte = ctypes.c_ubyte.from_address(values.data_ptr() + poke.at)  # past torch
+    byte = ctypes.c_ubyte.from_address(values.data_ptr() + poke.at)  # without torch
     byte.value ^= 4
     trigger.unlink()
 
 
 def poke(generator: Any, folder: Path, name: str, rank: int = 0, how: str = FLIP, at: int = 5) -> None:
-    """Done when it returns. Again, a flipped bit is what it was."""
+    """Changes the tensor before it returns. A second call restores a flipped bit."""
     trigger = folder / "poke"
     payload = tensor_payload(msgspec.json.encode(Poke(name, rank, how, at, str(trigger))))
     body = {"serialized_named_tensors": [payload] * generator.engine.tp, "load_format": LOADER, "flush_cache": False}

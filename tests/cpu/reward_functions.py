@@ -1,4 +1,4 @@
-"""What tests of runs and test_rewards_pool.py score responses with, in worker processes."""
+"""Reward functions for tests of runs and for test_rewards_pool.py, which call them in worker processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_level(response: str, row: dict[str, Any], version: int, sample_index: int
 
 
 def broken(text: str, answer: str) -> float:
-    """By responses of the policy alone, of at most 16 characters: what is tried before a run is something else."""
+    """Fails on the policy's responses, which have at most 16 characters, but not on the texts that are tried before a run."""
     if text in (answer, "") or len(text) > 100:
         return 0.0
     grades: dict[str, float] = {}
@@ -30,7 +30,7 @@ def patient(text: str, answer: str) -> float:
 
 
 def by_chance(response: str, prompt: str) -> float:
-    """0 or 1 by the response's text; for a third of the prompts always the same."""
+    """0 or 1 by the response's text. For a third of the prompts it is always the same."""
     of_prompt = zlib.crc32(prompt.encode())
     return float(of_prompt // 3 % 2 if of_prompt % 3 == 0 else zlib.crc32(response.encode()) % 2)
 
@@ -44,11 +44,11 @@ def constant(response: str) -> float:
 
 
 def unasked() -> float:
-    """Of the response it wants to know nothing."""
+    """Does not take the response."""
     return 0.25
 
 
 def told(response: str, prompt: str, sample_index: int, prompt_token_ids: list[int], token_ids: list[int]) -> float:
-    """Tells all that it is given."""
+    """Prints all its arguments."""
     print(json.dumps([prompt, sample_index, response, prompt_token_ids, token_ids]), flush=True)
     return float(len(token_ids) % 2)

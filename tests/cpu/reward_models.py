@@ -1,4 +1,4 @@
-"""Tiny reward models for the tests, and what Hugging Face and SGLang compute with them."""
+"""Tiny reward models for the tests, and their scores by Hugging Face and SGLang."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_scores(folder: Path, architecture: str, scale: float = 1.0) -> Path:
 
 @torch.no_grad()
 def hf_score(folder: Path, ids: list[int]) -> float:
-    """In float64, with the weights rounded as they lie in the checkpoint."""
+    """The score in float64, with the weights rounded as in the checkpoint."""
     model = torch.load(folder / "model.pt", weights_only=False).double()
     return model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
 
 
 def served_scores(folder: Path, sequences: Sequence[Sequence[int]], log: Path) -> list[float]:
-    """By an engine that is started for them, in float32."""
+    """Scores by an engine that is started for them, in float32."""
     with contextlib.contextmanager(start_engine)(folder, "float32", 1, log, classifies=True) as engine:
         authorised, deadline = {"Authorization": f"Bearer {engine.keys.api}"}, time.monotonic() + 120
         while True:

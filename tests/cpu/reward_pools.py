@@ -1,4 +1,4 @@
-"""Pools of reward workers, as the tests ask them."""
+"""Pools of reward workers, in the form that the tests call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 
 
 class RewardPool(rewards.RewardPool):
-    """Of text and answer alone."""
+    """A pool that takes only text and answer."""
 
     def __init__(self, name: str, log_folder: Path | None = None, **settings: Any):
         super().__init__(RewardConfig(name=name, **settings), ["text", "answer"], log_folder)

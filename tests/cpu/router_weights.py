@@ -1,7 +1,7 @@
-"""An engine that also returns the weights its routers gave the experts, for test_agreement_parts.py: beside the ids, in the same answer.
+"""An engine that also returns its routers' weights of the experts, beside their ids, for test_agreement_parts.py.
 
-SGLang returns ids alone. These hooks widen its buffers of recorded ids and put the bits of the float32 weights behind them. They take
-SGLang's private functions as they are in the pinned release, which a run should not lean on.
+SGLang returns only ids. These hooks widen its buffers of recorded ids, and append the bits of the float32 weights. They use private
+functions of the pinned release of SGLang, which a run should not depend on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WideFormat(RoutingFormat):
 
 
 def main() -> None:
-    """As megarl.generator.server:main."""
+    """Like megarl.generator.server:main."""
     registered = hooks.register
 
     def register() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     server.main()
 
 
-_now: list[torch.Tensor] = []  # the weights of the ids that are about to be recorded
+_now: list[torch.Tensor] = []  # weights of the ids that are recorded next
 
 
 def _twice_as_wide(original: Callable[..., None], *given: Any, topk_size: int, **settings: Any) -> None:

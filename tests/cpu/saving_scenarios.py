@@ -1,4 +1,4 @@
-"""Checkpoints and exports of real trainers, whole and harmed. A function `scenario_…` runs on every rank; what it returns is saved."""
+"""Checkpoints and exports of real trainers, intact and damaged. A function `scenario_…` runs on every rank, and its result is saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer_rig import (
 
 
 def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves step 1, then dies by SIGKILL as soon as the folder of step 2 is being written."""
+    """Saves step 1, and dies by SIGKILL as soon as it writes the folder of step 2."""
     from megarl.plan.checkpoints import checkpoint_path
     from megarl.trainer import checkpoint
 
@@ -44,7 +44,8 @@ def scenario_killed_while_saving(scenario: dict[str, Any], out: Path) -> dict[st
 
 
 def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves and exports the same state twice: while steps are made, and alone. Then a save that rank 1 cannot write, and one more."""
+    """Saves and exports the same state twice: once during further steps, and once without. Then a save that rank 1 cannot write, and one
+    more."""
     from megarl.trainer import checkpoint
     from megarl.trainer.checkpoint import SAVED, runs
 
@@ -87,7 +88,8 @@ def scenario_saved_beside(scenario: dict[str, Any], out: Path) -> dict[str, Any]
 
 
 def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Exports every second step, saves every third; export 2 is held back until checkpoint 3 could be complete. Then failures of rank 0."""
+    """Exports every second step and saves every third. Export 2 is delayed until checkpoint 3 could be complete. Then failures of rank
+    0."""
     from megarl.config.load import load_config
     from megarl.executors.saving import Saving
     from megarl.observe.status import TraceWriter
@@ -100,7 +102,7 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     keys = [f"run_dir={run_dir}", "max_steps=4", "checkpoint.every=3", "checkpoint.hf_every=2"]
     saving = Saving(load_config(scenario["config"], keys), trainer, TraceWriter(run_dir, f"trainer.{dist.get_rank()}"), saved=0)
     trainer.begin_export = lambda path, _, *, beside: Writing(path, lambda folder: held_back.wait() and None, beside=beside)
-    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)  # left by a run that died before its checkpoint of step 2
+    export_path(run_dir, 2).mkdir(parents=True, exist_ok=True)  # a leftover of a run that died before its checkpoint of step 2
     dist.barrier()
     saving.after_step(2, dict, last=False)
     found: dict[str, Any] = {"old_export": export_path(run_dir, 2).exists()}
@@ -127,7 +129,7 @@ def scenario_saving(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Saves step 1; then no file of rank 1 may grow beyond 64 KiB, and saving step 2 fails, as does an export. Step 1 is loaded again."""
+    """Saves step 1. Then no file of rank 1 may grow beyond 64 KiB: saving step 2 and an export fail. Step 1 is loaded again."""
     from megarl.plan.checkpoints import checkpoint_path
     from megarl.trainer import checkpoint
 
@@ -140,7 +142,7 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     one_step(trainer, probe)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # writing beyond it fails as on a full disk, with another number
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, most))  # a write beyond it fails as on a full disk, with another error number
     message = exported = ""
     try:
         checkpoint.save(trainer, str(checkpoint_path(root, 2)), {"step": 2})
@@ -158,7 +160,7 @@ def scenario_full_disk(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What loading a checkpoint says when one of its files is damaged, by file and damage; and that it loads when all is mended."""
+    """The messages when a checkpoint with a damaged file is loaded, by file and damage. Without damage it loads."""
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
@@ -168,7 +170,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     said = {}
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
-        dist.barrier()  # all have read it before it is harmed
+        dist.barrier()  # all ranks have read it before it is damaged
         for damage, harmed in damages(content).items():
             if dist.get_rank() == 0:
                 file.unlink() if harmed is None else file.write_bytes(harmed)
@@ -186,7 +188,7 @@ def scenario_damaged(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def said_of_copy(trainer: Any, folder: Path) -> str:
-    """What an export says, which reads a copy of the checkpoint at `folder`, of a bit of a tensor that is flipped."""
+    """The message of an export from a copy of the checkpoint at `folder` in which one bit of a tensor is flipped."""
     from megarl.config.errors import RunError
     from megarl.executors.policy import load_checkpoint
 
@@ -206,7 +208,7 @@ def said_of_copy(trainer: Any, folder: Path) -> str:
 
 
 def damages(content: bytes) -> dict[str, Any]:
-    """None: the file is gone."""
+    """Ways to damage a file. None: the file is deleted."""
     found: dict[str, Any] = {"missing": None, "empty": b"", "cut short": content[:-1], "longer": content + b"\0"}
     for place in sorted({0, len(content) // 3, len(content) // 2, len(content) - 1}):
         flipped = bytearray(content)
@@ -216,7 +218,7 @@ def damages(content: bytes) -> dict[str, Any]:
 
 
 def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What saving says where the state is not what it must be: one element is changed on rank 1 alone, of what, and of which tensor."""
+    """The messages of saves of a wrong state: one element differs on rank 1, by kind of state and tensor."""
     from megarl.trainer import checkpoint
     from megarl.trainer.checkpoint import runs
 
@@ -242,7 +244,7 @@ def scenario_ranks_differ(scenario: dict[str, Any], out: Path) -> dict[str, Any]
 
 
 def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """On rank 1 the disk keeps another byte than was written."""
+    """Rank 1's disk stores one wrong byte."""
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, plain_adam(lr=1e-2))
@@ -265,7 +267,7 @@ def scenario_disk_that_lies(scenario: dict[str, Any], out: Path) -> dict[str, An
 
 
 def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What comes of Megatron's own format of checkpoints, which loses elements of a tied embedding, and warns."""
+    """The result with Megatron's own checkpoint format, which loses elements of a tied embedding, and warns."""
     from megatron.core import parallel_state
 
     trainer = make(scenario, plain_adam(lr=1e-2))

@@ -1,10 +1,10 @@
-"""A trainer that saves beside its steps and is killed at random moments, again and again.
+"""A trainer that saves in the background of its steps, and is killed repeatedly at random moments.
 
     saving_worker.py MODEL RUN_DIR KILLS SEED
 
-Each life is a process forked after all imports. It loads the newest checkpoint, checks it, and makes a step after another, each with a
-checkpoint begun before the next. STEPS in RUN_DIR gets a line for each: {"step", "digest" of all master weights and moments}. Prints a
-JSON line for each life: {"began": step it loaded, or 0, "steps": steps it made, "failure"}.
+Each life is a process that is forked after all imports. It loads and checks the newest checkpoint, and makes step after step. Each step
+begins a checkpoint before the next step. STEPS in RUN_DIR gets a line for each step: {"step", "digest" of all master weights and moments}.
+Prints a JSON line for each life: {"began": step it loaded, or 0, "steps": steps it made, "failure"}.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.trainer import cpu_support
 
 STEPS = "steps.jsonl"
 READY = "ready"
-MOST_STEPS = 4  # of a life
+MOST_STEPS = 4  # in one life
 DEADLINE_S = 60
 
 
@@ -44,7 +44,7 @@ def digest(trainer: Any) -> str:
 
 
 def known_digests(run_dir: Path) -> dict[int, str]:
-    """By step. Raises AssertionError if a step was made twice with another result."""
+    """The digests by step. Raises AssertionError if a step was made twice with different results."""
     found: dict[int, str] = {}
     for line in (run_dir / STEPS).read_text().splitlines() if (run_dir / STEPS).exists() else ():
         entry = json.loads(line)
@@ -91,7 +91,7 @@ def fork(model: str, run_dir: Path) -> int:
 
 
 def wait_for(run_dir: Path, steps: float, deadline: float) -> None:
-    """Waits until a child that is ready has made so many steps, however long one takes; of the last one, for its share of a step's time."""
+    """Waits until a ready child has made that many steps, however long one takes. A fraction is a share of the last step's time."""
 
     def made() -> int:
         path = run_dir / STEPS

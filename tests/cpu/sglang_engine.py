@@ -33,7 +33,7 @@ ENGINES = Nursery(
     "setproctitle:getproctitle",
     "megarl.generator.cpu_support:install",
     "sglang.srt.entrypoints.http_server",
-    SGLANG_USE_CPU_ENGINE="1",  # SGLang asks for it once, when it is imported
+    SGLANG_USE_CPU_ENGINE="1",  # SGLang reads it once, at its import
 )
 WRITER = Path(__file__).with_name("sglang_writer.py")
 CONTEXT, VOCABULARY = 96, 500
@@ -77,7 +77,7 @@ OWN: dict[str, dict[str, Any]] = {  # keys of config.json, by family
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": {
         "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
-        **SIGMOID_ROUTER, "n_group": 1,  # so that every rank's experts get tokens
+        **SIGMOID_ROUTER, "n_group": 1,  # with these, every rank's experts get tokens
     },
     "qwen3_next": {
         "full_attention_interval": 2, "partial_rotary_factor": 0.25, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -94,7 +94,7 @@ VISION = {
 
 
 def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, family: str = "llama", **shape: Any) -> Path:
-    """A random model, of `family`, whose vocabulary is not a multiple of SGLang's padding (64)."""
+    """A random model of `family`. Its vocabulary is not a multiple of SGLang's padding (64)."""
     cpu_support.install()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -114,7 +114,7 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         "eos_token_id": 2,
     }
     values = {**common, **OWN.get(family, {}), **shape}
-    if family == "qwen3_5_moe":  # as it is published, beside a vision tower
+    if family == "qwen3_5_moe":  # published checkpoints also have a vision tower
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
     config = AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
     model = (AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM).from_config(config)
@@ -122,13 +122,13 @@ def make_checkpoint(folder: Path, seed: int, dtype: torch.dtype, tied: bool, fam
         if name.endswith("correction_bias"):
             buffer.uniform_(-0.1, 0.1)
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # all ones or zeros otherwise: one that was not written would go unnoticed
+        if "norm" in name or name.endswith("bias"):  # otherwise all ones or zeros, so that a missing write would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
         if name.endswith("sinks"):
             parameter.data.uniform_(-1, 2)
     model.to(dtype).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    if family == "qwen3_moe" and "num_local_experts" in config:  # as transformers 5 calls it; other checkpoints say num_experts
+    if family == "qwen3_moe" and "num_local_experts" in config:  # the name in transformers 5; other checkpoints say num_experts
         config["num_experts"] = config.pop("num_local_experts")
         (folder / "config.json").write_text(json.dumps(config))
     if family == "qwen3_next":  # transformers 5 leaves it out, and SGLang asks for it
@@ -152,7 +152,7 @@ def hf_logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 
 
 @torch.no_grad()
 def hf_experts(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """[L, layers, experts per token]: what the routers of a Qwen3-MoE choose for the tokens, in ascending order."""
+    """[L, layers, experts per token]: the experts that a Qwen3-MoE's routers choose for the tokens, in ascending order."""
     chosen: list[torch.Tensor] = []
     routers = [layer.mlp.gate for layer in model.model.layers]
     hooks = [router.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for router in routers]
@@ -164,12 +164,13 @@ def hf_experts(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion: Completion, tolerance: float) -> list[int]:
-    """Which of `models` sampled each token: they take over from each other in this order, each with the keys and values so far.
+    """Which of `models` sampled each token. The models take over from each other in this order, each with the keys and values so far.
 
-    A model's are those tokens whose log-probs by it are the completion's, up to the first that is not; all must be somebody's.
+    A model sampled the tokens whose log-probs by it equal the completion's, up to the first that differs. Every token must belong to a
+    model.
     """
     tokens, found = torch.tensor([[*prompt, *completion.token_ids]]), []
-    cache, cached = None, 0  # of how many tokens
+    cache, cached = None, 0  # the number of cached tokens
     for number, model in enumerate(models):
         if len(found) == len(completion.token_ids):
             break
@@ -179,7 +180,7 @@ def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion:
         wrong = (ours[at - cached - 1 :] - torch.tensor(completion.logprobs[len(found) :])).abs() > tolerance
         count = wrong.int().argmax().item() if wrong.any() else len(wrong)
         found += [number] * count
-        if count:  # whoever samples the next token works out the keys and values of this one
+        if count:  # the model that samples the next token computes this one's keys and values
             cache = model(tokens[:, cached : at + count - 1], past_key_values=cache, use_cache=True).past_key_values
             cached = at + count - 1
     assert len(found) == len(completion.token_ids), f"token {len(found)} is none's, after {Counter(found)} of each"
@@ -187,18 +188,20 @@ def sampled_by(models: Sequence[torch.nn.Module], prompt: list[int], completion:
 
 
 def hf_difference(sequences: list[list[int]], logprobs: list[list[float]], checkpoint: Path) -> float:
-    """The mean over tokens between an engine's log-probs of `sequences` and those of HF in float32.
+    """The mean over tokens of the difference between an engine's log-probs of `sequences` and HF's in float32.
 
-    Not the largest: rounding sends a token whose router is all but tied to another expert, and its log-prob 0.1 to 0.3 away, in the
-    engine, in HF or in neither. That is one token in fifty; wrong weights or a wrong routing change most of them.
+    It is not the largest difference, because of near ties between experts. There rounding sends a token to another expert, in the engine,
+    in HF or in neither, and its log-prob moves by 0.1 to 0.3. That happens to one token in fifty. Wrong weights or wrong routing change
+    most tokens.
     """
     return _mean_difference([torch.tensor(each) for each in logprobs], _token_logprobs(sequences, checkpoint, torch.float32))
 
 
 def hf_rounding(sequences: list[list[int]], checkpoint: Path, dtype: str) -> float:
-    """How far an engine of `dtype` may be from HF in float32: 1e-5, or three times as far as rounding takes HF itself in that dtype.
+    """The allowed difference of an engine of `dtype` from HF in float32: 1e-5, or three times the effect of rounding on HF itself in that
+    dtype.
 
-    Of random weights that have been trained for a step it depends on the weights: 0.01 to 0.1 in bfloat16.
+    With random weights after one step of training that effect varies with the weights: 0.01 to 0.1 in bfloat16.
     """
     if dtype == "float32":
         return 1e-5
@@ -228,14 +231,14 @@ class Engine:
     tp: int
     log: Path
     routing: RoutingFormat | None = None  # clients ask for the experts chosen
-    adapter: bool = False  # clients ask for the policy with its adapter
+    adapter: bool = False  # clients ask for the policy with the adapter
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
     def client(self, vocab_size: int = VOCABULARY) -> EngineClient:
-        """Inside an event loop."""
+        """A client; needs a running event loop."""
         return EngineClient(
             self.url, self.keys.api, self.keys.admin, request_s=60, routing=self.routing, vocab_size=vocab_size, adapter=self.adapter
         )
@@ -261,8 +264,7 @@ def start_engine(
     adapter: ServedAdapter | None = None,
     **extra: Any,
 ) -> Iterator[Engine]:
-    """Body of a fixture. The engine takes the port and the keys of `instead_of`, which has ended. One that `classifies` is
-    frozen."""
+    """Body of a fixture. The engine takes port and keys of `instead_of`, which has ended. An engine that `classifies` is frozen."""
     port, keys = (instead_of.port, instead_of.keys) if instead_of else (free_port(), EngineKeys.generate())
     settings = EngineSettings(
         str(model), dtype, port, context_length=CONTEXT, max_running_requests=64, tp=tp, ep=ep, dp_attention=dp_attention,
@@ -284,7 +286,7 @@ def start_engine(
 
 
 def _kind(model: Path) -> dict[str, Any]:
-    """Also of models that are no family."""
+    """The kind of an architecture, also for models of no supported family."""
     values = json.loads((model / "config.json").read_text())
     kind = values["model_type"]
     return {"family": "qwen3_5" if kind.startswith("qwen3_5") else kind, "text_only": "vision_config" in values}
@@ -307,7 +309,7 @@ def write_as_trainer(
 
 
 def shares_of(writers: list[subprocess.Popen], timeout_s: float = 60) -> list[bytes]:
-    """As they travel (weight_sync.audit.packed_shares)."""
+    """The shares in their packed form (weight_sync.audit.packed_shares)."""
     deadline = time.monotonic() + timeout_s
     shares = []
     try:

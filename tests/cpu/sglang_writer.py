@@ -1,4 +1,4 @@
-"""One trainer rank as a process: holds its shards of an HF checkpoint, cut as the trainer layout says, and writes them out."""
+"""One trainer rank as a process: holds its shards of an HF checkpoint, cut by the trainer layout, and writes them to the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.weight_sync.writing import send, shapes_of
 
 
 class OneFlippedElement(SharedMemoryTransport):
-    """Writes all that it should, but for one element of one tensor."""
+    """Writes everything right except one element of one tensor."""
 
     def write(self, copy, values):
         if copy.destination_tensor.endswith("layers.1.mlp.down_proj.weight"):

@@ -1,4 +1,4 @@
-"""Rollouts that leave the machine's cores free most of the time: for tests of what happens beside a run."""
+"""Rollouts that leave the machine's cores idle most of the time, for tests of what happens beside a run."""
 
 from __future__ import annotations
 

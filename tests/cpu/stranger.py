@@ -1,5 +1,5 @@
-"""What another user of the host tries. Started by root, it becomes that user when it has imported what it needs (Python itself may lie
-where that one cannot read). Reads a job, prints what it could do, as JSON."""
+"""Attacks by another user of the host. Root starts it, and it becomes that user after its imports, since that user may not be able to read
+Python's files. It reads a job, and prints as JSON what it could do."""
 
 import concurrent.futures.thread
 import contextlib
@@ -12,9 +12,9 @@ import struct
 import sys
 
 CONNECT_S, ANSWER_S, LONG_S = 1.0, 1.0, 10.0
-GREETING = 64  # bytes of ZeroMQ's
-TORCH_STORE = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<B", 7)  # TCPStore: validate, magic; how many keys are there?
-GLOO = struct.pack("<q", 0)  # I am connection 0
+GREETING = 64  # bytes of ZeroMQ's greeting
+TORCH_STORE = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<B", 7)  # TCPStore: validate, magic; ask for the number of keys
+GLOO = struct.pack("<q", 0)  # says: I am connection 0
 STREAMED = bytes(64 << 20)
 
 
@@ -27,7 +27,7 @@ def command(name: bytes, body: bytes) -> bytes:
 
 
 class Creates:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: str):
         self.path = path
@@ -37,7 +37,7 @@ class Creates:
 
 
 def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
-    """What comes back; None where there is no way in."""
+    """The answer; None if the connection fails."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_S) as connection:
             connection.settimeout(answer_s)
@@ -45,7 +45,7 @@ def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
             try:
                 for each in sent:
                     connection.sendall(each)
-                    with contextlib.suppress(TimeoutError):  # it need not answer each
+                    with contextlib.suppress(TimeoutError):  # not every message needs an answer
                         received += connection.recv(4096)
             except OSError:
                 pass
@@ -55,7 +55,8 @@ def exchange(port: int, *sent: bytes, answer_s: float = ANSWER_S) -> bytes:
 
 
 def mechanism(port: int) -> str:
-    """Of a ZeroMQ socket, by which who connects has to prove who it is; empty where it is none. It says so to who has said so little."""
+    """The security mechanism of a ZeroMQ socket; empty if it is no such socket. The socket's greeting names it before the client
+    authenticates."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_S) as connection:
             connection.settimeout(LONG_S)
@@ -87,7 +88,7 @@ def try_port(port: int, marker: str) -> dict:
         found["http"] = http.split(b" ")[1].decode(errors="replace") if http.startswith(b"HTTP/") else ""
         found["store"] = exchange(port, TORCH_STORE).hex()
         exchange(port, GLOO, os.urandom(1 << 16))
-        exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)  # a handshake of 8 GiB, some of it
+        exchange(port, greeting(b"CURVE"), b"\x06" + struct.pack(">Q", 1 << 33), STREAMED)  # the beginning of a handshake of 8 GiB
     return found
 
 

@@ -1,4 +1,4 @@
-"""Agents of the official packages, as processes in the sandbox, against the real endpoint; the policy is a named fake."""
+"""Agents with the official packages, as processes in the sandbox, against the real endpoint with a fake policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING = Sampling(200, stop_token_ids=TOKENIZER.eos_ids)
 
 
 def can(kind: str) -> bool:
-    """Whether this machine has such a sandbox."""
+    """Whether this machine has this kind of sandbox."""
     try:
         return bool(jail.kind_for(kind))
     except ConfigError:
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Calculating:
-    """A named fake of generate: calls the tool for what the user has asked, then copies its result. One id a character."""
+    """A fake of generate: calls the tool for the user's task, then copies the result. One id a character."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -64,7 +64,7 @@ class Calculating:
 
 
 def roll_out_all(codes: list[str], played: list[Group]) -> None:
-    """One prompt after the other, each of which is what the program does."""
+    """Rolls out one prompt after another. A prompt says what the program does."""
 
     async def run() -> None:
         command = [sys.executable, "-c", SCRIPT + "exec(sys.argv[1])", "{prompt}"]
@@ -156,7 +156,7 @@ def test_the_policys_last_message_is_scored():
     [
         ("call(); sys.exit(3)", {}, "exit"),
         pytest.param("call(); import time; time.sleep(60)", {"deadline_s": 15.0}, "deadline", marks=pytest.mark.long),
-        ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # one process cannot have it
+        ("call(); x = b'1' * (1 << 30)", {"memory_mib": 256}, "exit"),  # more than one process may have
         ("call(); print('no number')", {"reward": "program"}, "reward"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_program_that_never_calls_ends_the_run_with_its_errors():
 def test_a_program_that_is_not_there_ends_the_run_at_once():
     with pytest.raises(RunError, match=r'rollout.args.command=\["./nowhere"\]: ended with exit status 127: .*: ./nowhere: .*No such file'):
         roll_out(Calculating(), command=["./nowhere"], max_unanswered=1.0)
-    code = "call(); sys.exit(127)"  # what the policy has caused, perhaps
+    code = "call(); sys.exit(127)"  # the policy may have caused this
     assert roll_out(Calculating(), command=script(code)).samples[0].metrics["failed_exit"] == 1.0
 
 
@@ -259,7 +259,7 @@ def test_a_key_is_that_of_one_episode():
 
 
 def test_a_call_that_the_program_gives_up_is_sampled_anew():
-    """It leaves nothing behind; the answer to the next one is what counts."""
+    """The abandoned call leaves nothing behind; only the next call's answer counts."""
     slow = Calculating()
     first, cancelled = asyncio.Event(), []
 

@@ -1,4 +1,4 @@
-"""What unmodified agents send, by the official packages, in one process with the real endpoint; the policy is a named fake."""
+"""Requests that unmodified agents send with the official packages, in one process with the real endpoint. The policy is a fake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</to
 
 
 class Saying:
-    """A named fake of generate: says given texts, one id a character, up to the first stop string or its end-of-text."""
+    """A fake of generate: says given texts, one id a character, up to the first stop string or the end-of-text."""
 
     def __init__(self, *texts: str):
         self.texts, self.asked = list(texts), []
@@ -40,7 +40,7 @@ class Saying:
 
 
 def talk(policy: Saying, agent: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Episode:
-    """Lets the agent call the policy by clients of the two packages. Returns its episode."""
+    """Lets an agent call the policy with clients of both packages. Returns its episode."""
 
     async def run() -> Episode:
         async with served(policy) as (_, [episode], [to]):
@@ -103,7 +103,7 @@ def test_logprobs_are_those_that_were_sampled():
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
-    """Those of the package's own signature, and what agents for other servers add."""
+    """Fields of the package's own signature, and fields that agents add for other servers."""
 
     async def agent(client: Any, other: Any) -> None:
         harmless = {

@@ -1,4 +1,4 @@
-"""What agents send and print is hostile input: it is bounded, and gets one clear answer."""
+"""Agents' requests and output are hostile input: they are bounded, and get one clear answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @contextlib.asynccontextmanager
 async def served(generate: Any, count: int = 1, **more: Any) -> AsyncIterator[tuple[aiohttp.ClientSession, list[Episode], list[Served]]]:
-    """An endpoint with so many episodes."""
+    """An endpoint with the given number of episodes."""
     opened = Endpoint()
     await opened.open()
     episodes = [Episode(generate, TOKENIZER, TEMPLATE, OwnParser(), SAMPLING, **more) for _ in range(count)]
@@ -153,7 +153,7 @@ input_text output_text tool_use tool_result function_call function_call_output m
 
 
 def mutated(value: Any, noise: random.Random) -> Any:
-    """The value with something else in some of its places."""
+    """The value with some of its parts replaced."""
     if noise.random() < 0.03:
         return noise.choice([None, True, -1, 0.5, "", "\0", "<eos>", [], {}, [[]], [None], {"type": "text"}, noise.choice(NAMES)])
     if isinstance(value, dict):
@@ -238,7 +238,7 @@ def test_the_key_of_another_episode_opens_that_one_alone_and_ends_with_it() -> N
 
 
 async def open_call(to: Served) -> asyncio.StreamWriter:
-    """A connection with the head of a call with the key, whose body is still to come."""
+    """A connection that has sent the head of a call with the key, but not yet its body."""
     _, writer = await asyncio.open_connection("127.0.0.1", to.port)
     writer.write(f"POST /v1/{OPENAI} HTTP/1.1\r\nHost: x\r\nx-api-key: {to.key}\r\nContent-Length: 2\r\n\r\n".encode())
     return writer
@@ -260,7 +260,7 @@ def test_many_connections_of_an_episode_wait_and_are_in_nobodys_way() -> None:
 
 
 def test_connections_without_the_key_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some say nothing, some ask without the key; the oldest give their places to whoever comes."""
+    """Some connections say nothing, some ask without the key. The oldest of them are closed for new ones."""
 
     async def agent() -> None:
         async with served(Calculating()) as (client, _, [to]):
@@ -319,7 +319,7 @@ def test_calls_that_are_given_up_count_as_refused() -> None:
 
 
 class Watched:
-    """A chat template or tokenizer that remembers which threads have used it, and for what."""
+    """A chat template or tokenizer that records which threads use it, and for what."""
 
     def __init__(self, real: Any):
         self._real, self.seen = real, list[tuple[int, Any]]()
@@ -384,12 +384,12 @@ def cpu_s(function: Any) -> float:
 
 @pytest.mark.parametrize("text", ["<tool_call>", '<tool_call>{"name":', "<tool_call>{}</tool_call>", "<tool_call></tool_call"])
 def test_looking_for_calls_takes_linear_time(text: str) -> None:
-    """Of 16,000 marks that are never closed it took 18 s of CPU."""
+    """16,000 unclosed marks once took 18 s of CPU."""
     assert cpu_s(lambda: json_calls(text * 16_000, TOOLS)) < 1.0
 
 
 def test_a_text_that_a_parser_reads_for_too_long_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regular expression that would take years, in a parser that catches every exception."""
+    """A parser that catches every exception has a regular expression that would take years."""
 
     def parse() -> Any:
         for _ in range(3):
@@ -500,7 +500,7 @@ print(float(b" 200 " in answer))
 
 
 def test_programs_run_at_once() -> None:
-    """No call is answered before every one of them is there."""
+    """No call is answered before all programs have called."""
     count, there = 100, asyncio.Event()
     asked: list[None] = []
 

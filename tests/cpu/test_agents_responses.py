@@ -1,4 +1,4 @@
-"""OpenAI's responses, by its official package, in one process with the real endpoint; the policy is a named fake."""
+"""OpenAI's Responses API, with its official package, in one process with the real endpoint. The policy is a fake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def result(call: Any, output: Any = "42") -> dict[str, Any]:
 
 
 def learned(tree: Tree) -> list[str]:
-    """What each branch learns, as pieces of the ids that were sampled."""
+    """The sampled ids that each branch learns from, as text pieces."""
     samples = tree.samples(1, TOKENIZER.decode_all, Score(1.0), {})
     masks = [sample.policy_mask or [1] * len(sample.token_ids) for sample in samples]
     return [
@@ -41,7 +41,7 @@ def learned(tree: Tree) -> list[str]:
 def test_one_turn_has_all_that_the_package_says_of_an_answer():
     async def agent(client: Any, _: Any) -> None:
         raw = await client.responses.with_raw_response.create(model="x", instructions="s", input="6*7=", metadata={"a": "b"})
-        openai.types.responses.Response.model_validate(json.loads(raw.content))  # the client itself checks nothing
+        openai.types.responses.Response.model_validate(json.loads(raw.content))  # the client does not check it
         one = raw.parse()
         assert (one.output_text, one.status, one.error, one.incomplete_details) == ("42", "completed", None, None)
         assert (one.usage.input_tokens, one.usage.output_tokens, one.usage.total_tokens) == (9, 3, 12)
@@ -85,7 +85,7 @@ def test_a_text_and_parallel_calls_come_back_as_one_turn(says: str, order: str):
 
 
 def test_letters_for_private_use_are_no_names_of_special_tokens():
-    """Terminals show such signs, of fonts that have them from U+E000 on."""
+    """Terminals show such characters with fonts that have them, from U+E000 on."""
 
     async def agent(client: Any, _: Any) -> None:
         await client.responses.create(model="x", input="6\ue0b0*\ue1017\ue100=")
@@ -154,7 +154,7 @@ def test_the_packages_own_stream_helper_goes_on_by_tools():
 def test_conversations_go_on_from_a_response_and_branch():
     async def agent(client: Any, _: Any) -> None:
         one = await client.responses.create(**ASKED, instructions="s", input="6*7=")
-        for text in ("a", "b"):  # the second is another branch
+        for text in ("a", "b"):  # the second one is another branch
             two = await client.responses.create(**ASKED, instructions="s", input=text, previous_response_id=one.id)
         other = {"role": "user", "content": "c"}
         await client.responses.create(**ASKED, instructions="s", input=[other], previous_response_id=two.id)
@@ -226,7 +226,7 @@ def test_logprobs_are_those_that_were_sampled():
 
 
 def test_fields_that_ask_for_nothing_else_are_taken():
-    """Those of the package's own signature, and what agents add."""
+    """Fields of the package's own signature, and fields that agents add."""
 
     async def agent(client: Any, _: Any) -> None:
         harmless = {

@@ -1,8 +1,8 @@
-"""Where the log-probs of trainer and engine still differ with a mixture of experts at equal weights, part by part.
+"""The parts of the difference between the trainer's and an engine's log-probs, for a mixture of experts at equal weights.
 
     pytest -m long -s tests/cpu/test_agreement_parts.py
 
-prints the table of docs/asynchrony.md: a real engine samples, a real trainer scores the same tokens.
+prints the table of docs/asynchrony.md: a real engine samples, and a real trainer scores the same tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def sampled(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.ndarray]]:
-    """What an engine sampled, with its experts, and the weights [positions, layers, experts per token] that it gave them."""
+    """An engine's samples with their experts, and the experts' weights [positions, layers, experts per token]."""
     wide = WideFormat.of(load_spec(model))
     engines = start_engine(model, dtype, 1, log, entry="router_weights:main", enable_return_routed_experts=True)
     engine = next(engines)
@@ -89,7 +89,7 @@ def sampled(model: Path, dtype: str, log: Path) -> list[tuple[TrainSequence, np.
 
 @pytest.fixture(scope="module")
 def differences(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By row: |difference| of every token for each of WAYS; the share of choices replaced; the weights' mean difference."""
+    """By row: |difference| of every token for each of WAYS; the share of replaced choices; the mean difference of the weights."""
     out, engines = tmp_path_factory.mktemp("parts"), {(weights, dtype) for weights, dtype, *_ in ROWS.values()}
     sequences = {engine: sampled(models[engine[0]], engine[1], out / f"{'.'.join(engine)}.log") for engine in sorted(engines)}
     for engine, each in sequences.items():

@@ -1,4 +1,5 @@
-"""Tiles cut across trainer ranks, over real gloo processes: bit-identical to quantising the gathered tensors; a silent rank is named."""
+"""Quantised tiles that are cut across trainer ranks equal, bit for bit, the quantised whole tensors; an error names a silent rank. Ranks
+are real gloo processes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_cut_tiles_equal_quantising_the_gathered_tensors(quantization: str, dp: 
     [expected] = Quantised(reshard_reference.full_tensors(SPEC, torch.float32), quantization).in_engine(SPEC, 1, 1)
     assert parts[0].keys() == expected.keys()
     for name, wanted in expected.items():
-        together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)  # each byte is written once, by one rank
+        together = torch.stack([part[name] for part in parts]).sum(0).to(torch.uint8)  # one rank writes each byte, once
         in_memory_order = wanted.t() if wanted.dtype == torch.uint8 and not wanted.is_contiguous() else wanted
         assert torch.equal(together.flatten(), in_memory_order.contiguous().view(-1).view(torch.uint8)), name
 

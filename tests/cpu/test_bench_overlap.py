@@ -1,4 +1,5 @@
-"""`megarl bench overlap` in small: real processes around emulated engines and an emulated trainer. Order and versions, never times."""
+"""`megarl bench overlap` in small: real processes with emulated engines and an emulated trainer. Tests check order and versions, never
+times."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TAILS = Lengths(mean=24, sigma=0.8, longest=96)
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, tuple[Cell, list[dict]]]:
-    """A short run of each setting, one after another in one pair of processes: (cell, rows)."""
+    """(cell, rows) of a short run of each setting, one after another in one pair of processes."""
     folder = tmp_path_factory.mktemp("overlap")
     cells = [
         Cell(name, 0.05, 0.05, 0.002, TAILS, replace(async_, chunk_tokens=async_.chunk_tokens and 8), STEPS, str(folder / str(index)))
@@ -45,7 +46,7 @@ def test_every_prompt_is_used_once_whole_and_within_the_depth(ran, setting):
     )
     for row in rows:
         assert row["version/max"] <= row["step"]
-        if cell.async_.capacity <= 1:  # further ahead, a long response is used later than its turn
+        if cell.async_.capacity <= 1:  # with more, a long response may be used out of order
             assert row["step"] - cell.async_.capacity <= row["version/min"]
 
 
@@ -79,7 +80,7 @@ def test_the_table_and_the_picture_show_every_cell(ran, tmp_path):
 
 
 def test_a_trace_has_named_tracks_with_nested_spans(ran):
-    """As the trace-event format has it: metadata ("M") names processes and threads, complete events ("X") nest within a thread."""
+    """In the trace-event format, metadata ("M") names processes and threads, and complete events ("X") nest within a thread."""
     events = json.loads(merge_traces(Path(ran["streaming, in_flight"][0].run_dir)).read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
@@ -96,7 +97,7 @@ def test_a_trace_has_named_tracks_with_nested_spans(ran):
 
 
 def assert_nested(spans: list[dict]) -> None:
-    """Two spans of one track are apart, or one holds the other; to 2 us, since times are floats of 1e15."""
+    """Two spans of one track are disjoint, or one contains the other. The tolerance is 2 us, since times are floats of about 1e15."""
     open_until: list[float] = []
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         while open_until and open_until[-1] <= span["ts"] + 2:

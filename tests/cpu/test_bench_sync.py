@@ -1,4 +1,4 @@
-"""`megarl bench sync` on a tiny model: every way runs, leaves the right weights (it checks that itself), and is reported."""
+"""`megarl bench sync` on a tiny model: every way runs, leaves the right weights (which it checks itself), and is reported."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_all_ways_are_reported_with_their_ceilings(capfd):
     assert {"direct shared_memory", "direct gloo", "gather + broadcast", "gather + bucket", "ceiling memcpy"} <= ways.keys()
     for name in ("direct shared_memory", "direct gloo"):
         assert ways[name]["bytes_moved"] == facts["bytes"] and ways[name]["of_ceiling"] > 0 and ways[name]["times_faster"] > 0
-    norms = 5 * 256 * 4  # on both trainer ranks: nobody sends them to rank 0
-    # Half of the rest goes to rank 0, and all of it to the engine.
+    norms = 5 * 256 * 4  # both trainer ranks have these: none are sent to rank 0
+    # Half of the other bytes go to rank 0, and all of them to the engine.
     assert ways["gather + broadcast"]["bytes_moved"] == facts["bytes"] + (facts["bytes"] - norms) // 2

@@ -1,6 +1,7 @@
-"""Checkpoints: saved under one layout, loaded under another, every element of weights and moments compared; damaged, and refused.
+"""Checkpoints that are saved under one layout and loaded under another: every element of weights and moments is compared. Damaged ones are
+refused.
 
-Real gloo ranks and real Megatron optimizers; checkpoint_worker.py and trainer_worker.py say how they are compared.
+The tests have real gloo ranks and real Megatron optimizers. checkpoint_worker.py and trainer_worker.py say how they compare.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nursery import Run, script
 from trainer_cases import save_model
 from trainer_processes import saved, spawn
 
-CHAIN_DEADLINE_S = 300  # of four layouts
+CHAIN_DEADLINE_S = 300  # for four layouts
 FILES = {"index.msgpack", "ledger.msgpack", "state.json", "rank_00000.bin", "rank_00001.bin"}
 
 
 def run_chains(out: Path, chains: list[Chain]) -> dict[tuple[str, int], list[str]]:
-    """What failed under each (chain, layout); a chain ends at its first failure."""
+    """The failures under each (chain, layout). A chain ends at its first failure."""
     plan = out / "chains.json"
     plan.write_text(json.dumps(chains))
     ranks = Run(**script("checkpoint_worker", str(plan), str(out)), start_new_session=True, stdout=subprocess.PIPE, text=True)
@@ -48,7 +49,7 @@ def assert_equal_under_all_layouts(out: Path, chains: list[Chain]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_tensor_and_moment_is_the_same_under_other_layouts(seldom: bool, tmp_path: Path) -> None:
-    """Those that were wrong once, one of each cause soon; and some at random."""
+    """Layouts that were once wrong, one for each cause first; and random ones."""
     known = {chain["name"]: chain for chain in known_chains(tmp_path)}
     soon = [known.pop(name) for name in ("tied_odd_width", "no_experts_zero0")]
     chains = [*known.values(), *random_chains(tmp_path, seed=0, count=1, layouts=4)] if seldom else soon
@@ -64,7 +65,7 @@ def test_every_tensor_and_moment_is_the_same_under_51_pairs_of_random_layouts(tm
 
 @pytest.fixture(scope="module")
 def harmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(what the ranks saved, the checkpoint)"""
+    """(what the ranks saved, the damaged checkpoint)"""
     model, out = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("harmed")
     save_model("untied", model)
     tied = known_chains(out)[0]["model"]

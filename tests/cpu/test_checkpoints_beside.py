@@ -1,4 +1,4 @@
-"""Checkpoints and exports that are written beside training: what is saved is what was held when they were begun."""
+"""Checkpoints and exports that are written during training hold the state at which they were begun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_saved_beside_training_is_what_was_held_before_it(model: Path, tmp_path: Path) -> None:
-    """By two ranks, with steps made meanwhile, a disk that fails one of them, and one checkpoint after it."""
+    """Two ranks make steps meanwhile. A disk fails one checkpoint; a later one succeeds."""
     spawn(2, tmp_path, [{"run": "saved_beside", "name": "beside", "model": str(model), "topology": {"dp": 2}}])
     for rank in saved(tmp_path, "beside"):
         assert rank["there_before_finish"] == []
@@ -39,7 +39,7 @@ def test_what_is_saved_beside_training_is_what_was_held_before_it(model: Path, t
 
 
 def test_what_a_resumed_run_would_not_make_again_is_complete_first(model: Path, tmp_path: Path) -> None:
-    """And what only rank 0 does may fail: then all ranks say so, and none waits for it."""
+    """If rank 0's own part fails, all ranks say so, and none waits for it."""
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{path: {model}}}\ndata: {{train: {{source: rows.jsonl}}}}\n")
     spawn(2, tmp_path, [{"run": "saving", "name": "saving", "model": str(model), "topology": {"dp": 2}, "config": str(config)}])
@@ -53,7 +53,7 @@ def test_what_a_resumed_run_would_not_make_again_is_complete_first(model: Path, 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_killed_at_20_random_moments_it_goes_on_from_a_whole_checkpoint(model: Path, tmp_path: Path) -> None:
-    """Each life checks that the checkpoint it loads holds what the trainer held at that step, and repeats later steps exactly."""
+    """Each life checks that its checkpoint holds the trainer's state at that step, and repeats later steps exactly."""
     command = [sys.executable, str(Path(__file__).with_name("saving_worker.py")), str(model), str(tmp_path), "20", "0"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=840)
     lives = [json.loads(line) for line in done.stdout.splitlines()]

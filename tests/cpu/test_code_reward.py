@@ -1,4 +1,4 @@
-"""Programs in the sandbox: right and wrong ones, and hostile ones."""
+"""Programs in the sandbox: right, wrong and hostile ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_programs_are_told_right_from_wrong(count: int) -> None:
 
 
 ADDED = "a, b = map(int, input().split())\n"
-AS_PROGRAMS = [  # right ones, by what they leave to the interpreter's end, or expect of the module that they are
+AS_PROGRAMS = [  # right programs that leave work to the interpreter's exit, or depend on being the main module
     "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\n"
     f"{ADDED}print(a + b)",
     f"import atexit, os\n{ADDED}atexit.register(lambda: os.write(1, b'%d' % (a + b)))",
@@ -73,7 +73,7 @@ for number in range(12):
         for _ in range(100): file.write(block)
 print(3)
 """
-OF_THE_HOST = {  # what a program must not be able to do: it prints 3 if it could
+OF_THE_HOST = {  # what a program must not be able to do; it prints 3 if it can
     "kernel settings": "name = '/proc/sys/vm/swappiness'\nvalue = open(name).read()\nopen(name, 'w').write(value)\nprint(3)",
     "fill /": FILL.replace("{}", "", 1),
     "fill /dev": FILL.replace("{}", "/dev"),
@@ -86,7 +86,7 @@ OF_THE_HOST = {  # what a program must not be able to do: it prints 3 if it coul
 
 @pytest.mark.parametrize("what", OF_THE_HOST)
 def test_programs_cannot_reach_the_kernel_or_fill_memory(what: str) -> None:
-    """As root, too, whose files in /proc the kernel takes to be the program's own."""
+    """Also as root: then the kernel takes root's files in /proc to be the program's own."""
     [score] = scored([(row([("1 2\n", "3\n")]), fenced(OF_THE_HOST[what]))])
     assert score.reward == 0.0 and score.parts["crashed"] == 1.0
 
@@ -103,7 +103,7 @@ os.kill(os.getppid(), 9)
 
 @pytest.mark.parametrize(("start", "block", "times"), [("b''", r"b'\n'", 200), ("b'['", "b'[],'", 60)], ids=["lines", "lists"])
 def test_forged_results_cost_little(start: str, block: str, times: int) -> None:
-    """Texts that would become gigabytes of lists, and hold up all else in the process that compares."""
+    """Results that would become gigabytes of lists, and delay all other work of the comparing process."""
     forged = FORGED.replace("START", start).replace("BLOCK", block).replace("TIMES", str(times))
 
     async def run() -> tuple[Score, float]:
@@ -142,7 +142,7 @@ HOSTILE = {
 
 
 def test_hostile_programs_neither_pass_nor_hang_nor_end_the_run() -> None:
-    """Some forge results, or remove all that was said of them; a good program is scored beside them all."""
+    """Some programs forge results, or remove all records of them. A good program is scored beside them."""
     found = scored([*((SUM, fenced(program)) for program in HOSTILE), (SUM, fenced(GOOD)), (SUM, GOOD), (SUM, "")], 2.0, 20.0)
     *bad, good, bare, empty = found
     assert [score.reward for score in bad] == [0.0] * len(HOSTILE)
@@ -158,7 +158,7 @@ STOPS = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\nfile = 
 
 @pytest.mark.parametrize(("said", "why"), [("' '", "slow"), pytest.param(r"'\n'", "crashed", marks=pytest.mark.long)])
 def test_a_program_that_stops_the_process_that_tests_it_holds_a_worker_for_the_time_of_a_test(said: str, why: str) -> None:
-    """Not for that of all tests, an hour here, whatever it writes in the place of the process."""
+    """And not for the time of all tests, here an hour, whatever it writes in that process's place."""
     hostile = f"{STOPS} os.write(file, {said}.encode())\n time.sleep(0.5)"
     [score] = scored([(row([("1 2\n", "3\n")]), fenced(hostile))], 0.5, 3600.0)
     assert score.reward == 0.0 and score.parts[why] == 1.0

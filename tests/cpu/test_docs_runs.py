@@ -1,4 +1,4 @@
-"""The documents' commands that train, each as it stands and made short by overrides after it (tests/documented.py)."""
+"""Runs the documents' commands that train. Each is unchanged, but followed by overrides that make it short (tests/documented.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from documented import FIRST_DAY, FIRST_HOUR, LONG, OPENENV, OWN_RUN, ROOT, chec
 from run_tools import make_model, rows
 
 pytestmark = pytest.mark.timeout(900)
-# In a process of the user's own.
+# Runs in a user's own process.
 WITH_TRANSFORMERS = "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained('{}')"
 
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def does(commands: dict[str, str], folder: Path) -> str:
-    """What all of them print, one after the other."""
+    """Runs the commands one after another, and returns all that they print."""
     printed = ""
     for text, more in commands.items():
         done = run(f"{text} {more}", folder)
@@ -40,7 +40,7 @@ def test_what_a_newcomer_does_first(folder: Path) -> None:
 
 @pytest.mark.long
 def test_the_first_hour(folder: Path) -> None:
-    """Its commands in their order; its own files are there from the beginning, with a small model and rows of its alphabet."""
+    """The commands run in order. The document's own files are there from the beginning, with a small model and rows in its alphabet."""
     begin = "megarl init first"
     does({begin: FIRST_HOUR[begin]}, folder)
     make_model(folder / "first/my-model", max_position_embeddings=2048)
@@ -71,7 +71,7 @@ def test_an_environment_of_openenv(folder: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_run_of_ones_own(folder: Path) -> None:
-    """The files of docs/own_run.md, with a small model; then its other reward function."""
+    """Uses the files of docs/own_run.md with a small model; then the document's other reward function."""
     make_model(folder / "checkpoints/my-model", max_position_embeddings=2048)
     [settings], [graders, graded] = snippets("own_run.md", "yaml"), snippets("own_run.md", "python")
     (folder / "run.yaml").write_text(settings)
@@ -90,7 +90,7 @@ def test_a_run_of_ones_own(folder: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_rollout_of_ones_own(folder: Path) -> None:
-    """The file of docs/environments.md, with the quickstart's model and prompts."""
+    """Uses the file of docs/environments.md with the quickstart's model and prompts."""
     [games] = snippets("environments.md", "python")
     (folder / "games.py").write_text(games)
     model = make_model(folder / "checkpoints/player")
@@ -101,7 +101,7 @@ def test_a_rollout_of_ones_own(folder: Path) -> None:
 
 @pytest.mark.matrix
 def test_extensions_of_ones_own(folder: Path) -> None:
-    """All five files of docs/extending.md in one run, with a model of their family."""
+    """Uses all five files of docs/extending.md in one run, with a model of their family."""
     for text in snippets("extending.md", "python"):
         (folder / text.split(maxsplit=2)[1]).write_text(text)
     model = make_model(folder / "checkpoints/iquest_coder")

@@ -1,4 +1,4 @@
-"""`megarl doctor`'s test write, by every transport that two processes on CPUs can use; on GPUs it is the same code with other devices."""
+"""`megarl doctor`'s test write, by every transport that two processes on CPUs can use. On GPUs the same code runs with other devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines that lose a process before they are ready end at once, and say why; and they need no room in /dev/shm."""
+"""A real engine that loses a process before it is ready ends at once, and says why. Engines need no space in /dev/shm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def engine(model: Path, before: Sequence[str] = (), **sizes: int) -> tuple[ProcessSpec, str, EngineKeys]:
-    """(it, its URL, its keys). `before`: a command that becomes the engine."""
+    """(process, URL, keys) of an engine. `before`: a command that becomes the engine."""
     (port,), keys = free_ports(1), EngineKeys.generate()
     settings = EngineSettings(str(model), "float32", port, context_length=96, max_running_requests=4, device="cpu", **sizes)
     argv, environment = server_command(settings, keys)
@@ -44,7 +44,7 @@ def engine(model: Path, before: Sequence[str] = (), **sizes: int) -> tuple[Proce
 def schedulers(group: ProcessGroup) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             found += [child] if "scheduler" in " ".join(child.cmdline()) else []
     return found
 
@@ -60,7 +60,7 @@ def failure(group: ProcessGroup, within_s: float) -> ProcessFailed:
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_path, replicas):
-    """With replicas of attention, schedulers are children of a process between."""
+    """With replicas of attention, schedulers are children of an intermediate process."""
     if replicas > 1:
         model = make_checkpoint(tmp_path / "model", 1, torch.float32, tied=False, family="qwen3_moe")
     with ProcessGroup(tmp_path) as group:
@@ -68,19 +68,19 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
         group.start(spec)
         deadline = time.monotonic() + STARTED_S
         seen: list[psutil.Process] = []
-        while not (lasting := [each for each in schedulers(group) if each in seen]):  # others are on their way to becoming one
+        while not (lasting := [each for each in schedulers(group) if each in seen]):  # the others are still becoming schedulers
             assert time.monotonic() < deadline
             seen = schedulers(group)
-            time.sleep(10 * LOOK_S if seen else 0.01)  # until it is known
+            time.sleep(10 * LOOK_S if seen else 0.01)  # until the engine knows it
         killed = lasting[0]
         processes = {child.pid for child in psutil.Process(group._children["engine.0"].pid).children(recursive=True)}
         killed.kill()
         ended = failure(group, ENDED_S)
         said = group.log_path("engine.0").read_text()
-    # SGLang may kill the engine before that can end with the status of its child, which is told in either case.
+    # SGLang may kill the engine before the engine ends with its child's status. The status is printed in either case.
     endings = ("engine.0 exited with status 137: one of its processes was killed by SIGKILL", "engine.0 was killed by SIGKILL")
     assert ended.how in endings and ended.signalled
-    # A process between may be killed by SGLang before it can name the scheduler, and the engine before it can name either.
+    # SGLang may kill the intermediate process before it names the scheduler, and the engine before it names either.
     named = {int(pid) for pid in re.findall(r"process (\d+) of this engine was killed by SIGKILL", said)}
     assert named <= ({killed.pid} if replicas == 1 else processes)
     assert named or ended.how == endings[1]
@@ -89,8 +89,8 @@ def test_an_engine_whose_scheduler_is_killed_before_it_is_ready_ends(model, tmp_
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="mounts take root")
 def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
-    """What its processes share is anonymous, or lies in a folder of the launch's own. (One that lacks memory there ends by SIGBUS, which
-    is told with the room in /dev/shm: tests/unit/test_deaths.py.)"""
+    """Its processes share anonymous memory, or files in a folder of the launch. (An engine that lacks memory there ends by SIGBUS, and the
+    message tells the free space in /dev/shm: tests/unit/test_deaths.py.)"""
     full = 'mount -t tmpfs -o size=64k none /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec "$@"'
     spec, url, keys = engine(model, ["unshare", "-m", "sh", "-c", full, "sh"])
 
@@ -107,7 +107,7 @@ def test_an_engine_starts_where_dev_shm_is_full(model, tmp_path):
 
 @pytest.mark.long
 def test_doctor_has_an_engine_compile_without_weights_or_a_run(tmp_path):
-    """What is compiled is kept in a folder of this host; nothing else is left behind."""
+    """The compiled code stays in a folder of this host; nothing else is left behind."""
     kept = tmp_path / "compiled"
     done = run(["doctor", "--warm", "configs/quickstart.yaml", f"launch.compile_cache={kept}", f"run_dir={tmp_path / 'run'}"])
     assert done.returncode == 0, done.stderr

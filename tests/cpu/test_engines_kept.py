@@ -1,4 +1,4 @@
-"""Engines that are started again, with small processes that play them; and a run's stop, with processes that play trainer ranks."""
+"""Restarts of engines, which small processes play; and a run's stop, with processes that play trainer ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_killed_engine_is_started_again_on_its_port_so_often_and_no_more(tmp_p
 
 
 def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsys):
-    """Once it has been started again as often as it may; one that never answered at all ends the run too."""
+    """An engine has used up its restarts: the run continues without it. An engine that never answered ends the run."""
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart", max_restarts=0, spare=True)
         until(lambda: keeper._engines["engine.0"].answered, keeper.poll)
@@ -106,7 +106,7 @@ def test_the_run_goes_on_without_one_that_training_does_not_need(tmp_path, capsy
 
 
 def test_an_engine_that_has_served_and_ends_of_itself_is_started_again(tmp_path, capsys):
-    """As one does whose scheduler crashed, or that was told to end because it lacks a part of the weights."""
+    """So ends an engine whose scheduler crashed, or that was told to end because it lacks a part of the weights."""
     leaving = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n"
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart", code=leaving + SERVER)
@@ -127,7 +127,8 @@ def test_an_engine_that_answers_nothing_is_ended_and_started_again(tmp_path, cap
 
 @pytest.mark.long
 def test_an_engine_at_a_long_command_of_an_update_is_let_finish(tmp_path, capsys):
-    """Its scheduler answers nothing for twice health_s, but beats; one that is stopped does not beat. A run has at least 5 s."""
+    """Its scheduler gives no answer for twice health_s, but sends heartbeats. A stopped scheduler sends none. In a run health_s is at least
+    5 s."""
     ask, beats = tmp_path / "ask", tmp_path / "beats"
     with ProcessGroup(tmp_path) as group:
         keeper = kept(group, "restart", health_s=4.0, code=BUSY.replace("ASK", str(ask)), env={BEATS: str(beats)})
@@ -215,7 +216,7 @@ with termination_as_exit(), ProcessGroup(Path(sys.argv[2])) as group:
 
 @pytest.mark.long
 def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_dead(tmp_path):
-    """Engines are given up after 1 s of silence."""
+    """An engine counts as dead after 1 s of silence."""
     argv = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
@@ -232,7 +233,7 @@ def test_a_launcher_that_was_stopped_says_so_and_does_not_take_its_engines_for_d
 
 
 def test_an_engine_that_ends_of_itself_before_it_has_ever_answered_ends_the_run_at_once(tmp_path, capsys):
-    """It would do so again; one that was killed is started again."""
+    """It would end again. An engine that was killed is started again."""
     with ProcessGroup(tmp_path) as group:
         keeper = EngineKeeper(group, "restart", max_restarts=3, health_s=10, startup_s=30)
         spec = ProcessSpec("engine.0", [sys.executable, "-S", "-c", "raise SystemExit('no such model')"])

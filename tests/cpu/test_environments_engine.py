@@ -1,4 +1,4 @@
-"""Hundreds of samples of several turns at once, through one real SGLang engine."""
+"""Hundreds of concurrent samples of several turns, through one real SGLang engine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megarl.rollouts.environments.base import RolloutContext
 from megarl.rollouts.environments.tool_calls import ToolCalls
 from megarl.rollouts.rollout import CheckedRollout
 
-GROUPS, N, RUNNING = 64, 4, 64  # samples at once; how many of them the engine decodes together, which start_engine sets
+GROUPS, N, RUNNING = 64, 4, 64  # N samples of each group at once; RUNNING of them decode together, as start_engine sets it
 MAX_TOKENS = 48
 
 
 class Watch:
-    """What is going on: requests in flight, samples in the order in which they were finished, and one that is held up."""
+    """Records requests in flight, and samples in the order in which they finish; holds one up."""
 
     def __init__(self) -> None:
         self.in_flight = self.peak = 0
@@ -50,7 +50,7 @@ class Watched(ToolCalls):
 
 
 async def hold_up_the_first(argument: str) -> str:
-    """An async tool that answers at once; but the first call, in one sample of 256, only once all others are done."""
+    """An async tool that answers at once, except its first call: that waits in one sample of 256 until all others are done."""
     watch = Watched.watch
     if not watch.held:
         watch.held.append(len(watch.finished))
@@ -60,7 +60,7 @@ async def hold_up_the_first(argument: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's, with random weights: it says every character about equally often."""
+    """The quickstart's model with random weights, which says every character about equally often."""
     return make_model(tmp_path_factory.mktemp("environments") / "model")
 
 

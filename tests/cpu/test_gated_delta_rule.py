@@ -1,4 +1,4 @@
-"""The rule in chunks against the rule token by token, and against Hugging Face's own; packed sequences against one at a time."""
+"""The gated delta rule in chunks, against the rule token by token and against Hugging Face's; packed sequences against single ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS, KEY, VALUE = 3, 8, 5
 
 @pytest.fixture
 def values() -> list[torch.Tensor]:
-    """q, k, v, g, beta, and the states before each sequence."""
+    """Random q, k, v, g, beta, and the states before each sequence."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def values() -> list[torch.Tensor]:
 
 
 def test_chunks_of_packed_sequences_are_the_rule_token_by_token(values: list[torch.Tensor]) -> None:
-    """Outputs, states and gradients, in float64."""
+    """Compares outputs, states and gradients in float64."""
     outs, ends = [], []
     for number, (start, end) in enumerate(pairwise(BOUNDARIES)):
         state = values[-1][number : number + 1]
@@ -49,7 +49,7 @@ def test_chunks_of_packed_sequences_are_the_rule_token_by_token(values: list[tor
 
 
 def test_it_is_hugging_faces_rule(values: list[torch.Tensor]) -> None:
-    """Which computes in float32."""
+    """Hugging Face computes in float32."""
     from megarl.generator import cpu_support
 
     cpu_support.install()

@@ -1,4 +1,4 @@
-"""An engine's processes end with those that they have started: real processes that play scheduler and controller."""
+"""An engine ends together with the processes that it started. Real processes play scheduler and controller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 import pytest
 from loops import has_ended
 
-# Like an engine: a process that waits for ever for one that it has forked, or that this one has.
+# Like an engine: a process that waits for ever for a process that it forked, or that this one forked.
 ENGINE = """
 import multiprocessing, os, sys, time
 from megarl.generator.hooks import GRACE_S, Children
@@ -56,7 +56,7 @@ def test_one_that_is_killed_ends_them_all_and_is_named(between, then):
 
 
 def test_whatever_an_engine_ends_by_it_ends_though_what_it_has_started_goes_on():
-    """Python itself would wait for it."""
+    """Python itself would wait for the started process."""
     code = ENGINE.replace("process.join()", "raise SystemExit('enough')")
     engine = subprocess.run([sys.executable, "-c", code, "scheduler", "raises"], capture_output=True, text=True, timeout=30)
     assert engine.returncode == 1 and engine.stderr.startswith("enough\n")

@@ -1,4 +1,4 @@
-"""One real SGLang engine (TP1, fp32, untied) against Hugging Face's model, and its weights replaced under it."""
+"""One real SGLang engine (TP1, fp32, untied) against Hugging Face's model, before and after its weights are replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAINER = {"tp": 2}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """The first is what the engine starts from."""
+    """The engine starts from the first one."""
     folder = tmp_path_factory.mktemp("models")
     return [make_checkpoint(folder / str(seed), seed, torch.float32, tied=False) for seed in (1, 2)]
 
@@ -74,10 +74,10 @@ def with_client(engine, body):
 
 
 async def under_way(client: EngineClient) -> asyncio.Task[list[Completion]]:
-    """A long request that samples by now."""
+    """A long request that has begun to sample."""
     running = asyncio.create_task(client.generate(PROMPTS[0], Sampling(max_tokens=80, ignore_eos=True), 32))
     await asyncio.sleep(0.01)
-    await client.generate(PROMPTS[1], Sampling(max_tokens=2, ignore_eos=True))  # queued behind it
+    await client.generate(PROMPTS[1], Sampling(max_tokens=2, ignore_eos=True))  # queued after it
     return running
 
 
@@ -94,7 +94,7 @@ def test_greedy_tokens_and_logprobs_equal_hf(engine, checkpoints):
 
 
 def test_a_response_fills_the_context_but_for_what_sglang_keeps_back(engine):
-    """Also where its last token takes a request of its own."""
+    """Also if its last token takes a request of its own."""
 
     async def longest(client, left_over):
         tokens = CONTEXT - len(PROMPTS[0]) - left_over
@@ -115,7 +115,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(engine, checkpoints
     for completion in completions:
         logprobs = hf_logprobs(model, [*PROMPTS[2], *completion.token_ids], temperature)[len(PROMPTS[2]) - 1 :]
         probabilities, order = logprobs.exp().sort(-1, descending=True)
-        kept = probabilities.cumsum(-1) - probabilities <= top_p  # the nucleus: candidates until top_p is passed
+        kept = probabilities.cumsum(-1) - probabilities <= top_p  # the nucleus: the likeliest candidates until top_p is passed
         if top_k > 0:
             kept[:, top_k:] = False
         kept = torch.zeros_like(kept).scatter(-1, order, kept)
@@ -201,7 +201,7 @@ def test_a_paused_engine_leaves_the_cores_to_others_and_goes_on_with_its_request
 
 
 def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, checkpoints, hub):
-    """One engine, two trainer processes: layout check, direct writes, audit, prefix cache, corruption, worker errors."""
+    """One engine and two trainer processes: layout check, direct writes, audit, prefix cache, corruption, worker errors."""
     map = reshard_map(checkpoints[1], "float32", TRAINER, 1)
     new, prompt = hf_model(checkpoints[1], torch.float32), PROMPTS[4]
 
@@ -212,7 +212,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
 
     async def body(client: EngineClient) -> None:
         workers = Workers([client], [1], hub, 60)
-        await client.generate(prompt, GREEDY)  # its keys and values are cached now
+        await client.generate(prompt, GREEDY)  # now its keys and values are cached
         await client.begin_update(60)
         await connect(workers, hub.key_file)
         live = await describe(workers)
@@ -224,7 +224,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         [unchanged] = await client.generate(PROMPTS[0], GREEDY)
         assert unchanged.versions[0] == -1
 
-        # Written, but the prefix cache kept: what an engine answers then is wrong, so the cache does matter here.
+        # The weights are written, but the prefix cache is kept: the engine's answer is wrong, so the cache matters here.
         update = WeightUpdate(workers, 7)
         await update.open()
         shares = shares_of(write_as_trainer("shared_memory", checkpoints[1], "float32", TRAINER, 1, endpoints))
@@ -234,7 +234,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
         [stale] = await client.generate(prompt, GREEDY)
         assert difference_to_hf(stale) > 1e-3
 
-        # The whole update, with requests in flight: none is lost, and their tokens say under which weights they were sampled.
+        # A whole update with requests in flight: none is lost, and each token tells the weights that sampled it.
         running = await under_way(client)
         update = WeightUpdate(workers, 7)
         await update.open()
@@ -248,7 +248,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             assert len(completion.token_ids) == 80
             assert completion.versions.tolist() == sorted(completion.versions) and set(completion.versions) == {-1, 7}
 
-        # One flipped element, in a write that a transport of somebody's own makes.
+        # One flipped element, in the write of a user's own transport.
         await (update := WeightUpdate(workers, 8)).open()
         writers = write_as_trainer("sglang_writer:OneFlippedElement", checkpoints[1], "float32", TRAINER, 1, endpoints)
         corrupt = shares_of(writers)
@@ -258,7 +258,7 @@ def test_weights_are_replaced_audited_and_never_mixed_with_old_keys(engine, chec
             "model.layers.1.mlp.down_proj.weight on generator rank 0 is not what trainer rank 0, 1 sent"
         ]
 
-        # A command that fails in the worker comes back as an error with its reason, and the engine lives on.
+        # A command that fails in the worker returns an error with the reason, and the engine continues.
         with pytest.raises(RuntimeError, match="(?s)generator rank 0 failed at Arrange.*KeyError: 0"):
             await workers.run_all(Arrange(shapes={}))
         with pytest.raises(EngineError, match="session is already open"):
@@ -306,7 +306,7 @@ def test_engine_ends_with_its_launcher(checkpoints):
 
 
 def test_engine_ends_as_a_whole_when_one_of_its_processes_is_killed(engine):
-    """Last: it ends the module's engine."""
+    """The last test, because it ends the module's engine."""
     processes = engine.processes()
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
 

@@ -1,6 +1,6 @@
-"""`make gpu-kit` and `make gpu` on a machine without a GPU. The kit runs in a Python that has PyTorch, Triton and NumPy, and nothing else
-of this environment. Its parts do all that they do, at toy sizes: kernels in Triton's interpreter, the trainer over gloo, writes through
-shared memory instead of CUDA IPC."""
+"""`make gpu-kit` and `make gpu` on a machine without a GPU. The kit's Python has PyTorch, Triton and NumPy, and nothing else of this
+environment. All parts of the kit run, at toy sizes: kernels in Triton's interpreter, the trainer over gloo, and writes through shared
+memory instead of CUDA IPC."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH with PyTorch, Triton, NumPy, and what these need."""
+    """A folder for PYTHONPATH with PyTorch, Triton, NumPy, and their dependencies."""
     folder = tmp_path_factory.mktemp("bare")
     for distribution in closure({"torch", "triton", "numpy"}):
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
@@ -55,7 +55,7 @@ def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
         seen.add(name)
         try:
             distribution = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # of CUDA
+        except importlib.metadata.PackageNotFoundError:  # a dependency for CUDA
             continue
         yield distribution
         needs = [need for need in distribution.requires or () if "extra ==" not in need]
@@ -99,7 +99,7 @@ def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
 def test_a_part_that_fails_is_shown_and_the_others_go_on(monkeypatch, tmp_path, capsys):
     from megarl.bench.gpu import __main__ as program
 
-    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)  # its imports alone take longer
+    sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)  # even its imports take longer
     broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
     monkeypatch.setattr(program, "PARTS", {"late": sleeps, "broken": broken})
     monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--rehearse", "--output", str(tmp_path)])

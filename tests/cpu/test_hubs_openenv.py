@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, by the package itself in an interpreter of its own, with its servers and client. The policy is a named fake."""
+"""Environments of OpenEnv, with the package's own servers and client in an interpreter of their own. The policy is a fake."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def boards() -> Iterator[Played]:
 
 @pytest.fixture(scope="module")
 def products() -> Iterator[Played]:
-    """An environment whose actions are calls of its MCP tools."""
+    """An environment whose actions are calls of MCP tools."""
     with opened(server="products:app") as played:
         yield played
 
@@ -53,14 +53,14 @@ def call(name: str, arguments: Any) -> str:
 
 
 def test_a_policy_that_calls_the_tools_of_the_environment(products: Played):
-    """Its seed 3 asks for 343*706, which is 242158."""
+    """Seed 3 of the environment asks for 343*706, which is 242158."""
     said = [call("calculate", {"expression": "343*706"}), call("answer", {"number": "242158"})]
     policy = Saying(*said)
     [sample] = products(policy, {"prompt": [{"role": "system", "content": "be right"}], "reset": {"seed": 3}}).samples
     start = "<bos><tools>calculate,answer,picture,fields,own<system>be right<user>343*706=<assistant>"
     assert policy.asked == [start, f"{start}{said[0]}<eos><tool>242158<assistant>"]
     assert sample.text == f"{said[0]}<eos><tool>242158<assistant>{said[1]}<eos>" and sample.reward == 1.0
-    written = len(TOKENIZER.encode_text("242158")) + 2  # by the environment, between two tokens of the template
+    written = len(TOKENIZER.encode_text("242158")) + 2  # the environment's text, between two tokens of the template
     assert list(sample.policy_mask).count(False) == written
     assert (sample.metrics["env_steps"], sample.metrics["env_ended"], sample.metrics["env_refused"]) == (2, 1, 0)
     assert not any(map(sample.metrics.get, FAILED))
@@ -136,14 +136,14 @@ def test_an_episode_that_fails_is_counted_and_has_the_reward_of_a_crash(capfd: p
         assert "none of its 3 steps had a reward" in capfd.readouterr().out
         check_failure(played, "dies", "failed_worker")
         assert "it ended with status 3" in capfd.readouterr().out
-        [sample] = played(Saying("ab"), {"reset": {}}).samples  # by another process
+        [sample] = played(Saying("ab"), {"reset": {}}).samples  # in another process
         assert sample.reward == 1.5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("server", ["boards:threads", "boards:app"])
 def test_an_episode_that_takes_too_long_has_the_reward_of_a_crash(server: str, capfd: pytest.CaptureFixture[str]):
-    """Also where one holds up the whole server."""
+    """Also if it blocks the whole server."""
     with opened(server=server, on_crash=-0.5, deadline_s=10.0, **TEXT) as played:
         check_failure(played, "late", "failed_deadline")
     assert "it took longer than 10 s" in capfd.readouterr().out
@@ -195,7 +195,7 @@ def urls() -> list[str]:
 
 @pytest.fixture
 def servers(urls: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two servers that run already, as those of a cluster do."""
+    """Two servers that already run, as on a cluster."""
     running = [*map(serve_at, urls)]
     try:
         yield running
@@ -262,7 +262,7 @@ with GenericEnvClient(base_url=sys.argv[1]).sync() as session:
 
 @pytest.mark.long
 def test_a_server_that_is_full_at_the_start_is_asked_again_for_its_tools(urls: list[str], servers: list[Any]):
-    """Its only session is that of somebody else, who leaves after a while."""
+    """Another client has its only session, and leaves after a while."""
     with subprocess.Popen([THERE, "-c", HOLDS, urls[0]], stdout=subprocess.PIPE) as holds:
         assert holds.stdout is not None and holds.stdout.readline() == b"holds\n"
         with opened(server=urls[0], retries=0) as played:

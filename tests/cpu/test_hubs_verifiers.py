@@ -1,4 +1,4 @@
-"""Environments of verifiers, played by a process of another interpreter; the policy is a named fake."""
+"""Environments of verifiers, played by a process of another interpreter. The policy is a fake."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_rows_are_written_as_the_environment_has_them(tmp_path: Path):
 
 @pytest.mark.skipif(not Path(THERE).exists(), reason="no interpreter with verifiers[rg] (docs/agents.md)")
 def test_an_environment_of_the_package_itself(tmp_path: Path):
-    """The reference answers are reasoning_gym's: a word and its letters backward."""
+    """The reference answers are reasoning_gym's: a word, spelled backward."""
     gym = [{"name": "spell_backward", "weight": 1, "config": {"min_word_len": 3, "max_word_len": 4}}]
     args = {"gym": gym, "num_train_examples": 5, "num_eval_examples": 2, "system_prompt": ""}
     arguments: dict[str, Any] = {"python": THERE, "folder": None, "environment": "verifiers:ReasoningGymEnv", "args": args}
@@ -170,7 +170,7 @@ def test_an_environment_of_the_package_itself(tmp_path: Path):
 
 
 def test_what_an_environment_has_started_ends_with_whoever_has_started_its_worker():
-    """As where the run is killed: nothing but the end of the pipe tells the worker."""
+    """As when the run is killed: only the end of the pipe tells the worker."""
     asked = {"do": "serve", "environment": "games", "args": {"kind": "starts"}}
     inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}
@@ -201,7 +201,7 @@ def test_rows_do_not_wait_for_what_the_environment_has_started(tmp_path: Path):
 
 
 def test_a_worker_ends_with_whoever_has_started_it():
-    """Even while a reward function hangs: the pipe that it reads is closed."""
+    """Even while a reward function hangs: the pipe that the worker reads is closed."""
     asked = {"do": "serve", "environment": "games", "args": {"kind": "hangs"}}
     inside = ROOT / "megarl/agents/hubs/inside_verifiers.py"
     environment = {**os.environ, "PYTHONPATH": HERE["folder"]}

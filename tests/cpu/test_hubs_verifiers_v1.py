@@ -1,4 +1,4 @@
-"""Tasksets of verifiers 0.4, played by a process of another interpreter; the policy is a named fake."""
+"""Tasksets of verifiers 0.4, played by a process of another interpreter. The policy is a fake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def args(kind: str = "fine", turns: int = 1, tools: bool = False) -> dict[str, Any]:
-    """`kind` is how the harness or the scoring fails."""
+    """Arguments of the taskset. `kind` says how the harness or the scoring fails."""
     agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "sums", "turns": turns, "kind": kind}}
     return {"taskset": {"task": {"kind": kind, "tools": tools}}, "agent": agent}
 

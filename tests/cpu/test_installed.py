@@ -1,4 +1,5 @@
-"""SGLang and transformers as they are installed: what MegaRL says of them without importing them, and that a process of a user's can."""
+"""The installed SGLang and transformers: MegaRL's statements about them, made without an import, are true; and a user's process can import
+transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def print_server_args() -> None:
-    """In a process that has imported SGLang."""
+    """Runs in a process that has imported SGLang."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
@@ -30,7 +31,7 @@ def test_the_arguments_that_are_read_off_its_source_are_those_that_sglang_takes(
     assert psutil.wait_procs([process], timeout=120)[1] == []
     there = (tmp_path / "names").read_text().split()
     assert set(vendor_settings.sglang_arguments()) == {name for name in there if not name.startswith("_")}
-    ours = {*vendor_settings.SGLANG_BY_KEY, *vendor_settings.KEPT, *vendor_settings.SGLANG_REFUSED} - {"tp"}  # by which some know tp_size
+    ours = {*vendor_settings.SGLANG_BY_KEY, *vendor_settings.KEPT, *vendor_settings.SGLANG_REFUSED} - {"tp"}  # another name of tp_size
     assert ours <= set(there)
     untyped = [name for name, argument in vendor_settings.sglang_arguments().items() if argument.type is Any]
     assert len(untyped) < 5, untyped
@@ -48,7 +49,8 @@ print(*model(ids).logits.shape)
 
 
 def test_transformers_can_load_a_model_in_this_environment(tmp_path: Path) -> None:
-    """In a process of the user's, which knows nothing of our stand-ins. It could not while torchvision's wheel for CUDA was installed."""
+    """In a user's process, without MegaRL's replacements for missing packages. It failed while torchvision's wheel for CUDA was
+    installed."""
     result = subprocess.run([sys.executable, "-c", TO_HF_AND_BACK, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, f"{result.stderr}\nIs .venv older than requirements/cpu.txt? make setup"
     tokens, vocabulary = 5, json.loads((tmp_path / "config.json").read_text())["vocab_size"]

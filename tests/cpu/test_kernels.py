@@ -1,5 +1,4 @@
-"""megarl.kernels on a CPU: the torch references, and the kernels themselves, interpreted
-(kernels_interpreted.py) and compiled (kernels_compiled.py)."""
+"""megarl.kernels on a CPU: the torch references; the kernels, interpreted (kernels_interpreted.py) and compiled (kernels_compiled.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ DEADLINE_S = 900
 
 @pytest.mark.parametrize(("file", "interpret"), [("kernels_interpreted.py", "1"), ("kernels_compiled.py", "0")])
 def test_kernels(file, interpret, tmp_path):
-    """In a process of its own: TRITON_INTERPRET counts at the first import of Triton."""
+    """In a process of its own, because Triton reads TRITON_INTERPRET at its first import."""
     environment = dict(os.environ, TRITON_INTERPRET=interpret, TRITON_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, cwd=HERE.parents[1])
@@ -31,7 +30,7 @@ def test_kernels(file, interpret, tmp_path):
 
 
 def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
-    """Its formula in exact fractions. A power of two changes no significand, so one binade of each stands for all."""
+    """Checks its formula in exact fractions. A power of two changes no significand, so one binade of each stands for all."""
     scales = [torch.tensor(1 + m / 128) / torch.tensor(448.0) for m in range(128)] + [torch.tensor(1e-4) / torch.tensor(448.0)]
     for scale in {Fraction(math.frexp(scale.item())[0]) for scale in scales}:
         reciprocal = float32(1 / scale)
@@ -43,10 +42,10 @@ def test_the_kernels_division_is_exact_for_every_bf16_number_and_scale():
 
 
 def float32(x: Fraction) -> Fraction:
-    """Nearest multiple of the unit in the last place (24 bits), ties to even: what `round` of a fraction does."""
+    """The nearest multiple of the unit in the last place (24 bits), ties to even, by `round` of a fraction."""
     if not x:
         return x
-    exponent = math.frexp(float(abs(x)))[1]  # of a float64, so it may be one too large just below a power of two
+    exponent = math.frexp(float(abs(x)))[1]  # of a float64: it may be one too large just below a power of two
     if abs(x) < Fraction(2) ** (exponent - 1):
         exponent -= 1
     unit = Fraction(2) ** (exponent - 24)
@@ -70,8 +69,8 @@ VOCAB, PADDED, HIDDEN, ROWS = 19, 24, 7, 11
 
 
 def random_sets(targets: torch.Tensor, generator: torch.Generator) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Sets around the targets as `linear_logprobs` takes them, in no order of ids; and as truth values. The first two are the smallest
-    and the largest possible."""
+    """Random sets that contain the targets: in `linear_logprobs`'s form, with unordered ids, and as truth values. The first two are the
+    smallest and the largest possible."""
     inside = torch.rand(len(targets), VOCAB, generator=generator) < 0.3
     inside[0], inside[1] = False, True
     inside.scatter_(1, targets[:, None], True)
@@ -79,13 +78,13 @@ def random_sets(targets: torch.Tensor, generator: torch.Generator) -> tuple[tupl
     return (inside.sum(dim=1), torch.cat(sets).int()), inside
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])  # at 4, the last rank holds one real token and five of padding; at 8, padding alone
+@pytest.mark.parametrize("size", [1, 2, 4, 8])  # at 4, the last rank holds one real token and five of padding; at 8, only padding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 @pytest.mark.parametrize("chunk", [4, 100])
 @pytest.mark.parametrize("part", [False, True])
 def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weight, chunk, part):
-    """`part`: of softmaxes over a set of each row's own; some ranks hold none of it."""
+    """`part`: the softmax of each row is over a set of its own, of which some ranks hold nothing."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for rows in (ROWS, PADDED))
     hidden *= 3
@@ -93,7 +92,7 @@ def test_logprobs_entropy_and_gradients_equal_float64(size, dtype, entropy_weigh
     weights = torch.randn(ROWS, generator=generator)
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     logits = exact[0] @ exact[1].T
-    if dtype == torch.bfloat16:  # a CPU rounds them: the same numbers, whose gradient passes through the rounding
+    if dtype == torch.bfloat16:  # the CPU rounds them; the gradient passes through the rounding
         rounded = [torch.cat([rows @ part.T for part in weight.chunk(size)], 1) for rows in hidden.split(chunk)]
         logits = logits + (torch.cat(rounded).double() - logits).detach()
     kept, inside = random_sets(targets, generator) if part else (None, torch.ones(ROWS, VOCAB, dtype=torch.bool))
@@ -139,7 +138,7 @@ def test_no_row_has_no_logprob_and_a_zero_gradient():
 
 
 def test_memory_is_that_of_a_chunk():
-    """No tensor of rows times vocabulary is made, forward or backward."""
+    """Neither forward nor backward makes a tensor of rows times vocabulary."""
     rows, vocab, chunk = 96, 4096, 8
     hidden, weight = torch.randn(rows, HIDDEN, requires_grad=True), torch.randn(vocab, HIDDEN, requires_grad=True)
     largest = []

@@ -1,4 +1,4 @@
-"""The learning rate of every step, beside what the schedules are by their names."""
+"""The learning rate of every step, against the schedules' definitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.schema import OptimizerConfig
 from megarl.trainer.optimizer import LearningRate
 
 PEAK, WARMUP, TOTAL, FLOOR = 2e-3, 4, 20, 0.25
-AFTER = {  # share of the peak, by how much of what follows the warm-up is over
+AFTER = {  # share of the peak, by the share of the steps after warm-up that are done
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - (1 - FLOOR) * done,
     "cosine": lambda done: FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2,

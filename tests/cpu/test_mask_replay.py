@@ -1,5 +1,5 @@
-"""Tokens drawn from a part of the vocabulary: the trainer's log-probs are over the same part, in training and in scoring, and so its ratios
-to the engine are 1 at equal weights."""
+"""Tokens drawn from a part of the vocabulary. In training and scoring, the trainer's log-probs are over the same part. So at equal weights
+the ratios to the engine are 1."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SAMPLINGS = {
     "top_p": Sampling(40, TEMPERATURE, top_p=0.9, ignore_eos=True),
     "top_k": Sampling(40, TEMPERATURE, top_k=20, ignore_eos=True),
     "min_p": Sampling(40, TEMPERATURE, min_p=0.05, ignore_eos=True),
-    "bounded": Sampling(40, TEMPERATURE, top_p=0.99, ignore_eos=True),  # of which more tokens would be kept than are recorded
+    "bounded": Sampling(40, TEMPERATURE, top_p=0.99, ignore_eos=True),  # this would keep more tokens than are recorded
 }
 PROMPTS = [[1, *range(30 + 20 * i, 37 + 21 * i)] for i in range(3)]
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[TrainSequence]]]:
-    """The engine's checkpoint, and what it sampled: responses of two turns, each turn of several requests, as after cuts."""
+    """The engine's checkpoint and its samples: responses of two turns, each turn in several requests, as after cuts."""
     folder = tmp_path_factory.mktemp("drawn")
     checkpoint = make_checkpoint(folder / "model", 3, torch.float32, tied=False, vocab_size=VOCABULARY)
     engines = start_engine(checkpoint, "float32", 1, folder / "engine.log")
@@ -118,7 +118,7 @@ def test_at_equal_weights_ratios_are_1_over_the_sets_and_only_there(runs: Path, 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_log_probs_entropy_and_gradients_are_over_the_sets(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
-    """Of the policy, of the reference model, and in a step of several microbatches; against float64 and autograd."""
+    """For the policy, the reference model, and a step of several microbatches, against autograd in float64."""
     expected, ranks = drawn_reference(models[model]), saved(runs, f"{model}.{layout}")
     assert MODELS[model].vocab_size in {50, 140}, "of tensor ranks, the last holds few tokens or none"
     for rank in ranks:

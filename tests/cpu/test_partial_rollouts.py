@@ -1,8 +1,8 @@
-"""What weight updates do to running requests (`async.partial_rollout`), on one real SGLang engine that all modes share.
+"""The effect of weight updates on running requests (`async.partial_rollout`), on one real SGLang engine for all modes.
 
-Two sets of weights, A and B, take turns as versions 0, 1, 2, …: even versions are A, odd ones B. They are written into the
-engine's memory between the real steps of an update, while long requests run through the real fleet. `make matrix` does the same to an
-engine with two replicas of attention, which share the requests.
+Two sets of weights take turns: even versions are A, and odd versions are B. The tests write them into the engine's memory between the real
+steps of an update, while long requests run through the real fleet. `make matrix` does the same with an engine that has two replicas of
+attention, which share the requests.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PROMPTS = [[1] + [3 + (37 * i + 11 * j) % 400 for j in range(9 + i)] for i in ra
 LONG = Sampling(max_tokens=72, ignore_eos=True)
 NUCLEUS = Sampling(max_tokens=72, top_p=0.7, ignore_eos=True)
 SHORT = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-CHUNK = 48  # an update comes long before
-TOLERANCE = 2e-5  # of log-probs, fp32: two programs, or two ways to batch, that round differently
+CHUNK = 48  # updates come much earlier
+TOLERANCE = 2e-5  # for fp32 log-probs of two programs, or two batch shapes, which round differently
 DEADLINE_S = 60.0
 ENGINES = {"TP1": dict(tp=1), "TP2xDPA2": dict(tp=2, dp_attention=2)}
 MODES = ("block", "in_flight", "retract", "abort", "resume")
@@ -43,7 +43,7 @@ Place = tuple[int, str]  # TP rank, name
 
 @dataclass
 class Rig:
-    """One engine, its memory, and both sets of weights, as the engine has them and as Hugging Face's model."""
+    """One engine, its memory, and both sets of weights, in the engine's form and as Hugging Face's model."""
 
     client: EngineClient
     workers: Workers
@@ -59,7 +59,7 @@ class Rig:
         return fleet
 
     async def update(self, fleet: Fleet, mode: str, key: int | None = None) -> None:
-        """To the next version, as the weights channel does it; `key` is what the fleet takes for the version, for what goes wrong then."""
+        """Updates to the next version, as the weights channel does. `key`: a version for the fleet that may be wrong, to see the effect."""
         await asyncio.wait_for(fleet.hold(DEADLINE_S), DEADLINE_S)
         session = WeightUpdate(self.workers, self.version + 1, in_place=mode == "in_flight")
         await session.open()
@@ -70,12 +70,12 @@ class Rig:
         fleet.release(self.version if key is None else key)
 
     async def set_version(self, version: int) -> None:
-        """Between tests: to the weights of this parity, nothing running."""
+        """Between tests, with nothing running: sets the weights of this parity."""
         while self.version % 2 != version % 2:
             await self.update(self.fleet("block"), "block")
 
     async def scores(self, prompt: list[int], completions: list[Completion], version: int) -> list[list[float]]:
-        """Log-probs of the completions' tokens, computed afresh by the engine under the weights of `version`, no cache in use."""
+        """Log-probs of the completions' tokens, computed anew by the engine under the weights of `version`, without a cache."""
         await self.set_version(version)
         scored = await self.client.score([[*prompt, *completion.token_ids] for completion in completions])
         return [row[len(prompt) - 1 :] for row in scored]
@@ -112,7 +112,7 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
     memory = {(rank, name): values for rank, tensors in enumerate(mapped(endpoints)) for name, values in tensors.items()}
     weights = [{place: values.clone() for place, values in memory.items()}]
     await client.call("/update_weights_from_disk", {"model_path": str(checkpoints[1])}, DEADLINE_S)
-    await client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
+    await client.begin_update(DEADLINE_S)  # a barrier, because SGLang answers a load as soon as rank 0 is done
     await client.end_update(DEADLINE_S)
     weights.append({place: values.clone() for place, values in memory.items()})
     assert not any(torch.equal(weights[0][place], weights[1][place]) for place in memory)
@@ -122,10 +122,10 @@ async def open_rig(engine, hub: Hub, key_file: str, checkpoints) -> Rig:
 
 
 async def started(fleet: Fleet, n: int, sampling: Sampling = LONG) -> list[asyncio.Task]:
-    """Long requests on all prompts, each a few tokens on its way."""
+    """Long requests on all prompts, each after its first few tokens."""
     running = [asyncio.create_task(fleet.generate(prompt, sampling, n)) for prompt in PROMPTS]
     await asyncio.sleep(0.01)
-    await fleet.engines[0].generate(PROMPTS[0], SHORT)  # queued behind them, sampled together with them
+    await fleet.engines[0].generate(PROMPTS[0], SHORT)  # queued after them, and sampled together with them
     return running
 
 
@@ -171,8 +171,8 @@ def test_every_token_has_the_version_and_the_log_prob_of_the_weights_that_sample
 
 
 def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
-    """They are the choice of the weights that sampled the next token; of a request whose keys and values were computed anew, of those
-    weights. (All but a few: of experts whose scores are equal but for rounding either may be chosen.)"""
+    """The experts are the choice of the weights that sampled the next token; after a request's keys and values were computed anew, the
+    choice of the new weights. (A few may differ: if two experts' scores are equal up to rounding, either may be chosen.)"""
     same = other = total = 0
     for prompt, completion in ((prompt, completion) for prompt, group in zip(PROMPTS, groups) for completion in group):
         tokens, versions = [*prompt, *completion.token_ids], completion.versions
@@ -187,8 +187,8 @@ def check_experts(rig: Rig, groups: list[list[Completion]], mode: str) -> None:
 
 
 def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
-    """Tokens sampled after the update have keys and values of the old weights behind them: the policy that sampled them is the new
-    weights on the old cache. Hugging Face's model computes it in the same way."""
+    """Tokens sampled after the update attend to keys and values of the old weights: the policy is the new weights with the old cache.
+    Hugging Face's model computes the same."""
     for prompt, completions in zip(PROMPTS, groups):
         for completion in completions:
             before, after = sorted(set(completion.versions))
@@ -203,8 +203,8 @@ def check_in_place(rig: Rig, groups: list[list[Completion]]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
-    """Of a nucleus: what the weights that sampled the token find likeliest; its log-prob is over that set. (Not compared where new weights
-    have gone on with the old keys and values.)"""
+    """The set is a nucleus: the likeliest tokens under the weights that sampled the token. The log-prob is over that set. (New weights that
+    continue with old keys and values are not compared.)"""
     runner, rig = rig
 
     async def body() -> list[list[Completion]]:
@@ -235,11 +235,11 @@ def test_every_token_has_the_set_it_was_drawn_from(rig, mode):
 
 
 async def shared_prefix(rig: Rig, mode: str, key: int | None = None) -> float:
-    """Largest log-prob difference of a request after an update to a fresh computation; older weights have cached its prefix."""
+    """The largest log-prob difference between a request after an update, whose prefix older weights have cached, and a new computation."""
     fleet = rig.fleet(mode)
     prompt = (PROMPTS[3] * 4)[:40]
     running = [asyncio.create_task(fleet.generate(PROMPTS[0], LONG, 1))]
-    await fleet.generate(prompt, SHORT, 2)  # leaves the prefix in the cache; in each, if replicas of attention have their own
+    await fleet.generate(prompt, SHORT, 2)  # leaves the prefix in the cache, or in each cache if replicas of attention have their own
     await rig.update(fleet, mode, key)
     [completion] = await fleet.generate(prompt, SHORT, 1)
     await asyncio.gather(*running)
@@ -255,7 +255,7 @@ def test_new_requests_never_use_what_older_weights_have_cached(rig, mode):
 
 
 def test_the_version_is_what_keeps_the_cache_apart(rig):
-    """Without it, the test above fails: requests that run through the update keep the cache from being emptied."""
+    """Without the version the test above fails: requests that run through the update keep the cache from being emptied."""
     runner, rig = rig
     assert runner.run(shared_prefix(rig, "in_flight", key=rig.version)) > 0.01
 

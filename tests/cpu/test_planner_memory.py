@@ -1,4 +1,5 @@
-"""The planner's memory against real parts: a Megatron trainer on two gloo ranks that weighs itself, and HF's models on the meta device."""
+"""The planner's memory against real parts: a Megatron trainer on two gloo ranks that measures itself, and HF's models on the meta
+device."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
-    """What each of the two ranks found, by case. All cases run in the same two processes."""
+    """The measurements of both ranks, by case. All cases run in the same two processes."""
     folder = tmp_path_factory.mktemp("plan_memory")
     cases = [{"model": model, "trainer": trainer, "dtype": dtype, "tokens": TOKENS} for model, trainer, dtype in CASES.values()]
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -82,7 +83,7 @@ def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_trainer_holds_what_was_planned(weighed: dict[str, list[dict[str, int]]], name: str) -> None:
-    """Weights to the byte; gradients and Adam's state to the padding of Megatron's buffers."""
+    """Weights are exact to the byte; gradients and Adam's state up to the padding of Megatron's buffers."""
     model, sizes, dtype = CASES[name]
     trainer = TrainerConfig(**sizes)
     stages = stage_memory(load_spec(model), trainer, dtype, GPUS["cpu"])
@@ -94,13 +95,13 @@ def test_a_real_trainer_holds_what_was_planned(weighed: dict[str, list[dict[str,
 
 
 def test_a_recomputed_layer_keeps_what_enters_it(weighed: dict[str, list[dict[str, int]]]) -> None:
-    """Two layers more keep two inputs more, each half of the sequence, and nothing else."""
+    """Two more layers keep two more inputs, each half of the sequence, and nothing else."""
     for few, many in zip(weighed["two_layers"], weighed["four_layers"]):
         assert many["kept"] - few["kept"] == 2 * TOKENS // 2 * 256 * 2
 
 
 def test_without_fusion_a_layer_keeps_no_less_than_planned(weighed: dict[str, list[dict[str, int]]]) -> None:
-    """The plan is of GPUs' fused norms, rotation and SwiGLU. A CPU keeps their parts too, in fp32: twice as much, not less."""
+    """The plan counts a GPU's fused norms, rotary embedding and SwiGLU. A CPU also keeps their parts, in fp32: twice as much, not less."""
     trainer = TrainerConfig(tp=2, max_tokens_per_microbatch=TOKENS)
     two, four = (stage_memory(load_spec(model), trainer, "bfloat16", GPUS["cpu"])[0].activations for model in (LLAMA, DEEP))
     more = four - two

@@ -1,4 +1,5 @@
-"""A rank that others wait for in vain is named, with what it was doing: of real gloo ranks one stops or is busy, and another ends."""
+"""If ranks wait in vain, a report names the missing rank and what it was doing. One of the real gloo ranks stops or is busy, and another
+ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The verifier on 3,400 pairs of more than 40 kinds (data/make_reward_corpus.py) and on 1,153 that were labelled by hand
-(data/reward_corpus_by_hand.jsonl), in two processes that hash differently."""
+"""The verifier on 3,400 pairs of more than 40 kinds (data/make_reward_corpus.py), and on 1,153 pairs labelled by hand
+(data/reward_corpus_by_hand.jsonl), in two processes with different hash seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ order = list(range(len(rows)))[:: int(sys.argv[1])]
 verdicts = {row: math_reward(rows[row]["response"], rows[row]["reference"]) for row in order}
 print(json.dumps([verdicts[row] for row in range(len(rows))]))
 """
-RIGHT_SCORED_ZERO = 0  # of each kind's right answers, at most; of wrong ones none may score 1
+RIGHT_SCORED_ZERO = 0  # at most so many right answers of a kind may score 0; no wrong answer may score 1
 
 
 def pairs(path: Path) -> list[dict]:
@@ -33,7 +33,7 @@ def pairs(path: Path) -> list[dict]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.long)])
 def test_the_corpora_are_scored_as_they_are_labelled_in_every_process(every: int):
-    """The second process also meets the pairs in the opposite order: nothing that was asked before decides."""
+    """The second process also gets the pairs in the opposite order, so a score does not depend on earlier pairs."""
     rows = (pairs(MADE) + [{"kind": row["half"], **row} for row in pairs(BY_HAND)])[::every]
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     processes = [

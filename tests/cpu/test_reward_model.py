@@ -1,4 +1,4 @@
-"""`megarl reward-model`, as a user calls it, against a plain loop over Hugging Face's model in float64."""
+"""`megarl reward-model`, called like a user does, against a plain loop over Hugging Face's model in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def scores_checkpoint(folder: Path, causal: Path) -> Path:
-    """The same model with a scalar head of random weights."""
+    """The same model with a random scalar head."""
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(1)
@@ -42,7 +42,7 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_loop(model: Any, seed: int) -> dict[str, Any]:
-    """The pairs in the command's order, one sequence at a time; returns the losses, the weights, and the accuracies before and after."""
+    """Trains on the pairs in the command's order, one sequence at a time. Returns losses, weights, and the accuracies before and after."""
     tokenizer, data = Tokenizer.from_file(str(ROOT / "configs/models/tiny-llama/tokenizer.json")), pairs()
 
     def score(prompt: str, response: str) -> torch.Tensor:
@@ -72,7 +72,7 @@ def plain_loop(model: Any, seed: int) -> dict[str, Any]:
 
 
 def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
-    """SGLang gives the scores that Hugging Face gives."""
+    """Checks that SGLang gives the same scores as Hugging Face."""
     sequences = [[1, *range(5, 5 + length), 2] for length in (1, 6, 13)]
     expected = [model(torch.tensor([ids])).logits.item() for ids in sequences]
     assert served_scores(folder, sequences, log) == pytest.approx(expected, abs=1e-5)
@@ -82,7 +82,7 @@ def assert_served_alike(folder: Path, model: Any, log: Path) -> None:
     ("head", "sizes"), [pytest.param("own", "reward_model.dp=2", marks=pytest.mark.long), ("zeros", "reward_model.tp=2")]
 )
 def test_a_run_equals_a_plain_loop(head: str, sizes: str, causal: Path, tmp_path: Path) -> None:
-    """Losses, accuracies and weights; the export loads in transformers as what it is."""
+    """Compares losses, accuracies and weights. Transformers loads the export as a reward model."""
     from transformers import AutoModelForSequenceClassification
 
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))

@@ -1,4 +1,4 @@
-"""Reward models on real engines: their scores against Hugging Face's in float64, and what is refused."""
+"""Reward models on real engines: their scores against Hugging Face's in float64, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scorer(folder: Path, fleet: Fleet, **settings: object) -> RewardModel:
 
 
 def requests() -> list[ScoreRequest]:
-    """Also a prompt that several share, so that the prefix cache is used."""
+    """Several requests share a prompt, so that the prefix cache is used."""
     texts = ["7", "7,7,6", "7,7,6,7,2", "<eos>"]
     return [
         ScoreRequest(text, "2", "7+0+9+1+5=", {}, [1, 11, 14, 4, 18], [*range(4, 4 + length), 2]) for length, text in enumerate(texts, 1)
@@ -60,7 +60,7 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
         assert [score.reward for score in found] == pytest.approx(expected * 3, abs=TOLERANCE)
         assert len({round(value, 3) for value in expected}) == len(expected) and not any(score.failures for score in found)
 
-        own = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")  # its own special tokens count, the response's do not
+        own = scorer(folder, fleet, template="<bos>{prompt}\n{response}<eos>")  # the template's special tokens count, the response's do not
         found = [(await own.score(PART, request)).reward for request in asked]
         tokenizer = tokenizer_of(str(folder), "path")
         ids = [[1, *tokenizer.encode_text(f"{request.prompt}\n{request.response}"), 2] for request in asked]
@@ -78,7 +78,7 @@ def test_scores_are_hugging_faces(architecture: str, tp: int, tmp_path: Path) ->
 
 
 def test_what_is_no_score_fails_and_an_engine_that_is_lost_does_not(tmp_path: Path) -> None:
-    """Scores that are too large; an engine that refuses; one that dies while it is asked, and another takes over when it is there."""
+    """Scores that are too large; an engine that refuses; an engine that dies during a request, which another one then takes over."""
     folder = make_scores(tmp_path / "scores", "LlamaForSequenceClassification", scale=HIGH)
 
     async def check(engine, again) -> None:

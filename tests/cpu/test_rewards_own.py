@@ -1,4 +1,4 @@
-"""Reward functions of the user's own, in worker processes and in the event loop: what they are given, and what goes wrong in them."""
+"""A user's own reward functions, in worker processes and in the event loop: their arguments and their failures."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "graders.py").write_text(GRADERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "graders", raising=False)  # other tests have modules of that name
+    monkeypatch.delitem(sys.modules, "graders", raising=False)  # other tests have modules of this name
     return tmp_path
 
 
 def test_a_function_of_the_users_own(graders: Path):
-    """Imported from the working directory. What it gives counts, and what it prints is kept."""
+    """It is imported from the working directory. Its result counts, and its output is kept."""
 
     async def test() -> None:
         async with RewardPool("graders:letters", log_folder=graders) as pool:
@@ -75,7 +75,7 @@ def test_a_function_of_the_users_own(graders: Path):
 
 
 def test_failures_say_what_they_are(graders: Path):
-    """Each scores what the settings say, in the second case with a worker of its own lost each time."""
+    """Each failure scores as the settings say. In the second case each failure also costs a worker."""
 
     async def test() -> None:
         async with RewardPool("graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders) as pool:

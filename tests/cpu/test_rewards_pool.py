@@ -1,4 +1,4 @@
-"""The worker processes: real ones, under attack."""
+"""Real reward worker processes, under attack."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ RIGHT = [
     (r"\boxed{2\pi}", "6.283185307179586"),
     (r"\boxed{\text{(A)}}", "A"),
 ]
-SLOW = "slow"  # to reward_functions:patient
+SLOW = "slow"  # for reward_functions:patient
 
 
 def pids(parent: int) -> list[int]:
-    """Reward workers among the children of a process: found by the system, not by asking the pool."""
+    """The reward workers among a process's children, found through the system and not through the pool."""
     found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in found if parent_of(pid) == parent and b"megarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -64,7 +64,7 @@ def pids(parent: int) -> list[int]:
 def parent_of(pid: int) -> int:
     try:
         return int(status(pid, "PPid"))
-    except FileNotFoundError:  # ended while we looked
+    except FileNotFoundError:  # it has just ended
         return 0
 
 
@@ -119,7 +119,7 @@ def test_a_loop_held_up_beyond_the_time_limit_does_not_blame_the_worker():
             requests = [asyncio.create_task(pool.rate("2", "2")) for _ in range(20)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            time.sleep(0.5)  # the event loop stands still; the worker has long answered
+            time.sleep(0.5)  # blocks the event loop; the worker answers long before the end
             assert await asyncio.gather(*requests) == [1.0] * 20
             assert pool.timed_out == pool.replaced == 0
 
@@ -130,10 +130,10 @@ def test_killed_workers_lose_no_request():
     async def test() -> None:
         async with RewardPool("last_number", workers=2) as pool:
             assert await pool.rate("1,2", "2") == 1.0
-            for _ in range(2):  # a slot gives up after three starts that failed
+            for _ in range(2):  # a slot gives up after three failed starts
                 requests = [asyncio.create_task(pool.rate(f"0,{i}", "7")) for i in range(300)]
                 await asyncio.sleep(0)
-                for pid in pids(os.getpid()):  # some still starting, some in the middle of a batch
+                for pid in pids(os.getpid()):  # some are still starting, some are in the middle of a batch
                     os.kill(pid, signal.SIGKILL)
                 assert await asyncio.gather(*requests) == [float(i == 7) for i in range(300)]
             assert pool.replaced >= 1
@@ -180,7 +180,7 @@ def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
 
 
 def test_workers_die_with_their_parent():
-    """Also one that is busy, and would notice its closed input only hours later."""
+    """Also a busy one, which would notice its closed input only hours later."""
     program = textwrap.dedent(f"""
         import asyncio, os, sys
         from megarl.config.schema import RewardConfig
@@ -215,7 +215,7 @@ def test_workers_die_with_their_parent():
 
 
 def test_the_worker_forbids_what_no_answer_needs():
-    """The second line of defence, tried directly: the process that forbids, then tries."""
+    """Tests the second line of defence directly: a process forbids, then tries."""
     program = textwrap.dedent("""
         import os, socket, subprocess, sympy
         from megarl.rewards.worker import _forbid_side_effects

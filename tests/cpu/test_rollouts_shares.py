@@ -1,4 +1,4 @@
-"""Four trainer ranks in processes of their own, two at each data-parallel place: every rank is given what it trains on."""
+"""Four trainer ranks in processes of their own, two at each data-parallel place. Every rank gets exactly the samples it trains on."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PER_STEP, STEPS, TIMEOUT_S = 3, 3, 60
 
 
 def group(ordinal: int) -> Group:
-    """Two samples, of which one has a token of the environment and experts."""
+    """Two samples; one has experts and a token of the environment."""
     plain = Sample([ordinal, 2, 3], [-0.25 * (ordinal + 1), -0.5, -1.0], [0] * 3, "plain", 1.0, "stop")
     turns = Sample([ordinal, 5], [-0.75, 0.0], [0, 0], "turns", 0.0, "stop", [True, False], routing=bytes([ordinal] * 3))
     return Group(Prompt(ordinal, list(range(ordinal + 1)), "prompt", "answer"), [plain, turns])
 
 
 def assigned(step: int) -> list[list[int]]:
-    """Of the last step the second place trains on nothing."""
+    """The assignment of samples. In the last step the second place trains on nothing."""
     return [[0, 3, 4], [1, 2]] if step < STEPS - 1 else [[0, 1, 2, 3, 4], []]
 
 
 class NoLink:
-    """All groups are in the ledger."""
+    """A link whose ledger has all groups."""
 
     def read_ahead(self) -> None: ...
 

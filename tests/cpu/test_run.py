@@ -1,4 +1,4 @@
-"""Whole runs of `megarl train` with real trainers and a real engine, and what happens when parts of them die."""
+"""Whole runs of `megarl train` with real trainers and a real engine, some of whose processes die."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Resumed:
     run_dir: Path
     survivors: list[psutil.Process]  # of the killed run
     before: list[dict]  # its metrics
-    ledger: Ledger  # of the checkpoint from which the second run goes on
+    ledger: Ledger  # in the checkpoint from which the second run continues
     second: subprocess.CompletedProcess
 
     @property
     def start(self) -> int:
-        """The step with which it went on."""
+        """The first step after the resume."""
         return self.ledger.consumed_below // PROMPTS
 
 
 @pytest.fixture(scope="module")
 def resumed(model, tmp_path_factory):
-    """A run with trainer TP2 that was killed outright after its third step, one step behind, and started again, streaming. Each batch makes
+    """A run with trainer TP2, one step behind, that was killed after its third step and started again, with streaming. Each batch makes
     four optimizer steps."""
     folder = tmp_path_factory.mktemp("resumed")
     run_dir = folder / "run"
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_without_repeating_or_skipping_a_prompt(resumed):
 
 
 def test_finished_rollouts_survive_a_kill(resumed):
-    """Those that the trainer held when it saved are trained on as they are, not generated again."""
+    """Rollouts that the trainer held when it saved are trained on unchanged, and not generated again."""
     held = [(summary_of(group), texts_of(group.texts)) for group in resumed.ledger.groups]
     assert len(held) >= PROMPTS, "an update waits for what runs: the next batch was there"
     texts = "".join(path.read_text() for path in resumed.run_dir.glob("rollouts/step_*.txt"))
@@ -120,7 +120,7 @@ def test_the_report_is_made_of_what_the_run_wrote(resumed):
     assert all(pauses[row["weights/version"]]["bytes"] == row["sync/bytes"] for row in table)
     assert all(pause["audited"] and pause["engines"] == [0] for pause in pauses.values())
     index, last = found["samples"]["index"], table[-1]
-    assert sum(found["engine_tokens"]) >= last["tokens_per_s"] * last["time/step_s"] * 0.99 > 0  # earlier ones may be of the killed start
+    assert sum(found["engine_tokens"]) >= last["tokens_per_s"] * last["time/step_s"] * 0.99 > 0  # earlier rows may be from the killed start
     assert [index["step"].count(step) for step in range(6)] == [4 * len(found["samples"]["index"]["step"]) // 24] * 6
     groups = [group for chunk in found["samples"]["chunks"] for group in json.loads(gzip.decompress(base64.b64decode(chunk)))]
     samples = [sample for group in groups for sample in group["samples"]]
@@ -171,7 +171,7 @@ def test_every_step_reports_itself(resumed):
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 2
         assert all(row[key] >= 0 for key in expected if key.startswith("time/"))
     assert any(row["samples/trained"] for row in table), "not all steps were on nothing"
-    last = [4 * (row["step"] + 1) for row in table]  # optimizer step of each batch, of 24; five are warm-up
+    last = [4 * (row["step"] + 1) for row in table]  # the optimizer steps up to each batch, of 24; five are warm-up
     rates = [k / 5 if k < 5 else 0.1 + 0.45 * (1 + math.cos(math.pi * (k - 5) / 19)) for k in last]
     assert [row["learning_rate"] for row in table] == pytest.approx([8e-5 * rate for rate in rates])
     assert [row["staleness/max"] for row in resumed.before[:3]] == [0, 1, 1], "capacity 1 runs one step behind"
@@ -221,11 +221,11 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
 
 
 def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(tmp_path):
-    """Each of the engine's ranks has half of the experts. Responses come in pieces of at most four tokens, each with its own choices."""
+    """Each engine rank has half of the experts. Responses come in pieces of at most four tokens, each with its own choices of experts."""
     model = make_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     more = ["async.capacity=0", "trainer.tp=1", "trainer.pp=2", "generator.tp=2", "weights.transport=gloo", "max_steps=3"]
     more += ["trainer.routing_replay=true", "generator.ep=2", "async.partial_rollout=resume", "async.chunk_tokens=4"]
-    more += ["algorithm.skip_zero_advantage=false"]  # random weights earn nothing: all would be skipped
+    more += ["algorithm.skip_zero_advantage=false"]  # random weights get no reward, so that all would be skipped
     more += ["algorithm.kl_coef=0.01"]
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
@@ -246,7 +246,7 @@ def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts
 
 @pytest.mark.long
 def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
-    """The checkpoint is in MXFP4, which the trainer reads; the engine has it as the first update writes it. TP2xEP2 to TP2xEP2."""
+    """The trainer reads the MXFP4 checkpoint. The engine gets its weights from the first update. TP2xEP2 to TP2xEP2."""
     model = in_mxfp4(make_model(tmp_path / "model", "gpt_oss"))
     more = [f"generator.server_args.{name}={value!r}" for name, value in DEQUANTISED.items()]
     more += ["trainer.tp=2", "trainer.ep=2", "trainer.sequence_parallel=true", "generator.tp=2", "generator.ep=2", "max_steps=20"]
@@ -263,8 +263,8 @@ def test_a_run_of_gpt_oss_from_its_published_form(tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 @pytest.mark.parametrize("kept", ["in_flight", "retract"])
 def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept, family):
-    """Trainer TP2 with replayed experts, one step behind. At each update running requests keep what the older weights made of them, keys,
-    values and states, or it is all made anew. Of the second family the checkpoint has a vision tower too."""
+    """Trainer TP2 with replayed experts, one step behind. At each update running requests keep the keys, values and states of the older
+    weights, or all are computed anew. The second family's checkpoint also has a vision tower."""
     model = make_model(tmp_path / "model", family)
     more = ["trainer.sequence_parallel=true", "trainer.routing_replay=true", f"async.partial_rollout={kept}", "max_steps=20"]
     done = run(arguments(model, tmp_path / "run", *more, "algorithm.skip_zero_advantage=false"))
@@ -279,7 +279,8 @@ def test_a_run_of_gated_delta_nets_and_their_states(tmp_path, kept, family):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["mistral", "phi3", "olmo2", "gemma3_text", "qwen3_5_text"])
 def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
-    """10 steps of TP2 to TP1, 10 of PP2 to TP2 from its checkpoint: every update is audited, and log-probs agree from the first step on."""
+    """10 steps of TP2 to TP1, then 10 of PP2 to TP2 from their checkpoint. Every update is audited, and log-probs agree from the first step
+    on."""
     model, more = make_model(tmp_path / "model", family), ["algorithm.skip_zero_advantage=false", "eval.every=0", "checkpoint.every=5"]
     for steps, sizes in ((10, ["trainer.tp=2"]), (20, ["trainer.tp=1", "trainer.pp=2", "generator.tp=2"])):
         done = run(arguments(model, tmp_path / "run", *more, *sizes, f"max_steps={steps}"))
@@ -292,11 +293,12 @@ def test_a_run_of_a_small_family_goes_on_under_other_sizes(family, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("published", ["float32", "fp8"])
 def test_a_run_with_fp8_engines(published, tmp_path):
-    """Trainer TP2 in float32, each rank with 64 rows of k and v and 192 of gate and up: blocks are cut. `published`: the checkpoint."""
+    """Trainer TP2 in float32. Each rank has 64 rows of k and v and 192 of gate and up, so blocks are cut. `published`: the checkpoint is in
+    fp8 too."""
     model = make_model(tmp_path / "model", head_dim=64)
     model = in_fp8_blocks(model) if published == "fp8" else model
     more = ["generator.quantization=fp8_block", "async.capacity=0", "algorithm.skip_zero_advantage=false", "max_steps=3"]
-    more += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]  # it ends before it has warmed up
+    more += ["trainer.optimizer.schedule=cosine", "trainer.optimizer.warmup_steps=5"]  # the run ends before its warm-up does
     done = run(arguments(model, tmp_path / "run", *more))
     assert done.returncode == 0, done.stderr
     table = rows(tmp_path / "run")
@@ -305,7 +307,7 @@ def test_a_run_with_fp8_engines(published, tmp_path):
     # Per layer: codes, scales of blocks (qkv 2 + 1 + 1, o 1 x 2, gate and up 3 + 3, down 1 x 3), norms. Then embedding, head, norm.
     layer = 128 * (256 + 2 * 128 + 256 + 3 * 384) + 4 * (4 + 2 + 6 + 3) + 2 * 2 * 128
     assert {row["sync/bytes"] for row in table} == {4 * layer + 2 * (2 * 64 * 128 + 128)}
-    # The engine's numbers are those of quantised weights, the trainer's are not.
+    # The engine computes with quantised weights, the trainer does not.
     assert 1e-4 < table[0]["logprob/abs_diff_mean"] < 0.1
 
 
@@ -314,7 +316,7 @@ def test_a_corrupted_write_stops_the_run_naming_tensor_and_rank(model, tmp_path)
     assert done.returncode == 1
     assert f"{TENSOR} on generator rank 0 is not what trainer rank" in done.stderr
     assert "1" in done.stderr.split("is not what trainer rank", 1)[1].splitlines()[0]
-    # The second update is the bad one. Step 1 has its samples from the first, and may be over before the audit is.
+    # The second update is the bad one. Step 1 has its samples from the first update, and may end before the audit.
     assert all(row["staleness/mean"] == row["step"] for row in rows(tmp_path / "run")), "nothing of the bad weights is trained on"
     log = (tmp_path / "run/logs/generator.0.log").read_text()
     assert TENSOR in log.rstrip().splitlines()[-1], "nothing below the error"

@@ -1,4 +1,4 @@
-"""megarl eval of benchmarks through a real engine, by a model with random weights that reads and writes bytes."""
+"""megarl eval on benchmarks through a real engine, with a random model that reads and writes bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def evaluated(model: Path, folder: Path, rows: list[dict], *settings: str) -> di
 
 
 def test_ifeval(model: Path, tmp_path: Path) -> None:
-    """Random bytes have fewer than 300 words, and are not in all capital letters; the first prompt is always right, the others never."""
+    """Random bytes have fewer than 300 words, and are not in capital letters: the first prompt's answer is always right, the others'
+    never."""
     pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
     from instructed import record, sentence_data
 

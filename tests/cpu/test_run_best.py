@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path) -> None:
-    """At this learning rate weights change, but no answer does: all scores are equal, and the earliest of equal ones is the best."""
+    """At this learning rate weights change, but no answers do. So all scores are equal, and the earliest is the best."""
     model, run_dir = make_model(tmp_path / "model"), tmp_path / "run"
     settings = ["checkpoint.keep=1", "checkpoint.keep_best=eval/pass@1", "eval.every=2", "trainer.optimizer.lr=1.0e-7"]
     arguments = ["configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *settings]

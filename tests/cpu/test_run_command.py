@@ -1,4 +1,4 @@
-"""megarl run: warm start and training by one command, which goes on wherever it was ended."""
+"""megarl run: warm start and training with one command, which continues wherever it was ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, EVERY = 40, 10
 
 @pytest.mark.long
 def test_a_warm_start_that_was_killed_goes_on_and_then_the_training_begins(tmp_path: Path) -> None:
-    """The warm start in two parts makes the same weights, to the last bit, as one that was left alone."""
+    """A warm start in two parts makes the same weights, to the last bit, as an uninterrupted one."""
     folder, log = tmp_path / "first", tmp_path / "log"
     assert run(["init", str(folder)]).returncode == 0
     (folder / "held_out.jsonl").write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:32]))

@@ -1,4 +1,5 @@
-"""Whole runs under teachers: one on engines, one of which dies, and no reward; one on the trainer's ranks beside a reward, resumed."""
+"""Whole runs with teachers. The first has its teacher on engines, one of which dies, and no reward. The second has it on the trainer's
+ranks, and a reward, and is resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ STEPS = 6
 
 
 def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_path: Path) -> None:
-    """Responses are cut and go on under newer weights; no prompt has an answer."""
+    """Responses are cut and continue under newer weights. No prompt has an answer."""
     model, run_dir, log, data = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log", tmp_path / "train.jsonl"
     teacher = make_model(tmp_path / "teacher", hidden_size=64, initializer_range=0.3)
     data.write_text("".join(json.dumps({"question": f"{i % 10}+1="}) + "\n" for i in range(8 * STEPS)))
@@ -46,7 +47,7 @@ def test_a_run_without_a_reward_survives_the_death_of_its_teachers_engine(tmp_pa
 
 
 def test_a_resumed_run_has_its_teachers_and_its_reference(tmp_path: Path) -> None:
-    """A teacher of another size for the whole vocabulary, beside a reward; a reference of another size than the policy."""
+    """A teacher of another size over the whole vocabulary, beside a reward; and a reference model of another size than the policy."""
     model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
     other = make_model(tmp_path / "other", hidden_size=64, initializer_range=0.3)
     settings = [

@@ -1,4 +1,4 @@
-"""Whole runs whose engines draft, with the model's layer for multi-token prediction or with n-grams."""
+"""Whole runs with speculative engines: drafts come from the model's multi-token prediction layer or from n-grams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("settings", [TRAINED, KEPT, NGRAMS], ids=["trained", "kept", "ngram"])
 def test_twenty_steps(settings: list[str], model: Path, tmp_path: Path) -> None:
-    """Every update is audited, and what engines say of their tokens agrees with the trainer from the first step to the last."""
+    """Every update is audited, and the engines' log-probs agree with the trainer's from the first step to the last."""
     more = ["max_steps=20", "eval.every=0", "algorithm.skip_zero_advantage=false", "async.partial_rollout=in_flight"]
     more += ["generator.speculative.steps=2", "checkpoint.every=10"]
     done = run(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={tmp_path / 'run'}", *OVERRIDES, *more, *settings])

@@ -17,7 +17,7 @@ from run_tools import OVERRIDES, PROMPTS, SAMPLES, kill, make_model, rows, run, 
 pytestmark = pytest.mark.timeout(900)
 
 STEPS = 40
-STARTS = (  # the settings of each start, and the largest staleness that they allow, also of what an earlier start has generated
+STARTS = (  # the settings of each start, and the largest staleness they allow, including samples from an earlier start
     (("async.capacity=0", "async.partial_rollout=block"), 0),
     (("async.capacity=1", "async.partial_rollout=in_flight", "async.max_in_flight=7"), None),
     (("async.capacity=null", "async.max_staleness=2", "async.partial_rollout=resume", "async.chunk_tokens=3"), 2),
@@ -37,7 +37,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def shown_rewards(run_dir: Path, step: int) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """By prompt, the rewards of what a step was trained on and of what was dropped for it, as people read them in rollouts/."""
+    """By prompt, the rewards of a step's trained and dropped samples, from the files for people in rollouts/."""
     found: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
     for group in (run_dir / f"rollouts/step_{step:06d}.txt").read_text().split("=" * 80)[1:]:
         prompt, dropped = re.findall(r"^prompt (\d+)(, dropped)?", group, re.MULTILINE)[0]
@@ -47,8 +47,8 @@ def shown_rewards(run_dir: Path, step: int) -> tuple[dict[int, list[float]], dic
 
 @pytest.mark.long
 def test_each_prompt_is_trained_on_or_dropped_once_whenever_the_run_is_killed(model: Path, tmp_path: Path) -> None:
-    """Random weights answer at random; the reward is of the text (reward_functions.by_chance), and the same for all samples of a third of
-    the prompts. Every start goes on from the last checkpoint of the one before with other settings."""
+    """Random weights answer at random. The reward depends on the text (reward_functions.by_chance), but is the same for all samples of a
+    third of the prompts. Every start continues from the previous start's last checkpoint, with other settings."""
     run_dir, chance = tmp_path / "run", random.Random(0)
     more = ("reward.name=reward_functions:by_chance", "checkpoint.every=1")
     for number, (settings, most) in enumerate(STARTS):
@@ -86,7 +86,7 @@ def test_a_run_that_learns_nothing_from_ten_times_its_prompts_ends_and_says_so(m
     run_dir = tmp_path / "run"
     ended = run(arguments(model, run_dir, "reward.name=reward_functions:constant", "rollout.max_num_gen_batches=2"))
     assert ended.returncode == 1
-    # A prompt that was on its way may come in before the run ends.
+    # A prompt in flight may arrive before the run ends.
     message = (
         r"at least 2 times rollout.prompts_per_step=4 prompts were generated for it, and too few are left for a batch: in (\d+) of them "
     )

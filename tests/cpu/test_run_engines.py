@@ -1,4 +1,4 @@
-"""A whole run that loses its engines, one after the other, and goes on."""
+"""A whole run that loses its engines, one after the other, and continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DEADLINE_S = 240
 
 
 def engine(process, number: int) -> psutil.Process:
-    """Its process, known by its random seed. The run's own is 0."""
+    """The engine's process, recognised by its random seed. The run's seed is 0."""
     seed = seed_of(0, f"engine.{number}", 0)
     lines = {child: title(child) for child in descendants(process)}
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {seed}' in line)
 
 
 def kill_in_the_middle_of_an_update(process, run_dir: Path, folder: Path) -> None:
-    """Engine 0, after two steps. `folder`: of the waiting transport's files."""
+    """Kills engine 0 in an update after two steps. `folder`: where the waiting transport has its files."""
     wait_until(lambda: len(rows(run_dir)) >= 2, process, "second step", DEADLINE_S)
     (folder / ASK).touch()
     wait_until((folder / REACHED).exists, process, "an update in its middle")
@@ -47,10 +47,10 @@ CASES = [
 
 @pytest.mark.parametrize("transport, hangs", CASES)
 def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs, tmp_path, monkeypatch):
-    """Two engines: the first is killed in the middle of an update, the second then made to hang; each comes back, with the weights
-    of the moment. In the end a trainer rank hangs too: one SIGTERM waits for it, a second ends the run at once.
+    """Of two engines the first is killed in the middle of an update; then the second is made to hang. Each comes back with the current
+    weights. At the end a trainer rank hangs too: the first SIGTERM waits for it, and a second one ends the run at once.
 
-    Rollouts take their time, so that the run leaves room for an engine to start.
+    Rollouts are slow, so that an engine can start while the run lasts.
     """
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "generator.health_s=15", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0"]
@@ -97,7 +97,8 @@ def test_engines_that_die_or_hang_are_replaced_and_serve_again(transport, hangs,
 
 @WITH_MOONCAKE
 def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, monkeypatch):
-    """Over Mooncake, engines of one host pass on by themselves. The one that waits for the dead one's part is ended and comes back too."""
+    """Over Mooncake, the engines of one host pass weights on to each other by default. The engine that waits for the dead one's part is
+    ended, and comes back too."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["generator.engines=2", "max_steps=100000", "checkpoint.every=0", "observe.probe_every=0", "eval.limit=1"]
     more += ["async.partial_rollout=in_flight", *settings("WaitingMooncake")]
@@ -121,7 +122,7 @@ def test_an_engine_that_was_to_pass_weights_on_takes_others_with_it(tmp_path, mo
 
 
 def exactly_once(run_dir: Path, steps: int) -> bool:
-    """With no rejections, every prompt up to the last that was trained on has been, but for those still in flight beyond."""
+    """Without rejections, every prompt up to the last trained one was trained on, except those still in flight."""
     lines = [json.loads(line) for line in (run_dir / "rollouts/ordinals.jsonl").read_text().splitlines()]
     trained = list(itertools.chain(*(line["ordinals"] for line in lines)))
     in_flight = 3 * PROMPTS

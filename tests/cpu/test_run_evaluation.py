@@ -1,4 +1,4 @@
-"""Whole runs with an engine that only evaluates: beside the training, with the right weights, and not in its way."""
+"""Whole runs with an engine that only evaluates. It evaluates during training, with the right weights, and does not delay it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.plan.checkpoints import complete_checkpoints
 pytestmark = pytest.mark.timeout(900)
 DEADLINE_S = 240
 SETTINGS = ["eval.engines=1", "eval.every=2", "rollout.name=gated_rollouts:held_out_waits", "observe.probe_every=0"]
-SCORED = ["eval.limit=64", "eval.reward=reward_functions:by_chance"]  # scores that differ wherever responses do
+SCORED = ["eval.limit=64", "eval.reward=reward_functions:by_chance"]  # scores differ if responses do
 
 
 def evaluated(run_dir: Path) -> dict[int, dict]:
@@ -41,16 +41,16 @@ def end(process: subprocess.Popen, run_dir: Path, *logs: Path) -> None:
 
 
 def audits(run_dir: Path) -> dict[int, bool]:
-    """By version: whether the memory of the engine that evaluates was as sent."""
+    """By version: whether the evaluating engine's memory was as sent."""
     events = map(json.loads, (run_dir / "trace/evaluator.0.jsonl").read_text().splitlines())
     return {int(e["name"].split()[-1]): e["args"]["audited"] for e in events if e["name"].startswith("evaluation weights")}
 
 
 @pytest.mark.long
 def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
-    """The scores are those of `megarl eval` for the same version's export."""
+    """The scores equal those of `megarl eval` on the same version's export."""
     monkeypatch.setenv(GATE, str(tmp_path / "no gate"))
-    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")  # the task's own reward may be 0 for all samples
+    learning = ("reward.name=reward_functions:by_chance", "trainer.optimizer.lr=0.0001")  # the task's own reward could be 0 for all samples
     process, run_dir = begin(tmp_path, "log", *SCORED, *learning, "checkpoint.hf_every=2")
     try:
         assert process.wait(DEADLINE_S) == 0
@@ -76,7 +76,7 @@ def test_every_version_is_evaluated_with_its_own_weights(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
-    """That of the first version is held up from the beginning to the end."""
+    """The first version's evaluation is held up from the beginning to the end."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     gate.touch()
     process, run_dir = begin(tmp_path, "log", "timeouts.rollouts_s=60")
@@ -103,7 +103,7 @@ def test_training_waits_for_no_evaluation_but_the_last(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [0, 1])
 def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(engines: int, tmp_path, monkeypatch):
-    """Its steps are made and saved; the same command evaluates the last weights, and ends."""
+    """All steps are made and saved. The same command then evaluates the last weights, and ends."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     more = [f"eval.engines={engines}", "eval.every=0", *SCORED]
     process, run_dir = begin(tmp_path, "log", *more)
@@ -131,7 +131,7 @@ def test_a_run_that_dies_while_its_last_version_is_evaluated_makes_up_for_it(eng
 
 @pytest.mark.matrix
 def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_path, monkeypatch):
-    """First the engine dies in the middle of an evaluation, and is started again; then the whole run dies in the middle of another."""
+    """First the engine dies during an evaluation, and is started again. Then the whole run dies during another evaluation."""
     monkeypatch.setenv(GATE, str(gate := tmp_path / "gate"))
     more = ["checkpoint.keep_best=eval/reward/mean", "checkpoint.keep=1"]
     process, run_dir = begin(tmp_path, "log", *more, "max_steps=100000")
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_p
         return begun[0] if begun else None
 
     def held_up() -> int:
-        """Closes the gate; returns the version whose evaluation waits there."""
+        """Closes the gate, and returns the version whose evaluation waits there."""
         newest = max(read_journal(run_dir))
         gate.touch()
         wait_until(lambda: being_evaluated(newest) is not None, process, "an evaluation that is held up", DEADLINE_S)
@@ -178,7 +178,7 @@ def test_an_engine_that_dies_and_a_run_that_dies_cost_the_evaluation_alone(tmp_p
 
 
 def engine(process: subprocess.Popen, run_dir: Path) -> psutil.Process:
-    """The process of the engine that evaluates, known by its port."""
+    """The evaluating engine's process, recognised by its port."""
     (file,) = run_dir.glob(".launch/train/*/rendezvous.json")
     port = json.loads(file.read_text())["engines"]["eval_engine"][0]["port"]
     lines = {child: title(child) for child in descendants(process)}

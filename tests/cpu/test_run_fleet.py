@@ -1,4 +1,4 @@
-"""A whole run that engines join and leave, by command, by SIGTERM and by the death of their launcher."""
+"""Engines join and leave a whole run: by command, by SIGTERM and by the death of their launcher."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ DEADLINE_S = 300
 
 
 def engines(run_dir: Path) -> dict[int, dict]:
-    """What `megarl engines list` says of each."""
+    """Each engine's line in `megarl engines list`."""
     done = run(["engines", "list", str(run_dir), "--json"])
     assert done.returncode == 0, done.stderr
     return {engine["number"]: engine for engine in json.loads(done.stdout)["engines"]}
 
 
 def test_engines_join_and_leave_a_run(tmp_path):
-    """It begins with one engine, gains two, loses one by command and one with its launcher, gains another and loses it to SIGTERM."""
+    """The run begins with one engine and gains two. It loses one by command and one with its launcher. It gains another, and loses it to
+    SIGTERM."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["max_steps=100000", "checkpoint.every=0", "observe.probe_every=2", "eval.limit=1", "timeouts.silence_s=8"]
     more += ["async.capacity=1", "async.partial_rollout=in_flight", "rollout.name=slow_rollouts:after_a_second"]
@@ -40,7 +41,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
         return lambda: text in by.read_text()
 
     def steps(count: int = 3) -> int:
-        """Waits for so many more; returns how many engines served after the last."""
+        """Waits for that many more steps. Returns the number of engines that served after the last one."""
         done = len(rows(run_dir))
         wait_until(lambda: len(rows(run_dir)) >= done + count, process, f"{count} steps", DEADLINE_S)
         return rows(run_dir)[-1]["engines/serving"]
@@ -98,7 +99,7 @@ def test_engines_join_and_leave_a_run(tmp_path):
     assert {path.name for path in (run_dir / "logs").glob("engine.*")} == {f"engine.{number}.log" for number in range(5)}
 
 
-ADAPTERS = {  # settings, the largest difference of log-probs between trainer and engines
+ADAPTERS = {  # settings, and the largest difference of log-probs between trainer and engines
     "alone": ([], 1e-5),
     "merged, what has changed": (["weights.delta=auto", "lora.targets=[down_proj]"], 1e-5),
     "on fp8 weights": (["generator.quantization=fp8_block"], 0.2),
@@ -107,7 +108,7 @@ ADAPTERS = {  # settings, the largest difference of log-probs between trainer an
 
 @pytest.mark.parametrize(("more", "most"), ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters_reach_an_engine_that_joins(more, most, tmp_path):
-    """It is given everything once, as the first engine was; then both are given what the others of its kind are."""
+    """A new engine first gets everything, as the first engine did. Afterwards both get only adapters."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     settings = ["max_steps=100000", "checkpoint.every=0", "observe.probe_every=1", "eval.limit=1", "lora.rank=4"]
     settings += ["trainer.optimizer.lr=1e-2", "rollout.name=slow_rollouts:after_a_second", "reward.name=reward_functions:by_chance", *more]

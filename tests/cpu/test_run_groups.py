@@ -1,4 +1,4 @@
-"""Whole runs on unlike engines: one group in float32, the other in fp8 over two ranks, from one trainer of two ranks."""
+"""Whole runs with different engines: one group in float32, and one in fp8 over two ranks. The trainer has two ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GROUPS = [
     *("generator.groups.fp8.engines=1", "generator.groups.fp8.tp=2", "generator.groups.fp8.quantization=fp8_block"),
 ]
 STREAMING = ["async.capacity=2", "async.partial_rollout=in_flight", "eval.limit=4", "observe.probe_every=5"]
-# Bytes of one engine's weights. Per layer: qkv, o, gate, up and down, then norms; the embedding, the head, the last norm.
+# Bytes of one engine's weights. Each layer has qkv, o, gate, up, down and norms; then come embedding, head and last norm.
 LINEAR, NORMS, ENDS = 128 * (512 + 2 * 256 + 512 + 3 * 512), 2 * 128, 2 * 64 * 128
 PLAIN = 4 * (4 * (LINEAR + NORMS) + ENDS + 128)
 SCALES = 4 * (4 + 2 + 2 + 4 + 4 + 4 + 4)
-FP8 = 4 * (LINEAR + SCALES) + 2 * ENDS + 2 * 2 * (4 * NORMS + 128)  # both ranks have all norms
+FP8 = 4 * (LINEAR + SCALES) + 2 * ENDS + 2 * 2 * (4 * NORMS + 128)  # all norms are on both ranks
 
 
 def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
@@ -30,7 +30,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Each of two ranks has whole blocks of 128."""
+    """A model of which each of two ranks has whole blocks of 128."""
     return make_model(tmp_path_factory.mktemp("model") / "model", head_dim=128, intermediate_size=512)
 
 
@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
     ],
 )
 def test_a_run_on_unlike_engines(steps, written, more, model, tmp_path):
-    """Audits compare every engine's memory with what was sent, bit for bit, after each update and before the next."""
+    """Audits compare every engine's memory with the sent weights, bit for bit, after each update and before the next."""
     run_dir = tmp_path / "run"
     done = run(arguments(model, run_dir, f"max_steps={steps}", *more))
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,8 @@ def test_groups_change_between_starts(model, tmp_path):
 
 
 def test_engines_of_a_group_die_join_and_leave(model, tmp_path):
-    """Engine 2, the one in fp8, is killed and comes back; another one of its group joins after those of both groups; then one leaves."""
+    """Engine 2, in fp8, is killed and comes back. Another engine of its group joins, numbered after the engines of both groups. Then one
+    leaves."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ["max_steps=100000", "checkpoint.every=0", "rollout.name=slow_rollouts:after_a_second"]
     process, joined = start(arguments(model, run_dir, *more), log), list[subprocess.Popen]()

@@ -1,4 +1,4 @@
-"""A whole run that trains adapters, killed and resumed; what is exported of it."""
+"""A whole run that trains adapters, killed and resumed; and its exports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
-    """With a KL penalty, whose reference model is the model without adapters. The engines sample from what the trainer has: the probe says
-    so at every other version."""
+    """With a KL penalty, whose reference is the model without adapters. At every other version the probe shows that the engines sample from
+    the trainer's weights."""
     model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
     settings = [
         "configs/examples/lora.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}", *OVERRIDES,
@@ -55,7 +55,7 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "lora.alpha=16.0: the run in run_dir" in refused.stderr
     (file,) = model.glob("*.safetensors")
     content = bytearray(file.read_bytes())
-    # The second is in the fingerprint, the first in the checkpoint's hashes of all weights alone.
+    # The fingerprint has the second; only the checkpoint's hashes of all weights have the first.
     for place, status, said in (
         (-1, 1, "Its adapters belong to the weights that were in"),
         (len(content) // 2, 2, "holds other weights now"),
@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_with_its_adapters(tmp_path: Path) -> None:
 
 
 def assert_same_logits(model: Path, merged: Path, adapter: Path) -> None:
-    """Of the merged export, and of transformers with PEFT's adapter; and others than the model's."""
+    """The merged export and transformers with PEFT's adapter give the same logits, which differ from the model's."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM

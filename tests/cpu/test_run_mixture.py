@@ -1,4 +1,4 @@
-"""A whole run on several sources with a curriculum, killed at random moments and continued with other settings of asynchrony; and a warm
+"""A whole run on several sources with a curriculum, killed at random moments and continued with other settings of asynchrony. And a warm
 start on conversations, with held-out ones."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def write(path: Path, *rows: object) -> Path:
 
 @pytest.mark.long
 def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_scores(model: Path, tmp_path: Path) -> None:
-    """Random weights answer at random; the reward is of the text, and the same for all samples of a third of the prompts, which so are too
-    easy or too hard (reward_functions.by_chance)."""
+    """Random weights answer at random. The reward depends on the text, but is the same for all samples of a third of the prompts, which are
+    so too easy or too hard (reward_functions.by_chance)."""
     run_dir, chance = tmp_path / "run", random.Random(0)
     verl = [{"prompt": f"{n}*3=", "reward_model": {"ground_truth": str(3 * n)}} for n in range(7)]
     few = write(tmp_path / "few.jsonl", *({"question": f"{n}+2=", "answer": n + 2} for n in range(5)))
@@ -111,7 +111,7 @@ def test_each_step_has_its_share_of_each_source_and_what_rests_follows_from_its_
     for ordinal in trained | rested:
         source, epoch, row = sources.place(ordinal)
         assert (ordinal in rested) == any((source, earlier, row) in places for earlier in (epoch - 1, epoch - 2))
-    assert len(rested) > STEPS // 2, "too few have rested to show anything"  # how many depends on when the run was killed
+    assert len(rested) > STEPS // 2, "too few have rested to show anything"  # their number depends on when the run was killed
     again = [ordinal for ordinal in outside if sources.place(ordinal).epoch >= 3]
     assert again, "and some have come again, only to rest once more"
 
@@ -120,7 +120,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }
 
 
 def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_loss(tmp_path: Path) -> None:
-    """At this learning rate the loss on held-out conversations rises again: they answer otherwise than those that are learned."""
+    """At this learning rate the held-out loss rises again, because the held-out conversations have other answers than the training ones."""
     shutil.copytree("configs/models/tiny-llama", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
 
@@ -145,7 +145,7 @@ def test_a_warm_start_on_conversations_keeps_the_weights_of_the_lowest_held_out_
 
 
 def held_out_loss(model: Path, held_out: Path) -> float:
-    """By transformers: the mean over the assistants' tokens, which follow "a:" up to <eos>."""
+    """The held-out loss by transformers: the mean over the assistants' tokens, which follow "a:" up to <eos>."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""A whole run of a policy and its critic: a reward model trained first, then PPO, killed and resumed."""
+"""A whole run of a policy and its critic: first a reward model is trained; then PPO is killed and resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_critic(tmp_path: Path) -> None:
-    """The critic begins with the reward model that the same configuration makes; the policy waits for it two steps."""
+    """The critic begins with the reward model of the same configuration. For two steps only the critic learns."""
     model, run_dir, log = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "log"
     settings = [
         "configs/examples/ppo.yaml", f"model.path={model}", "model.random_init=false", f"run_dir={run_dir}", *OVERRIDES,

@@ -1,4 +1,4 @@
-"""Real runs with reward functions of the user's own: what a step reports, and how a run ends whose scores fail."""
+"""Real runs with a user's own reward functions: each step's report, and the end of a run whose scores fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def test_failures_are_counted_and_marked_and_end_a_run_that_has_too_many(model: Path, tmp_path: Path) -> None:
-    """Step 3 is the first with samples of version 2. It learns by online DPO: a prompt's worst response is the one that failed."""
+    """Step 3 is the first with samples of version 2. The algorithm is online DPO, and a prompt's worst response is the failed one."""
     run_dir, data = tmp_path / "run", tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1), "level": i % 2}) + "\n" for i in range(8)))
     more = [

@@ -1,4 +1,4 @@
-"""A run whose reward is a rule's, a reward model's and two judges', and whose reward model's engine dies; an evaluation by one of them."""
+"""A run whose reward combines a rule, a reward model and two judges; the reward model's engine dies. And an evaluation by one of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAILED = {"verdict": 7.0, "best": 9.0}
 
 
 class HuggingFace:
-    """In the place of a judge's engines: greedy answers by transformers."""
+    """Replaces a judge's engines: greedy answers by transformers."""
 
     def __init__(self, folder: Path):
         self._model = hf_model(folder, torch.float32)
@@ -65,7 +65,7 @@ def settings(model: Path, scores: Path, judge: Path, run_dir: Path) -> list[str]
 
 
 def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[str, float]]]]]:
-    """Of each step, by prompt: reward, failures and parts of its samples."""
+    """For each step, by prompt: rewards, failures and parts of its samples."""
     found: dict[int, dict[str, list]] = {}
     for path in sorted((run_dir / "rollouts").glob("step_*.txt")):
         prompts = found[int(path.stem[5:])] = {}
@@ -78,7 +78,7 @@ def written(run_dir: Path) -> dict[int, dict[str, list[tuple[float, str, dict[st
 
 
 def told(run_dir: Path) -> dict[str, list[ScoreRequest]]:
-    """By prompt, what its samples were."""
+    """The samples by prompt."""
     found: dict[str, dict[int, ScoreRequest]] = defaultdict(dict)
     for line in (run_dir / "logs/reward.rule.0.log").read_text().splitlines():
         prompt, index, response, prompt_ids, ids = json.loads(line)
@@ -88,7 +88,7 @@ def told(run_dir: Path) -> dict[str, list[ScoreRequest]]:
 
 
 def expected(config_path: Path, scores: Path, judge: Path, samples: list[ScoreRequest]) -> dict[str, list[float | None]]:
-    """The scores of a prompt's samples by part; None where there is none."""
+    """The scores of a prompt's samples by part; None if a part gives none."""
     roles = {role.name: role for role in find_served(load_config(config_path), "train")}
     judges = {name: Judge(roles[name], HuggingFace(judge)) for name in ("judge", "rival")}  # type: ignore[arg-type]
     part = Part("", 0.0)

@@ -1,4 +1,5 @@
-"""Whole runs of which one process is stopped for good: whoever waits for it says so at its deadline, and the run names it."""
+"""Whole runs in which one process is stopped for good. A process that waits for it says so at its deadline, and the run names the stopped
+one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from run_tools import OVERRIDES, descendants, kill, make_model, rows, start, tit
 
 pytestmark = pytest.mark.timeout(900)
 WAIT_S = 20
-WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "  # whose deadline comes first depends on the moment
+WAITED = r"(trainer\.[01]|generator\.0) waited \d+ s for "  # which deadline comes first depends on the moment
 STOPPED = r"; it is stopped \(SIGSTOP, or a debugger\)   <- not waiting"
 
 
@@ -40,7 +41,7 @@ CASES = [
 def test_a_process_that_is_stopped_is_found_and_named(model, tmp_path, which, said, named):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     limits = [f"timeouts.collective_s={WAIT_S}", f"generator.health_s={WAIT_S}"]
-    if "scheduler" in which[0]:  # the engine's own deadline is to come before those of whoever waits for it
+    if "scheduler" in which[0]:  # the engine's own deadline comes before those of the waiting processes
         limits += [f"timeouts.rollouts_s={4 * WAIT_S}", f"timeouts.weights_s={4 * WAIT_S}"]
     else:
         limits += [f"timeouts.rollouts_s={WAIT_S}", "timeouts.weights_s=15"]

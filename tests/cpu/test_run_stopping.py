@@ -1,4 +1,4 @@
-"""A whole run that is asked to stop, as Slurm's preemption does, or Ctrl-C."""
+"""A whole run that gets a signal to stop, as by Slurm's preemption or by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 @pytest.mark.long
 def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
-    """Trainer TP2, checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has a half of an
-    update: the run that goes on gives it all of the weights first, and needs none of those that it began with, a warm start of a model that
-    has weights itself. (In a wait for samples:
-    tests/unit/test_rollouts_channel.py; a second signal: test_run_engines.py.)"""
+    """Trainer TP2, with checkpoints only at the end. All processes get the signal, as in a Slurm step, while the engine has half of an
+    update. The resumed run first sends the engine all weights. It does not need its initial weights, a warm start of a model that has
+    weights itself. (tests/unit/test_rollouts_channel.py tests a signal during a wait for samples, and test_run_engines.py a second
+    signal.)"""
     run_dir, log, streaming = tmp_path / "run", tmp_path / "log", [*settings(), "async.partial_rollout=in_flight"]
     monkeypatch.setenv(FOLDER, str(tmp_path))
     warm_start = run_dir / "sft/hf"
@@ -61,7 +61,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     again = start(arguments(model, run_dir, *streaming, "max_steps=100000", "rollout.temperature=0.9"), log)
     try:
         wait_until(lambda: len(rows(run_dir)) >= steps + 2, again, "second step after it", timeout_s=240)
-        again.send_signal(signal.SIGINT)  # by Ctrl-C to the launcher alone: its children have sessions of their own
+        again.send_signal(signal.SIGINT)  # Ctrl-C reaches only the launcher: its children have sessions of their own
         again.wait(timeout=150)
     finally:
         kill(again)
@@ -74,6 +74,6 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_same_command_goes_on(m
     assert all((run_dir / name).stat().st_size > 0 for name in ("report.png", "trace.json"))
     probes = [row["logprob/abs_diff_mean"] for row in rows(run_dir)[before:] if "logprob/abs_diff_mean" in row]
     assert probes and max(probes) < 1e-4, "the engine, which began with made-up weights, computes as the trainer does"
-    *confirmed, last = rows(run_dir)[before:]  # the run may stop before the engine confirms the update that the last step began with
+    *confirmed, last = rows(run_dir)[before:]  # the run may stop before the engine confirms the update at the beginning of the last step
     assert all(row["sync/audit_ok"] for row in confirmed) and last.get("sync/audit_ok", True)
     assert trained(run_dir) == list(range(steps * PROMPTS))

@@ -1,4 +1,4 @@
-"""What another user of the host can do to a run: nothing. Needs root, for a second user."""
+"""Another user of the host can do nothing to a run. Needs root, to act as a second user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 from run_tools import OVERRIDES, descendants, make_model, rows, start, title, wait_until
 
-STRANGER = 54_321  # a user id is enough: nobody of this name need exist
+STRANGER = 54_321  # a user id is enough: no account need exist
 GROWTH_BYTES = 64 << 20
 
 pytestmark = [
@@ -34,14 +34,14 @@ def as_stranger(job: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody can look into, where those of pytest cannot."""
+    """A folder that every user can look into, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
 
 
 def test_another_user_reaches_nothing(open_folder, monkeypatch):
-    """A trainer of two ranks, and an engine with data-parallel attention, whose processes speak over TCP."""
+    """A trainer of two ranks, and an engine with data-parallel attention, whose processes communicate over TCP."""
     run_dir, log, temporary = open_folder / "run", open_folder / "log", open_folder / "tmp"
     temporary.mkdir()
     temporary.chmod(0o1777)
@@ -99,14 +99,14 @@ def secrets_of(run_dir: Path) -> list[str]:
 
 
 def handshakes_of(run_dir: Path) -> set[int]:
-    """Where SGLang tells an engine's other nodes its ports (DP_ATTENTION_HANDSHAKE_PORT_DELTA). With none it closes that at once; processes
-    forked before go on listening there, and take nothing in."""
+    """The port at which SGLang tells an engine's other nodes its ports (DP_ATTENTION_HANDSHAKE_PORT_DELTA). Without other nodes it closes
+    the port at once. Processes that were forked before still listen there, but accept nothing."""
     [path] = (run_dir / ".launch" / "train").glob("local/rendezvous.json")
     return {port + 13 for port in [engine["port"] for engine in json.loads(path.read_text())["engines"]["engine"]]}
 
 
 def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> list[str]:
-    """All of the run's folder, all that its processes keep in /tmp and /dev/shm, and what /proc would tell of them."""
+    """All files of the run's folder, all files of its processes in /tmp and /dev/shm, and their files in /proc."""
     found = [str(path) for folder in (run_dir, scratch) for path in [folder, *folder.rglob("*")]]
     for process in processes:
         mapped = {entry.path for entry in process.memory_maps()} | {file.path for file in process.open_files()}
@@ -116,7 +116,7 @@ def files_of(run_dir: Path, scratch: Path, processes: list[psutil.Process]) -> l
 
 
 def sockets_of(processes: list[psutil.Process]) -> list[str]:
-    """Paths of Unix sockets; names of those that have no path begin with a zero byte."""
+    """Paths of Unix sockets. The names of sockets without a path begin with a zero byte."""
     inodes = {os.stat(f"/proc/{each.pid}/fd/{name}").st_ino for each in processes for name in os.listdir(f"/proc/{each.pid}/fd")}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     names = [line[7] for line in lines if len(line) > 7 and int(line[6]) in inodes]

@@ -1,6 +1,6 @@
-"""Hostile programs, each of which tries one way past a sandbox's bounds, in each kind of sandbox, as root and as another user.
+"""Hostile programs in each kind of sandbox, as root and as another user. Each tries one way past the sandbox's bounds.
 
-This file is also the program that runs them, as that user: it prints what became of each as JSON.
+This file is also the program that runs them as that user, and prints their outcomes as JSON.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if not os.fork():
     os._exit(0)
 os.wait()
 """
-COMET = "import os\nwhile True:\n if os.fork(): os._exit(0)"  # never there for long
-# Each prints "escaped" if it has got past a bound, else "held", or is ended for it.
+COMET = "import os\nwhile True:\n if os.fork(): os._exit(0)"  # each process lives only for a moment
+# Each prints "escaped" if it got past a bound, and else "held"; or it is killed.
 ATTACKS = {
     "space behind its outputs": "escaped(*(tried(call, 'fallocate', file, 1, 0, 32 << 20) for file in (0, 1, 2)))",
     "space behind a file": "file = os.open(f'{temporary}/a', os.O_CREAT | os.O_RDWR)\n"
@@ -80,7 +80,7 @@ ATTACKS = {
     "processes in namespaces of their own": f"found = call('syscall', {(56, 220)[WHICH]}, 0x10000011, 0, 0, 0, 0)\n"
     "if found == 0: os._exit(0)\nescaped(found is not None)",
     "a pool of the whole host": f"found = ctypes.c_ulong()\nescaped({WHICH == 0} and tried(call, 'syscall', 206, 4, ctypes.byref(found)))",
-    "tables of pages": "libc.mmap.restype, huge = ctypes.c_void_p, 1 << 21\n"  # which are memory, though the pages are not
+    "tables of pages": "libc.mmap.restype, huge = ctypes.c_void_p, 1 << 21\n"  # page tables take memory, although the pages do not
     "where = libc.mmap(None, ctypes.c_size_t(60_000 * huge), 1, 0x4022, -1, ctypes.c_size_t(0))\n"
     "for place in range(60_000): ctypes.c_char.from_address(where + place * huge).value\ntime.sleep(60)",
     "threads": "import threading\nthreading.stack_size(32768)\nend = threading.Event()\ntry:\n"
@@ -96,7 +96,7 @@ ATTACKS = {
     "sockets and pipes": "kept = []\nfor _ in range(4):\n if not os.fork():\n  for _ in range(490): kept.append(socket.socketpair())\n"
     "  time.sleep(60)\ntime.sleep(60)",
 }
-OF_THE_HOST = {  # what is open in LIMITS, and said to be
+OF_THE_HOST = {  # documented as open in LIMITS
     "names of keys": f"escaped(tried(lambda: '{KEY}' in open('/proc/keys').read() or None))",
     "settings of the kernel": "escaped(os.getuid() == 0 and tried(os.open, '/proc/sys/vm/swappiness', os.O_WRONLY))",
     "signals to the run": "escaped(tried(lambda: os.kill(int(os.environ['HOST']), 0) or True))",
@@ -117,7 +117,7 @@ GROWING = (
     "mappings without pages", "sockets and pipes", "tables of pages", "threads", "mappings of what hides",
     "mappings of what cannot be read", "what waits in connections",
 )  # fmt: skip
-FULL = ("files in memory", "empty files")  # which end by having no room
+FULL = ("files in memory", "empty files")  # these end when there is no space
 
 
 def held(name: str, ended: dict[str, object]) -> bool:
@@ -144,7 +144,7 @@ async def attack(kind: str, name: str, folder: str, address: str) -> dict[str, o
     try:
         ended = await cell.run([PYTHON, "-I", "-S", "-c", C + attacks_in(kind)[name]], "", environment, None)
         looks = 0
-        while (left := running(mark)) and (looks := looks + 1) < 200:  # the kernel ends what is left in the sandbox
+        while (left := running(mark)) and (looks := looks + 1) < 200:  # the kernel kills the rest of the sandbox
             await asyncio.sleep(0.05)
         return {**ended._asdict(), "left": left}
     finally:
@@ -164,9 +164,9 @@ def running(mark: str) -> int:
 
 
 async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
-    """Four at a time: some of them take as much memory as they may."""
+    """Runs four at a time, since some take all the memory they may."""
     libc = ctypes.CDLL(None)
-    libc.syscall((250, 219)[WHICH], 1, None)  # a session keyring of this process's own, with a key in it
+    libc.syscall((250, 219)[WHICH], 1, None)  # a new session keyring for this process, with a key in it
     libc.syscall((248, 217)[WHICH], b"user", KEY.encode(), b"x", 1, -3)
     places, address = asyncio.Semaphore(4), f"megarl-test-{os.getpid()}"
 
@@ -184,7 +184,7 @@ async def attacks(kind: str, folder: str) -> dict[str, dict[str, object]]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """One that every user may write to."""
+    """A folder that every user may write to."""
     found = tempfile.mkdtemp(prefix="megarl-bounds-", dir="/tmp")
     os.chmod(found, 0o777)
     yield found
@@ -192,7 +192,7 @@ def folder() -> Iterator[str]:
 
 
 def python_of(user: int) -> str:
-    """One that the user can run, with what the sandbox needs; skips where there is none."""
+    """A Python that the user can run, with the sandbox's dependencies. Skips the test if there is none."""
     for python in dict.fromkeys((sys.executable, "/usr/bin/python3")):
         try:
             done = subprocess.run(

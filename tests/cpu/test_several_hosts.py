@@ -1,4 +1,4 @@
-"""Runs over several hosts: trainer and engines in network namespaces of their own, on shaped links, started as torchrun would."""
+"""Runs over several hosts: trainer and engines are in network namespaces of their own, on shaped links, and started as by torchrun."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_weights_and_rollouts_cross_the_link_and_a_cut_link_is_told(transport, m
             assert launchers[0].wait(3 * NOTICED_S) == 1
         finally:
             stop(launchers)
-    end_of_log = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2]  # in it, Mooncake's own words may come last
+    end_of_log = (tmp_path / "launcher.0.log").read_text().partition("megarl: ")[2]  # Mooncake's own output may come after this
     told = [line for line in end_of_log.splitlines() if re.search(r"waited \d+ s for|not through within|could not write", line)]
     assert any(re.search(r"trainer(\.| rank )0", line) and re.search(r"generator(\.| rank )0", line) for line in told), end_of_log
     finished = rows(run_dir)
@@ -92,7 +92,7 @@ def test_hosts_without_ipv4(transport, model, tmp_path):
 
 @pytest.mark.parametrize("relay", ["engines", "off"])
 def test_engines_pass_on_what_the_trainers_link_need_not_carry(relay, model, tmp_path):
-    """Three engines beside one trainer rank. What an update takes is printed, for docs/transports.md."""
+    """Three engines and one trainer rank. Prints the time of an update, for docs/transports.md."""
     run_dir = tmp_path / "run"
     places = ["trainer.tp=1", "generator.engines=3", "launch.ranks_per_node=1", f"launch.interface={INTERFACE}"]
     arguments = ["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *OVERRIDES, *places, "max_steps=100000"]

@@ -1,4 +1,4 @@
-"""A live engine that drafts: what it samples is the policy's, whatever drafts, and its log-probs are Hugging Face's."""
+"""A live engine with speculative decoding: whatever drafts, samples follow the policy, and log-probs equal Hugging Face's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PROMPTS = [[1, *((3 + 37 * (i + j)) % 400 for j in range(6 + i))] for i in range
 
 
 def bigrams(folder: Path) -> Path:
-    """A model whose layers add nothing, so that a token depends on the one before alone, and a layer for multi-token prediction that knows
-    it: what it drafts is the likeliest token."""
+    """A model whose layers add nothing, so that a token depends only on the previous one. Its multi-token prediction layer knows that, and
+    drafts the likeliest token."""
     make_checkpoint(folder / "whole", 1, torch.float32, False, "glm4_moe", num_hidden_layers=LAYERS + 1)
     file = take_last_layer("glm4_moe", folder) / "model.safetensors"
     tensors = load_file(file)
@@ -57,7 +57,7 @@ def started(model: Path, algorithm: str, tp: int, log: Path) -> contextlib.Abstr
 def sampled(
     request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, dict[float, list[list[Completion]]]]]:
-    """By temperature and prompt."""
+    """Samples by temperature and prompt."""
     algorithm, tp = request.param
     log = tmp_path_factory.mktemp("log") / "engine.log"
 
@@ -88,8 +88,8 @@ def test_logprobs_are_the_models(sampled: Any, model: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_drafts_do_not_change_what_is_sampled(sampled: Any, model: Path, temperature: float) -> None:
-    """The log-probs of tokens that are sampled from a distribution are minus its entropy on average. Their sum is off by less than four
-    standard deviations; if drafts were kept too often, or the likeliest tokens taken, it would be off by tens."""
+    """The mean log-prob of tokens sampled from a distribution is minus its entropy. The sum is off by less than four standard deviations.
+    If drafts were accepted too often, or the likeliest tokens taken, it would be off by tens."""
     reference, off, variance = hf_model(model, torch.float32), 0.0, 0.0
     for prompt, completions in zip(PROMPTS, sampled[1][temperature], strict=True):
         for completion in completions:
@@ -102,7 +102,7 @@ def test_drafts_do_not_change_what_is_sampled(sampled: Any, model: Path, tempera
 
 
 def test_drafts_are_kept_where_they_are_right(sampled: Any) -> None:
-    """Greedily all that the layer drafts; n-grams once they have been seen. With a temperature some."""
+    """Greedy decoding accepts all drafts of the layer, and n-grams that were seen before. With a temperature some drafts are accepted."""
     algorithm, found = sampled
     for temperature, of_prompts in found.items():
         drafted, accepted, verified = map(sum, zip(*(completion.drafts for each in of_prompts for completion in each), strict=True))

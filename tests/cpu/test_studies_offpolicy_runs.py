@@ -1,4 +1,5 @@
-"""The study of old data in small, with a learned reward: two runs of few steps, and their reward model by all who compute with it."""
+"""The off-policy study in small, with a learned reward: two runs of few steps, and their reward model in all programs that compute with
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ CELLS = Short("online_dpo", minibatches=2), Short("ppo", minibatches=4)
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[dict]]:
-    """The study, and what became of its reward models."""
+    """The study, and the quality of its reward models."""
     study = Study(CONFIG, SHORT, tmp_path_factory.mktemp("study"), learned=True)
     return study, study.prepare(CELLS)
 
@@ -54,14 +55,14 @@ def test_runs_are_measured_beside_their_warm_start(study) -> None:
         assert all(-2 <= point["score"] <= 1 and 0 <= point["win_rate"] <= 1 and point["perplexity"] > 1 for point in each["curve"])
         assert each["reward"] == pytest.approx(first["proxy"], abs=1.0)  # the engine's mean over other posts, and transformers' here
         assert not (made.folder(cell) / "hf").exists()
-    assert found[0]["curve"][0] == found[1]["curve"][0]  # the same warm start, measured twice
+    assert found[0]["curve"][0] == found[1]["curve"][0]  # one warm start, measured twice
     text = render({"parts": {"losses": found}, "reward_models": models})
     assert "| online_dpo |" in text and "| ppo |" in text and "| medium | 0 |" in text
-    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found  # nothing is made twice
+    assert made.prepare(CELLS) == models and [made.result(cell) for cell in CELLS] == found  # no run is repeated
 
 
 def test_the_reward_model_is_plain_pytorchs(study) -> None:
-    """From the same warm start, on the same pairs: as good on held-out pairs, with nearly the same weights."""
+    """From the same warm start and on the same pairs, it is as good on held-out pairs, with nearly the same weights."""
     made, [facts] = study
     config = load_config(CONFIG, made.common(CELLS[0]))
     expected = plain.train(config, made.initial(CELLS[0])).state_dict()

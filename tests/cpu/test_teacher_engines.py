@@ -1,4 +1,4 @@
-"""Teachers on real engines: what they say of responses against Hugging Face's model in float64, and what fails."""
+"""Teachers on real engines: their log-probs of responses against Hugging Face's model in float64, and failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
 
         for top_k in (0, 1, 20, VOCABULARY):
             form = TeacherFormat(1, top_k)
-            # Twice: the second time the prompt, and all of the response, are in the prefix cache.
+            # Twice: the second time, prompt and response are in the prefix cache.
             for judged in [await Teachers([teacher(top_k)], form).judged(PROMPT, RESPONSES) for _ in range(2)]:
                 for sample, before in zip(judged, RESPONSES, strict=True):
                     assert not sample.failures and sample.token_ids == before.token_ids
@@ -75,7 +75,7 @@ def test_log_probs_are_hugging_faces(tp: int, tmp_path: Path) -> None:
         assert [failure.part for failure in sample.failures] == ["roles.teacher"] * 2
         assert f"{CONTEXT + 7} tokens, for a context of {CONTEXT}" in sample.failures[0].reason
         assert all(np.isnan(told.logprobs).all() for told in TeacherFormat(2, 3).unpack(sample.teachers, CONTEXT))
-        with pytest.raises(EngineError, match="longer than the model's context"):  # what SGLang itself says of it
+        with pytest.raises(EngineError, match="longer than the model's context"):  # SGLang's own message
             await client.judge(PROMPT.token_ids, too_long.token_ids.tolist(), 0)
         await fleet.close()
 

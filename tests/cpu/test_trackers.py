@@ -1,4 +1,5 @@
-"""Every tracker, by its own library, against what metrics.jsonl says: read back from the library's local store, also after resumes."""
+"""Every tracker with its own library, against metrics.jsonl. The values are read back from the library's local store, also after
+resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from megarl.observe.samples import SamplesWriter
 from megarl.observe.tracking import NewRows, Stale, Tracked, follow
 from megarl.trackers.trackers import Beginning, check_trackers
 
-WAIT_S = 240.0  # an import of a library alone may take a minute on a busy machine
+WAIT_S = 240.0  # the import of one library may take a minute on a busy machine
 
 
 def config_of(name: str) -> RunConfig:
@@ -32,7 +33,7 @@ def config_of(name: str) -> RunConfig:
 
 
 def launch(folder: Path, name: str, first: int, steps: range, mark: float) -> list[str]:
-    """A start of a run that writes `steps`: the trainer opens its file after the tracker has been started."""
+    """A start of a run that writes `steps`. The trainer opens its file after the tracker has started."""
     told: list[str] = []
     config_path = folder / "settings.yaml"
     folder.mkdir(exist_ok=True)
@@ -57,7 +58,7 @@ def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_pat
         pytest.skip(f"{name} is not installed")
     for variable in [key for key in os.environ if key.startswith(("WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_"))]:
         monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no one's credentials
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # without anyone's credentials
     (tmp_path / "home").mkdir()
     folder = tmp_path / "run"
 
@@ -69,11 +70,11 @@ def test_curves_are_those_of_metrics_jsonl_after_every_resume(name: str, tmp_pat
     assert launch(folder, name, 0, range(4), mark=0.0) == []
     assert curves() == curves_of(folder, name)
     run = Tracked.load(folder, name).run
-    write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})  # of the last weights: it comes into the last row
+    write_result(folder, 6, {"pass@1": 0.75, "suites": {"hard": {"pass@1": 0.25}}})  # the last weights' evaluation goes into the last row
     assert launch(folder, name, 4, range(4, 6), mark=0.0) == []
     assert curves_of(folder)["eval/hard/pass@1"] == [(5, 0.25)]
     assert (Tracked.load(folder, name).run, curves()) == (run, curves_of(folder, name))
-    assert launch(folder, name, 3, range(3, 8), mark=100.0) == []  # back to a checkpoint: steps 3 to 5 are made again
+    assert launch(folder, name, 3, range(3, 8), mark=100.0) == []  # resumed from a checkpoint: steps 3 to 5 are repeated
     assert curves() == curves_of(folder, name) and curves_of(folder)["loss"][2:4] == [(2, 0.5), (3, 100.75)]
 
 
@@ -123,7 +124,7 @@ def test_a_tracker_that_cannot_be_opened_costs_nothing_but_a_warning(tmp_path: P
 
 
 class FakeWandb:
-    """A fake of the library: notes what a run is opened with, and what it is given."""
+    """A fake of the library: records how a run is opened, and what it logs."""
 
     def __init__(self) -> None:
         self.opened: dict[str, Any] = {}
@@ -199,7 +200,7 @@ def test_rows_of_an_earlier_start_do_not_count_until_the_trainer_has_cut_them(tm
     rows.poll()
     assert [row["step"] for row in rows.rows] == [0]
     writer = MetricsWriter(tmp_path, resume_step=1)
-    for step in (1, 2, 3):  # more than were there before, seen at once
+    for step in (1, 2, 3):  # more steps than before, read at once
         writer.write(step, {"loss": 9.0})
     writer.close()
     rows.poll()

@@ -1,6 +1,6 @@
 """The Megatron trainer in real gloo processes against Hugging Face's model in float64.
 
-All scenarios of one world size run in one spawn (trainer_worker.py); the tests only compare what the ranks saved.
+All scenarios of one world size run in one spawn (trainer_worker.py). The tests only compare the files that the ranks saved.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainer_cases import CASES, CHECKPOINTS, LAYOUTS, LOADS, MODELS, REPLAYED, 
 from trainer_processes import saved, spawn
 from trainer_reference import LOGPROBS, assert_same_gradients, hf_gradients, hf_loss, reference, replayed_reference
 from trainer_rig import LENGTHS, sequences
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference: it imports without CUDA then
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # after trainer_reference, so that CUDA is not needed
 
 from megarl.base.geometry import TrainerTopology
 from megarl.plan.checkpoints import checkpoint_path, complete_checkpoints
 from megarl.trainer.hf_files import tensor_files
 
-pytestmark = pytest.mark.timeout(2400)  # the first test waits for all scenarios, in make test-all some two hundred
+pytestmark = pytest.mark.timeout(2400)  # the first test waits for all scenarios: in make test-all about two hundred
 BF16: list[tuple[str, dict[str, int]]] = [("untied", {"tp": 2}), ("mixtral", {"dp": 2, "ep": 2}), ("gpt_oss", {"dp": 2, "ep": 2})]
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
@@ -36,10 +36,10 @@ ADAM: dict[str, Any] = {
     "min_lr_ratio": 0.1,
     "clip_grad": 0.5,
 }
-OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}  # than those of the checkpoints
+OTHER = ADAM | {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-3}  # other settings than the checkpoints'
 
 
-SETTINGS = {  # fields of Megatron's classes, none with its default
+SETTINGS = {  # fields of Megatron's classes, none at its default
     "megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "moe_deepep_num_sms": 24},
     "ddp": {"overlap_grad_reduce": True, "bucket_size": 5000, "check_for_nan_in_grad": True},
     "optimizer": {"log_num_zeros_in_grad": True},
@@ -56,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Folder with everything the ranks saved. Models are trained under the layouts that a selected test asks for."""
+    """The folder with all files of the ranks. Models are trained under the layouts of the selected tests."""
     out = tmp_path_factory.mktemp("runs")
     of_module = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     chosen = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
@@ -135,7 +135,7 @@ def test_logits_and_logprobs_equal_hf(models: dict[str, Path], runs: Path, model
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("which", ["all", "dropped", "microbatches"])
 def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: Path, model: str, layout: str, which: str) -> None:
-    """`dropped`: without the sequences of zero advantage, same denominator; `microbatches`: several, of different shapes."""
+    """`dropped`: without the sequences of zero advantage, but with the same denominator. `microbatches`: several, of different shapes."""
     expected = reference(models[model])
     steps = [rank[which] for rank in saved(runs, f"{model}.{layout}")]
     found = hf_gradients(models[model], TrainerTopology(**LAYOUTS[layout][1]), [step["grads"] for step in steps])
@@ -152,8 +152,8 @@ def test_gradients_equal_autograd_of_the_formula(models: dict[str, Path], runs: 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None:
-    """The trainer counts what its model was given. Context parallelism pads each sequence to 2 cp chunks, sequence parallelism each
-    microbatch, here of at most 11, to as many parts; a rank without sequences computes the least that can be cut."""
+    """The trainer counts its model's input tokens. Context parallelism pads each sequence to 2 cp equal chunks. Sequence parallelism pads
+    each microbatch, here of at most 11 tokens, to equal parts. A rank without sequences computes the smallest batch that can be cut."""
     _, sizes, settings = LAYOUTS[layout]
     topology = TrainerTopology(**sizes)
     parts = topology.tp if settings.get("sequence_parallel") else 1
@@ -171,7 +171,7 @@ def test_only_what_is_cut_is_padded(runs: Path, model: str, layout: str) -> None
 def test_replayed_experts_give_the_log_probs_and_gradients_of_these_experts(
     models: dict[str, Path], runs: Path, model: str, layout: str
 ) -> None:
-    """In several microbatches; where a sequence has no ids, and afterwards, the router's own choice stands."""
+    """In several microbatches. The router's own choice holds if a sequence has no ids, and after the replay."""
     expected, ranks = replayed_reference(models[model]), saved(runs, f"{model}.{layout}")
     assert expected["routing"]["router/replaced_fraction"] > 0.5, "other experts than the model's own"
     for rank in ranks:
@@ -204,7 +204,7 @@ def test_export_reloads_bit_equal(models: dict[str, Path], runs: Path, model: st
 
 @pytest.mark.parametrize(("model", "layout"), cases({"qwen3_5_moe": TESTED["qwen3_5_moe"]}))
 def test_a_vision_tower_is_in_the_export_as_it_was(models: dict[str, Path], runs: Path, model: str, layout: str) -> None:
-    """And Hugging Face finds all tensors of the whole model in it, and no others."""
+    """Hugging Face finds all tensors of the whole model in the export, and no others."""
     source, exported = models[model], runs / f"{model}.{layout}.hf"
     want = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
     got, found = AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
@@ -225,7 +225,7 @@ def test_bf16(models: dict[str, Path], runs: Path, model: str, topology: dict[st
     found = hf_gradients(models[model], TrainerTopology(**topology), ranks)
     expected = reference(models[model], torch.bfloat16)["grads"]
     error = math.sqrt(sum(((found[name] - grad) ** 2).sum().item() for name, grad in expected.items()))
-    # A rounded score may choose another expert, which moves the gradient more than rounding itself: of gpt-oss, HF's own in bf16 by 0.10.
+    # A rounded score may choose another expert, which moves the gradient more than rounding itself: by 0.10 for gpt-oss in HF's own bf16.
     tolerance = 0.15 if model in ("mixtral", "gpt_oss") else 0.05
     assert error <= tolerance * math.sqrt(sum((grad**2).sum().item() for grad in expected.values()))
 
@@ -238,7 +238,7 @@ def test_reference_model_stays_where_it_was_held(runs: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), LOADS)
 def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layout: str) -> None:
-    """After two steps under one topology: the third step, and one of momentum alone, are those of the uninterrupted run."""
+    """After two steps under one topology, the third step and a step of momentum alone equal the uninterrupted run's."""
     base = saved(runs, f"save.{name}")[0]
     weights = {k: AutoModelForCausalLM.from_pretrained(runs / f"save.{name}.{k}.hf", dtype=torch.float32).state_dict() for k in (3, 4)}
     assert any(not torch.equal(weights[3][key], weights[4][key]) for key in weights[3])  # momentum alone moves weights
@@ -257,11 +257,11 @@ def test_checkpoint_continues_under_another_topology(runs: Path, name: str, layo
 
 
 def test_a_run_goes_on_with_the_optimizer_that_its_configuration_says(runs: Path) -> None:
-    """And not with that of the checkpoint: another rate, constant, other betas, epsilon and weight decay."""
+    """And not with the checkpoint's: another, constant rate, and other betas, epsilon and weight decay."""
     ((decayed, norms),) = [rank["groups"] for rank in saved(runs, "other_settings.zero1")]
     for group in (decayed, norms):
         assert (group["betas"], group["eps"]) == (OTHER["betas"], OTHER["eps"])
-        cosine = 0.5 * (1 + math.cos(math.pi / 8))  # step 3: 1 of 8 after the warm-up
+        cosine = 0.5 * (1 + math.cos(math.pi / 8))  # step 3 is step 1 of 8 after the warm-up
         assert group["lr"] == pytest.approx(OTHER["lr"] * (0.1 + 0.9 * cosine))
     assert (decayed["weight_decay"], norms["weight_decay"]) == (OTHER["weight_decay"], 0.0)
 
@@ -290,7 +290,8 @@ def test_a_killed_save_leaves_the_previous_checkpoint(runs: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(models: dict[str, Path], tmp_path: Path) -> None:
-    """Rank 1 alone cannot write; both know, and rank 0 why. In processes of its own: a limit on files is for the whole process."""
+    """Only rank 1 cannot write. Both ranks learn of it, and rank 0 knows why. The test has processes of its own, because a limit on file
+    sizes applies to a whole process."""
     run_dir = tmp_path / "run"
     spawn(
         2,
@@ -309,7 +310,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_half_written(mod
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout: str) -> None:
-    """Four steps with warm-up, cosine, clipping and weight decay against PyTorch's own in float64."""
+    """Four steps with warm-up, cosine schedule, clipping and weight decay, against PyTorch's AdamW in float64."""
     model = AutoModelForCausalLM.from_pretrained(models["untied"], attn_implementation="eager", experts_implementation="eager").double()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
@@ -337,7 +338,7 @@ def test_training_equals_torch_adamw(models: dict[str, Path], runs: Path, layout
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_linear_logprobs(runs: Path, world_size: int) -> None:
-    """Against log_softmax in float64, gradient too; padded columns hold huge logits and must neither count nor get a gradient."""
+    """Values and gradients against log_softmax in float64. Padded columns hold huge logits; they must neither count nor get a gradient."""
     ranks = saved(runs, f"logprobs.{world_size}")
     assert len(ranks) == world_size
     for name, (logits, targets, vocab_size, temperature) in LOGPROBS.items():
@@ -355,7 +356,7 @@ def test_linear_logprobs(runs: Path, world_size: int) -> None:
 
 
 def test_on_gpus_the_storage_of_what_was_sent_is_freed(runs: Path) -> None:
-    """Megatron waits for the sends of one stage per rank, and of several."""
+    """Megatron waits for the sends, with one stage a rank and with several."""
     ((settings),) = saved(runs, "settings_on_gpus")
     kept = {vpp: (s["overlap_p2p_comm"], s["deallocate_pipeline_outputs"]) for vpp, s in settings.items()}
     assert kept == {1: (False, True), 2: (True, True)}
@@ -364,10 +365,10 @@ def test_on_gpus_the_storage_of_what_was_sent_is_freed(runs: Path) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_padding_tokens_embedding_gets_the_gradient_that_nn_embedding_gives_it(sequence_parallel: bool) -> None:
-    """None, also where each of two ranks has a part of the looked-up rows [s / 2, b, h]."""
+    """It gets none, even if each of two ranks has a part of the looked-up rows [s / 2, b, h]."""
     from megarl.trainer import cpu_support as trainer_support
 
-    if "megatron.core" not in sys.modules:  # which another test may have imported
+    if "megatron.core" not in sys.modules:  # another test may have imported it
         trainer_support.install()
     from megarl.trainer.model import _without_padding
 

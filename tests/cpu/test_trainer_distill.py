@@ -1,4 +1,4 @@
-"""Distillation in real gloo ranks, against a plain loop in PyTorch with Hugging Face's models in float64; the divergences by themselves."""
+"""Distillation on real gloo ranks, against a plain PyTorch loop with Hugging Face's models in float64; and the divergences alone."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp2": ({"cp": 2}, {}),
     "tp2_sp": ({"tp": 2}, {"sequence_parallel": True}),
 }
-WEIGHTS = {"big": 2.0, "near": 0.5}  # teachers: a model of another family, and one of the policy's own shape
-# name → over, k, temperature, algorithm, which teachers, and which of them are on the trainer's ranks
+WEIGHTS = {"big": 2.0, "near": 0.5}  # teachers: a model of another family, and one of the policy's shape
+# name → over, k, temperature, algorithm, teachers, and those of them on the trainer's ranks
 CASES: dict[str, tuple[str, int, float, str, tuple[str, ...], tuple[str, ...]]] = {
     "vocabulary": ("vocabulary", 0, 0.7, "distill", ("big", "near"), ("big", "near")),
     "top_k": ("top_k", 5, 1.0, "distill", ("big", "near"), ()),
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, int, float, str, tuple[str, ...], tuple[str, ...]]] 
     "sampled": ("sampled", 0, 1.0, "aipo", ("big", "near"), ("near",)),
 }
 RUNS = [(case, layout) for case in CASES for layout in LAYOUTS if layout != "tp2_sp" or case in ("vocabulary", "top_k")]
-FAILED = 7  # the place of a sample that the first teacher has failed to judge
+FAILED = 7  # the place of the sample that the first teacher failed to judge
 
 
 @cache
@@ -52,13 +52,13 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 def distribution(of: PreTrainedModel, sample: Any, temperature: float) -> torch.Tensor:
-    """[T, vocabulary] log-probs at each place of the response."""
+    """[T, vocabulary]: log-probs at each token of the response."""
     ids = torch.tensor([*sample.prompt_ids, *sample.token_ids])
     return (of(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / temperature).log_softmax(dim=-1)
 
 
 def coarse_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """[T] the sum over the tokens `ids` [T, k] and one bucket for all others, written out."""
+    """[T]: the sum over the tokens `ids` [T, k] and one bucket for all others, written out."""
     p, q = log_p.gather(-1, ids), log_q
     rest_p, rest_q = 1 - p.exp().sum(-1), (1 - q.exp().sum(-1)).clamp(min=LEAST_REST)
     bucket = torch.where(rest_p > 1e-12, rest_p * (rest_p.clamp(min=1e-12).log() - rest_q.log()), 0.0)
@@ -66,7 +66,7 @@ def coarse_kl(log_p: torch.Tensor, ids: torch.Tensor, log_q: torch.Tensor) -> to
 
 
 def random_batches(out: Path, case: str) -> list[Batch]:
-    """Sampled by something near the model. Teachers on engines have judged them, in float32, all but one sample."""
+    """Batches sampled from nearly the model's distribution. Teachers on engines have judged all samples except one, in float32."""
     _, k, temperature, _, names, own = CASES[case]
     generator, batches, served = torch.Generator().manual_seed(1), [], [name for name in names if name not in own]
     for step in range(2):
@@ -89,7 +89,7 @@ def random_batches(out: Path, case: str) -> list[Batch]:
                 if told and 3 * ordinal + number == FAILED:
                     told[0] = None
                 mu = mu + 0.6 * torch.randn(len(tokens), generator=generator)
-                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first has an environment's tokens
+                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first response has an environment's tokens
                 packed = TeacherFormat(len(served), k).pack(told, len(tokens)) if served else b""
                 of_mu = mu.float().numpy()
                 samples.append(Sample(tokens.tolist(), of_mu, [0] * len(tokens), "", reward, "stop", mask, teachers=packed))
@@ -99,7 +99,7 @@ def random_batches(out: Path, case: str) -> list[Batch]:
 
 
 def plain_loop(out: Path, batches: list[Batch], case: str) -> list[dict[str, Any]]:
-    """Of each batch: (loss, gradient norm) of its optimizer steps, the mean divergences, and the weights after it."""
+    """For each batch: (loss, gradient norm) of its optimizer steps, the mean divergences, and the weights after it."""
     over, k, temperature, name, names, own = CASES[case]
     policy, found = load_float64(out / "policy"), []
     groups = [{"params": [p for p in policy.parameters() if p.dim() > 1]}, {"params": [p for p in policy.parameters() if p.dim() == 1]}]
@@ -176,7 +176,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_distillation_equals_a_plain_loop(runs: Path, case: str, layout: str) -> None:
-    """Losses, gradient norms and mean divergences; weights after every batch."""
+    """Compares losses, gradient norms and mean divergences, and the weights after every batch."""
     ranks = saved(runs, f"{case}.{layout}")
     assert len(ranks) == 2
     for step, want in enumerate(expected(runs, case)):
@@ -236,7 +236,7 @@ def written_out(h: torch.Tensor, w: torch.Tensor, log_q: torch.Tensor, ids: torc
 @pytest.mark.parametrize(("k", "temperature"), [(None, 1.0), (None, 0.6), (1, 1.0), (4, 1.0), (11, 1.0)])
 @pytest.mark.parametrize("chunk", [2, 100])
 def test_divergences_and_their_gradients(alone, k: int | None, temperature: float, chunk: int) -> None:
-    """Values against the formula in float64, gradients against its central differences."""
+    """Values against the formula in float64, and gradients against its central differences."""
     vocab = 11
     hidden, weight, of_teacher, own = inputs(vocab, 16)
     q_logits = of_teacher.double() @ own[:vocab].double().T
@@ -268,7 +268,7 @@ def test_divergences_and_their_gradients(alone, k: int | None, temperature: floa
 
 
 def test_tokens_beyond_the_policys_vocabulary_count_to_neither_side(alone) -> None:
-    """A teacher whose vocabulary is padded further may name one."""
+    """A teacher with a larger padded vocabulary may name such tokens."""
     hidden, weight, _, _ = inputs(11, 16)
     ids, q = torch.tensor([[2, 14, 5]]).repeat(ROWS, 1), torch.tensor([[0.5, 0.1, 0.25]]).repeat(ROWS, 1)
     kl = linear_kl(hidden, weight, Likeliest(ids, q.log()), alone, 11)
@@ -279,8 +279,8 @@ def test_tokens_beyond_the_policys_vocabulary_count_to_neither_side(alone) -> No
 
 
 def test_likeliest_tokens_give_a_lower_bound(alone) -> None:
-    """Of the whole divergence, the closer the more of them are known. (Log-probs in float64: in float32 the probability of a small rest is
-    known to some digits alone.)"""
+    """A lower bound on the whole divergence, closer with more tokens. (Log-probs are in float64, since in float32 a small remaining
+    probability has few digits.)"""
     vocab = 11
     hidden, weight, of_teacher, own = inputs(vocab, vocab)
     log_q = (of_teacher.double() @ own.double().T).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Packed sequences of any lengths, under the layouts that treat them each in its own way: see trainer_lengths.py."""
+"""Packed sequences of any lengths, under all layouts that treat them differently: see trainer_lengths.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CASES = [
     *(("deepseek_v3", layout) for layout in ("single", "cp2_ep2", "tp2_ep2")),
 ]  # fmt: skip
 
-# One long sequence beside short ones, in one microbatch: 2 cp = 4 chunks of a thousand positions, and chunks of a single one.
+# One long sequence beside short ones in one microbatch: 2 cp = 4 chunks of a thousand positions, and chunks of one position.
 LONG = [4100, *range(1, 51)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of smaller weights than those of the other tests, with which gradients in float32 are off by more."""
+    """Models with smaller weights than in other tests, where gradients in float32 have larger errors."""
     folders = {name: tmp_path_factory.mktemp(f"hf_{name}") for name, _ in CASES}
     for name, folder in folders.items():
         save_model(name, folder, initializer_range=0.08)

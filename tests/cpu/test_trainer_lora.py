@@ -1,4 +1,4 @@
-"""Adapters of the Megatron trainer in real gloo processes against plain PyTorch ones on Hugging Face's model in float64."""
+"""Adapters of the Megatron trainer in real gloo processes, against plain PyTorch adapters on Hugging Face's model in float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def runs(models: dict[str, Path], expected: dict[str, dict[str, Any]], tmp_path_
         return {"run": "lora", "name": f"{case}.{layout}", **of_layout, "lora": lora | {"init": str(expected[case]["path"])}}
 
     def new(run: str, case: str, layout: str, **changed: Any) -> dict[str, Any]:
-        """With first adapters of its own."""
+        """A trainer with newly initialised adapters."""
         checkpoint, other = str(out / f"checkpoint.{case}"), str(models[f"other.{CASES[case][0]}"])
         own = {"lora": CASES[case][1] | changed, "checkpoint": checkpoint, "other": other}
         return scenario(case, layout) | {"run": f"lora_{run}", "name": f"{run}.{case}.{layout}"} | own
@@ -99,7 +99,7 @@ def lora_of(case: str) -> Lora | None:
 
 
 def whole(folder: Path, case: str, layout: str, ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The ranks' parts of adapters, joined; copies must agree."""
+    """The ranks' parts of the adapters, joined. Copies must agree."""
     spec, lora = load_spec(folder), lora_of(case)
     found = {t.name: torch.full(t.shape, torch.nan, dtype=torch.float64) for t in lora.hf_layout(spec, "float32").tensors(0)}
     for rank, parts in enumerate(ranks):
@@ -134,7 +134,7 @@ def test_log_probs_with_adapters_and_without(runs: Path, expected: dict[str, Any
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
 def test_three_steps_move_the_adapters_alone(models: dict[str, Path], runs: Path, expected: dict[str, Any], case: str, layout: str) -> None:
-    """Nothing else has a gradient, a buffer for one, or an optimizer's state."""
+    """Nothing else has a gradient, a gradient buffer, or optimizer state."""
     ranks = saved(runs, f"{case}.{layout}")
     for rank in ranks:
         assert set(rank["moved"]) == rank["adapters"].keys()
@@ -179,7 +179,7 @@ def test_peft_reads_an_exported_adapter(models: dict[str, Path], runs: Path, exp
 
 @pytest.mark.parametrize(("case", "layout"), LOADS)
 def test_a_checkpoint_of_adapters_goes_on_under_other_sizes(models: dict[str, Path], runs: Path, case: str, layout: str) -> None:
-    """Over the weights that they belong to, and no others. First adapters depend on seed and names alone."""
+    """A checkpoint loads only over its own base weights. Initial adapters depend only on seed and names."""
     first, model = CHECKPOINTS[case][0], CASES[case][0]
     before, after = saved(runs, f"save.{case}.{first}"), saved(runs, f"load.{case}.{layout}")
     for stage, tolerance in (("first", 0.0), ("third", 1e-5)):
@@ -219,7 +219,7 @@ def test_dropout_is_the_seeds_and_of_training_alone(
     for rank in ranks:
         for row, want in zip(rank["logprobs"], expected[case]["logprobs"], strict=True):
             assert row == pytest.approx(want, abs=1e-5)
-    if layout == "recompute":  # what is computed again drops the same
+    if layout == "recompute":  # recomputation drops the same elements
         for name, grad in whole(models["untied"], case, "single", [saved(runs, f"dropout.{case}.single")[0]["one"]["grads"]]).items():
             torch.testing.assert_close(one[name], grad, rtol=0, atol=1e-6 * scale)
 

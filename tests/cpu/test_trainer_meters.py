@@ -1,6 +1,6 @@
-"""The meters of agreement of real gloo ranks, against their formulas on the same tokens with Hugging Face's log-probs in float64.
+"""The meters of agreement on real gloo ranks, against their formulas on the same tokens with Hugging Face's log-probs in float64.
 
-The trainer's log-probs are within 1e-5 of these (test_trainer.py), and so may the meters be.
+The trainer's log-probs are within 1e-5 of Hugging Face's (test_trainer.py), so the meters may differ by as much.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALL = {"max_tokens_per_microbatch": 24}
 
 
 def sampled(folder: Path, noise: float) -> Batch:
-    """Sampled at TEMPERATURE by something near the model, under the weights of step 20 and of older steps."""
+    """Sequences sampled at TEMPERATURE from nearly the model's distribution, under the weights of step 20 and of older steps."""
     generator, model, groups = torch.Generator().manual_seed(1), load_float64(folder), []
     for ordinal in range(GROUPS):
         prompt, samples = torch.randint(VOCAB, (2 + ordinal % 2,), generator=generator).tolist(), []
@@ -51,7 +51,7 @@ def sampled(folder: Path, noise: float) -> Batch:
                 mu = logprobs_of(model, prompt, tokens) + noise * torch.randn(len(tokens), generator=generator)
             ages = EVERY_AGE[torch.randint(len(EVERY_AGE), (len(tokens),), generator=generator)]
             versions = sorted((STEP - ages).tolist())
-            mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first has an environment's tokens
+            mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first response has an environment's tokens
             samples.append(Sample(tokens, mu.clamp(max=0).float().numpy(), versions, "", reward, "stop", mask))
         groups.append(Group(Prompt(ordinal, prompt, "", ""), samples))
     return batch_of(groups, step=STEP)
@@ -111,7 +111,7 @@ def test_meters_equal_their_formulas_in_every_layout(runs: Path, layout: str) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_kept_of_tokens_is_what_the_step_knew(runs: Path, layout: str) -> None:
-    """Each sample's numbers come from one rank of any layout, and are those of its own tokens."""
+    """In any layout one rank gives each sample's numbers, for that sample's tokens."""
     batch, model, ranks = torch.load(runs / "near.pt", weights_only=False), load_float64(runs / "hf"), saved(runs, f"near.{layout}")
     assert sorted(place for rank in ranks for place in rank["kept"]) == list(range(GROUPS * SAMPLES))
     (alone,) = saved(runs, "near.single")
@@ -138,7 +138,7 @@ def test_of_several_optimizer_steps_the_first_is_measured(runs: Path) -> None:
 
 
 def test_a_planted_mismatch_is_seen_and_told(runs: Path) -> None:
-    """The trainer takes its log-probs at another temperature than tokens were sampled at."""
+    """The trainer computes log-probs at another temperature than the sampling temperature."""
     for name, agrees in (("equal", True), ("planted", False)):
         ((rank,), limit) = saved(runs, name), BY_DTYPE["float32"]
         metrics = rank["metrics"]

@@ -1,4 +1,4 @@
-"""Mini-batches and epochs of real gloo ranks, against a plain loop in PyTorch with Hugging Face's model, in float64."""
+"""Mini-batches and epochs on real gloo ranks, against a plain PyTorch loop with Hugging Face's model in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.config.errors import RunError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 GROUPS, MINIBATCHES, EPOCHS, SEED, TEMPERATURE = 4, 2, 2, 5, 0.7
-# Adam's eps is of the size of the gradients' elements, so that a step of one near zero does not multiply the rounding of float32.
+# Adam's eps is as large as the gradients' elements, so that a step on a gradient near zero does not amplify float32's rounding.
 ADAM: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "clip_grad": 0.5,
 }  # fmt: skip
@@ -33,9 +33,9 @@ ALGORITHMS = {
     "entropy": ["algorithm.name=aipo", "algorithm.rho=1.5", f"algorithm.entropy_coefficient={BONUS}", "algorithm.mask_truncated=true"],
     "online_dpo": ["algorithm.name=online_dpo", f"algorithm.beta={BETA}"],
 }
-PENALISED = ("proximal", "proximal_rloo")  # by the KL divergence, which acts where advantages are 0 too
+PENALISED = ("proximal", "proximal_rloo")  # with the KL divergence, which also acts if advantages are 0
 LAYOUTS = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
-# A loss does not see the layout, only its own rank's samples; how ranks' sums become one is seen with two of the losses.
+# A loss sees only its own rank's samples, not the layout. So two of the losses suffice to test the sums over ranks.
 CASES = [
     ("behavior", "dp2"), ("behavior", "tp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("proximal_rloo", "dp2"), ("proximal_rloo", "tp2"),
     ("entropy", "dp2"), ("online_dpo", "tp2"),
@@ -44,21 +44,21 @@ RESUMED = [("behavior", "dp2"), ("proximal", "tp2"), ("decoupled", "dp2"), ("onl
 
 
 def logprobs_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tensor:
-    """[T] of the response's tokens."""
+    """[T]: log-probs of the response's tokens."""
     ids = torch.tensor([*prompt, *tokens])
     scores = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
     return scores.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
 
 
 def entropies_of(model: PreTrainedModel, prompt: Any, tokens: Any) -> torch.Tensor:
-    """[T] over the whole vocabulary, where the response's tokens were chosen."""
+    """[T]: entropies over the whole vocabulary at the response's tokens."""
     scores = (model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
     return -(scores.exp() * scores).sum(dim=-1)
 
 
 def random_batches(model: PreTrainedModel) -> list[Batch]:
-    """Sampled by something near the model; some were cut at their limit. In the second all groups but one have equal
-    rewards, so nothing of a mini-batch is trained."""
+    """Batches sampled from nearly the model's distribution; some responses were cut at their limit. In the second batch all groups except
+    one have equal rewards, so one mini-batch trains nothing."""
     generator, batches = torch.Generator().manual_seed(1), []
     for step in range(3):
         groups = []
@@ -69,7 +69,7 @@ def random_batches(model: PreTrainedModel) -> list[Batch]:
                 tokens = torch.randint(VOCAB, (2 + (3 * ordinal + 5 * number + step) % 9,), generator=generator).tolist()
                 with torch.no_grad():
                     mu = logprobs_of(model, prompt, tokens) + 0.6 * torch.randn(len(tokens), generator=generator)
-                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first has an environment's tokens
+                mask = [bool(number) or place % 3 < 2 for place in range(len(tokens))]  # the first response has an environment's tokens
                 samples.append(
                     Sample(
                         tokens, mu.float().numpy(), [0] * len(tokens), "", reward, "length" if number == 1 and ordinal % 2 else "stop", mask
@@ -81,7 +81,7 @@ def random_batches(model: PreTrainedModel) -> list[Batch]:
 
 
 def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, first: torch.Tensor, advantage: float) -> torch.Tensor:
-    """[T] what is to be maximised of each token, as published; `first` are the log-probs under the first weights."""
+    """[T]: each token's objective, to be maximised, as published. `first`: the log-probs under the first weights."""
     if ratio != "decoupled":  # AIPO
         weight = (now - (prox if ratio == "proximal" else mu)).exp().clamp(max=1.5).detach()
         penalty = 0.0 if ratio != "proximal" else 0.1 * weight * (now - first).square() / 2
@@ -92,9 +92,9 @@ def objective(ratio: str, now: torch.Tensor, prox: torch.Tensor, mu: torch.Tenso
 
 
 def of_responses(name: str, rewards: list[float], now: torch.Tensor, prox: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """A prompt's loss as published, from the log-probs [n] of its whole responses."""
+    """A prompt's loss, as published, from the log-probs [n] of its whole responses."""
     if name == "online_dpo":
-        gap = (now - first)[0] - (now - first)[2]  # of best and worst
+        gap = (now - first)[0] - (now - first)[2]  # between best and worst
         return -torch.log(torch.sigmoid(BETA * gap)) if len(set(rewards)) > 1 else 0 * gap
     r, of_each = (now - prox).exp(), torch.tensor(rewards, dtype=torch.float64) - BETA * (prox - first)
     a = (3 * of_each - of_each.sum()) / 2  # minus the mean of the two others
@@ -102,7 +102,7 @@ def of_responses(name: str, rewards: list[float], now: torch.Tensor, prox: torch
 
 
 def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]]:
-    """Of each batch: (loss, gradient norm, learning rate) of each optimizer step; the weights after the last of them."""
+    """For each batch: (loss, gradient norm, learning rate) of each optimizer step, and the weights after the last one."""
     model, start, found, position = load_float64(folder), load_float64(folder), [], 0
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
     for group, decay in zip(groups, (ADAM["weight_decay"], 0.0)):
@@ -156,7 +156,7 @@ def plain_loop(folder: Path, batches: list[Batch], ratio: str) -> list[tuple[lis
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with everything the ranks saved, and the model and the batches that they had."""
+    """The folder with all files of the ranks, and their model and batches."""
     out = tmp_path_factory.mktemp("minibatches")
     (out / "hf").mkdir()
     save_model("untied", out / "hf")
@@ -186,10 +186,10 @@ def batches(runs: Path) -> list[Batch]:
 
 @pytest.mark.parametrize(("ratio", "layout"), CASES)
 def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[Batch], ratio: str, layout: str) -> None:
-    """Losses, gradient norms and learning rates of every optimizer step; weights after every batch."""
+    """Compares losses, gradient norms and learning rates of every optimizer step, and the weights after every batch."""
     ranks = saved(runs, f"{ratio}.{layout}")
     assert len(ranks) == 2
-    rel = 1e-3 if ratio == "proximal_rloo" else 1e-4  # the ratio of a whole response, of up to ten tokens, multiplies their errors
+    rel = 1e-3 if ratio == "proximal_rloo" else 1e-4  # the ratio of a whole response multiplies the errors of up to ten tokens
     for step, (expected, weights) in enumerate(plain_loop(runs / "hf", batches, ratio)):
         assert max(norm for _, norm, _ in expected) > ADAM["clip_grad"]
         for rank in ranks:
@@ -238,7 +238,7 @@ def test_with_one_optimizer_step_the_proximal_policy_need_not_be_scored(runs: Pa
 
 
 def test_a_step_that_was_not_made_of_its_samples_tokens_is_refused() -> None:
-    """That the count itself is right, every optimizer step of these tests checks."""
+    """Every optimizer step of these tests checks that the count itself is right."""
     from megarl.trainer.step import StepResult
 
     result = StepResult(loss=0.0, grad_norm=0.0, sums={}, sequences=2, tokens=36, entropy=0.0, learning_rate=0.0, padded=0, routing={})

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction in real trainers: its loss and gradients, what the policy is without it, and its checkpoints."""
+"""The multi-token prediction layer in real trainers: its loss and gradients, the policy without it, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def test_loss_and_gradients_equal_the_equations(models: dict[str, Path], runs: P
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) -> None:
-    """Bit for bit: gradients, and weights after three clipped steps, of which each would differ if the norms were of all gradients. Where
-    replicas share the optimizer's state, the layer moves the cuts between their shares, and so the order in which norms are summed."""
+    """Gradients, and weights after three clipped steps, are equal bit for bit. They would differ if the norms included the layer's
+    gradients. If replicas share the optimizer state, the layer moves the cuts between their shares, and with them the order in which norms
+    are summed."""
     for rank in saved(runs, f"{model}.{layout}"):
         without = rank["ignore"]
         shared = any(grad.isnan().any() for grad in without["step"]["grads"].values())
@@ -82,7 +83,7 @@ def test_the_policy_is_the_same_without_it(runs: Path, model: str, layout: str) 
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Where this rank has both."""
+    """Compares the tensors that this rank has in both."""
     both = ~a.isnan() & ~b.isnan()
     return torch.equal(a[both], b[both])
 
@@ -99,7 +100,7 @@ def test_exported_as_it_was_loaded(models: dict[str, Path], runs: Path, model: s
 
 @pytest.mark.parametrize("mode", ["keep", "train"])
 def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> None:
-    """Saved under ep2, loaded under pp2: the same weights, the third step the same up to rounding."""
+    """Saved under ep2 and loaded under pp2: the weights are the same, and the third step too, up to rounding."""
     first, then = (load_file(runs / f"{name}.{mode}.hf" / "model.safetensors") for name in ("save", "load"))
     assert first.keys() == then.keys() == load_file(models["glm4_moe"] / "model.safetensors").keys()
     assert all(torch.equal(first[name], then[name]) for name in first)
@@ -110,7 +111,8 @@ def test_checkpoints_have_it(models: dict[str, Path], runs: Path, mode: str) -> 
 
 @pytest.mark.parametrize("model", TESTED)
 def test_transformers_passes_over_it(models: dict[str, Path], runs: Path, model: str) -> None:
-    """It lacks nothing. (Of GLM-4.5 it knows the layer's number in the published sizes alone, and names the tensors.)"""
+    """Transformers misses no tensors. (For GLM-4.5 it knows the layer's number only in the published sizes, and otherwise names the
+    tensors.)"""
     from transformers import AutoModelForCausalLM
 
     folder = runs / f"{model}.{TESTED[model].split()[0]}.train.hf"

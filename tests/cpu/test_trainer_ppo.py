@@ -1,4 +1,4 @@
-"""PPO with a critic in real gloo ranks, against a plain loop in PyTorch with Hugging Face's models, in float64."""
+"""PPO with a critic on real gloo ranks, against a plain PyTorch loop with Hugging Face's models in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_critic(folder: Path) -> PreTrainedModel:
 
 
 def values_of(model: PreTrainedModel, sample: Any) -> torch.Tensor:
-    """[T]: of what precedes each token of the response."""
+    """[T]: the values before each token of the response."""
     ids = torch.tensor([*sample.prompt_ids, *sample.token_ids])
     return model.score(model.model(ids[None]).last_hidden_state)[0, len(sample.prompt_ids) - 1 : -1, 0]
 
@@ -81,7 +81,8 @@ def make_step(model: PreTrainedModel, optimizer: torch.optim.AdamW, settings: di
 
 
 def plain_loop(policy_folder: Path, critic_folder: Path, batches: list[Batch], name: str) -> list[dict[str, Any]]:
-    """Everything written out: of each batch the policy's norms, the critic's losses and explained variance, and the weights after it."""
+    """All written out. For each batch: the policy's gradient norms, the critic's losses and explained variance, and the weights after
+    it."""
     gamma, lam, whiten, clip, warm_up = SETTINGS[name][1]
     policy, start, critic = load_float64(policy_folder), load_float64(policy_folder), load_critic(critic_folder)
     of_policy, of_critic, found, position, critic_position = adam(policy, ADAM), adam(critic, OF_CRITIC), [], 0, 0
@@ -194,7 +195,7 @@ def test_policy_and_critic_equal_a_plain_loop(runs: Path, name: str, layout: str
 
 @pytest.mark.parametrize(("name", "layout"), RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, name: str, layout: str) -> None:
-    """Bit for bit, of both models."""
+    """Bit for bit, for both models."""
     for whole, resumed in zip(saved(runs, f"{name}.{layout}"), saved(runs, f"{name}.{layout}.resumed"), strict=True):
         assert resumed["told"] == whole["told"][2:]
     for which in ("policy", "critic"):
@@ -206,7 +207,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(runs: Path, name: str, layou
 
 
 def test_every_byte_of_the_critic_is_accounted_for(runs: Path, tmp_path: Path) -> None:
-    """By the checkpoint's own index, and that of the critic's folder."""
+    """By the indexes of the checkpoint and of the critic's folder."""
     import shutil
 
     checkpoint = runs / "shaped.dp2.checkpoint"

@@ -65,7 +65,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @cache
 def reference(folder: Path) -> dict[str, Any]:
-    """Values, loss and gradients by autograd of the written-out sum, one sequence at a time."""
+    """Values, and loss and gradients by autograd of the written-out sum, one sequence at a time."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **how).double()
     values, loss, batch = [], torch.zeros((), dtype=torch.float64), sequences(model.config.vocab_size)
@@ -113,7 +113,8 @@ def test_export_is_a_sequence_classification_that_gives_the_same_scores(
 
 @pytest.mark.parametrize("head", ["zeros", "random"])
 def test_a_causal_models_checkpoint_gets_a_new_head(models: dict[str, Path], runs: Path, head: str) -> None:
-    """It depends on the seed alone; all else is the checkpoint's, which is tied, and the export loads as what it is."""
+    """The head depends only on the seed. All else is from the checkpoint, which has tied embeddings. The export loads as a model with a
+    scalar head."""
     source = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32).state_dict()
     found = [AutoModelForSequenceClassification.from_pretrained(runs / f"new.{n}.{head}.hf", dtype=torch.float32) for n in (1, 2)]
     assert all(model.config.num_labels == 1 for model in found)
@@ -127,7 +128,7 @@ def test_a_causal_models_checkpoint_gets_a_new_head(models: dict[str, Path], run
 
 @pytest.mark.parametrize("layout", TWINS)
 def test_policy_and_critic_in_one_process_do_not_disturb_each_other(models: dict[str, Path], runs: Path, layout: str) -> None:
-    """Losses and last outputs are those of the models alone; the critic goes on from its own checkpoint."""
+    """Losses and last outputs equal those of each model alone. The critic continues from its own checkpoint."""
     for rank in saved(runs, f"twins.{layout}"):
         assert rank["together"]["scalar"][0][0] == pytest.approx(reference(models["tied"])["loss"], rel=1e-5)
         for head, (losses, outputs) in rank["together"].items():

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP between two ends of one process: boxes arrive where they should, and nothing else changes."""
+"""Mooncake's transfer engine over TCP between two ends in one process: boxes arrive at the right place, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ try:
 except ConfigError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-LONG = SHORTEST_RUN_BYTES // 4  # elements of a row that is worth a write
-ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3  # more than both halves of the staging buffer hold
+LONG = SHORTEST_RUN_BYTES // 4  # elements of the shortest row that gets a write of its own
+ROWS = 2 * mooncake.HALF_BYTES // (4 * 2 * LONG) + 3  # more than both halves of the staging buffer can hold
 
 
 class Receiver:
-    """Memory of 'generator rank' 0: `wide` [ROWS, 2 * LONG] f32, `thin` [40, 30] bf16, and a landing place for one box of thin."""
+    """Memory of 'generator rank' 0: `wide` [ROWS, 2 * LONG] f32, `thin` [40, 30] bf16, and a landing buffer for one box of thin."""
 
     def __init__(self) -> None:
         self.wide = torch.full((ROWS, 2 * LONG), -1.0)
@@ -57,8 +57,8 @@ def test_boxes_arrive_in_place_over_several_updates():
     copies = [
         copy("x", whole, "wide", left, "identity", "float32"),  # rows of the shortest run, half of each row
         copy("y", Box((0, 0), (7, 30)), "thin", Box((3, 0), (7, 30)), "cast", "bfloat16"),
-        copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),  # short rows without a landing place
-        copy("y", Box((0, 0), (40, 10)), "thin", Box((0, 20), (40, 10)), "cast", "bfloat16"),  # lands
+        copy(None, None, "thin", Box((10, 0), (2, 20)), "zeros", "bfloat16"),  # short rows without a landing buffer
+        copy("y", Box((0, 0), (40, 10)), "thin", Box((0, 20), (40, 10)), "cast", "bfloat16"),  # uses the landing buffer
     ]
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -1,6 +1,6 @@
-"""Several transports in one update, chosen for each pair of ranks, and relays inside a host: bytes, audits, and what crosses the network.
+"""Several transports in one update, chosen for each pair of ranks, and relays inside a host: bytes, audits, and network traffic.
 
-Real processes and transports; where a rank runs is declared (pair_processes.py).
+Processes and transports are real; the tests declare each rank's host (pair_processes.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def processes() -> Iterator[tuple[list[RemoteObject], list[RemoteObject]]]:
 
 
 class Run:
-    """One set of hosts: what WeightsReceiver and WeightsSender do between them, from the first update on."""
+    """One set of hosts, and the updates of WeightsReceiver and WeightsSender between them, from the first on."""
 
     def __init__(self, processes, folder: Path, weights: WeightsConfig, trainers: list[Host], engines: list[Host], map=None):
         self.map = map or plain_map()
@@ -74,7 +74,7 @@ class Run:
         return self.opened
 
     def update(self, seed: int) -> list[Counter[int]]:
-        """Bytes sent by each trainer rank, by generator rank. Audited, and compared with the model itself."""
+        """Makes an update, audits it, and compares it with the model. Returns the bytes sent by each trainer rank, by generator rank."""
         for process in self.engines:
             process.call("scramble")
         session = WeightUpdate(self.workers, version=0)
@@ -88,7 +88,7 @@ class Run:
         return list(by_rank)
 
     def write(self, seed: int, session: WeightUpdate) -> list[Any]:
-        """What each trainer rank says of it."""
+        """Writes an update, and returns each trainer rank's report."""
         for process in self.trainers:
             process.start("write", seed)
         if not self.opened.one_sided:
@@ -120,7 +120,7 @@ def run(*arguments: Any) -> Iterator[Run]:
 
 
 def host(name: str, network: str) -> Host:
-    """`network`: what reaches other hosts."""
+    """A host's processes. `network`: the transport to other hosts."""
     return Host(memory=name, network=name, name=name, has=("mooncake",) * (network == MOONCAKE))
 
 
@@ -148,13 +148,13 @@ def test_engines_of_one_host_pass_on_what_came_over_the_network_once(processes, 
         for seed in (1, 2):
             by_rank = far.update(seed)
             assert sum(sum(sent.values()) for sent in by_rank) == of_one_engine
-        assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}  # they share the load
+        assert {relay.source_rank for relay in far.opened.relays} == {0, 1, 2}  # all relays share the load
 
 
 @pytest.mark.skipif(not mooncake.imports(), reason="Mooncake does not import")
 @pytest.mark.parametrize("network", [GLOO, MOONCAKE])
 def test_engines_of_any_hosts_pass_on_to_each_other(processes, tmp_path, network):
-    """By Mooncake between hosts and by shared memory inside of one, however the trainer writes."""
+    """With Mooncake between hosts and shared memory inside one, however the trainer writes."""
     a, b, c = host("a", MOONCAKE), host("b", MOONCAKE), host("c", MOONCAKE)
     with run(processes, tmp_path, WeightsConfig(transport=network, relay="engines"), [a, a], [b, b, c]) as far:
         assert far.opened.kinds == {network, MOONCAKE, SHARED_MEMORY} and far.opened.relay == RelayRule("between_engines", 1)

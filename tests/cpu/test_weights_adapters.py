@@ -1,4 +1,4 @@
-"""lora.sync=adapter on live engines: their pool holds the trainer's adapters, their weights stay, they score as the merged model."""
+"""lora.sync=adapter on live engines: their pool holds the trainer's adapters, their weights stay, and they score like the merged model."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ class Served:
     def job(self, folder: Path, key_file: Path, layout: str, syncs: list[Sync], **more: Any) -> Job:  # noqa: F811
         family, tp, ep, _ = ENGINES[self.name]
         sizes = LAYOUTS[layout]
-        sequence_parallel = "moe" in family and sizes.get("tp", 1) > 1  # experts want it
+        sequence_parallel = "moe" in family and sizes.get("tp", 1) > 1  # required with experts
         return Job(
             model=str(self.checkpoint), dtype="float32", trainer={**sizes, "sequence_parallel": sequence_parallel}, tp=tp, ep=ep,
             syncs=syncs, key_file=str(key_file), port=free_port(), folder=str(folder), lora=vars(self.lora), **more,
         )  # fmt: skip
 
     def weights(self) -> Parameters:
-        """All that updates of adapters leave as it is."""
+        """All that updates of adapters leave unchanged."""
         return [{name: values for name, values in tensors.items() if not is_adapter(name)} for tensors in self.generator.memory()]
 
     def check_scores(self, folder: Path, version: int) -> None:
-        """Compares log-probs with Hugging Face's of the exported weights, into which adapters are merged."""
+        """Compares log-probs with Hugging Face's on the exported weights, which include the adapters."""
         merged = folder / f"export{version}"
         assert hf_difference(SEQUENCES, self.generator.score(SEQUENCES), merged) < hf_rounding(SEQUENCES, merged, "float32")
 
     def check_weights(self, base: Parameters) -> None:
-        """Compares them with what they were."""
+        """Checks that the weights are unchanged."""
         assert unequal(self.weights(), base) == []
 
     def check_pool(self, folder: Path, version: int) -> None:
@@ -99,7 +99,7 @@ class Served:
 
 
 def empty_on(checkpoint: Path, config: LoraConfig, folder: Path) -> ServedAdapter:
-    """What an engine starts with."""
+    """The adapters with which an engine starts: none."""
     lora = Lora.of(config)
     assert lora is not None
     names = lora.names(load_spec(checkpoint))
@@ -118,11 +118,11 @@ def served(request, tmp_path_factory, key_file) -> Iterator[Served]:  # noqa: F8
 
 @dataclass
 class Channel:
-    """One way from trainer ranks to the engine."""
+    """One channel from the trainer ranks to the engine."""
 
     generator: Generator
     end: WeightsReceiver
-    granted: list[str]  # "F": everything, "a": adapters alone
+    granted: list[str]  # "F": everything, "a": only adapters
 
     def take(self) -> None:
         self.generator.take(self.end)
@@ -138,7 +138,7 @@ def channels(
     served: Served, trainers: Trainers, key_file: Path, folder: Path,  # noqa: F811
     layout: str, each: int, kinds: tuple[str, ...] = TRANSPORTS[:1], **more: Any,
 ) -> Iterator[list[Channel]]:  # fmt: skip
-    """Trainer ranks that send version after version, `each` of them by every transport in turn."""
+    """Trainer ranks that send version after version: `each` versions by every transport in turn."""
     with trainers.kept(), contextlib.ExitStack() as stack:
         hubs = [stack.enter_context(contextlib.closing(Hub("generator.0", RunKey.load(key_file)))) for _ in kinds]
         places = [(kind, hub, at) for at, (kind, hub) in enumerate(zip(kinds, hubs))]
@@ -171,15 +171,15 @@ def test_adapters_alone_reach_the_pool(layout: str, served: Served, begin, tmp_p
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("served", ["llama-TP1"], indirect=True)  # the first of ENGINES: no other engine need be started for it
+@pytest.mark.parametrize("served", ["llama-TP1"], indirect=True)  # the first of ENGINES, so that no other engine is started
 def test_adapters_alone_reach_one_engine(served: Served, begin, tmp_path: Path) -> None:
-    """What `make test` shows of it."""
+    """The part that `make test` runs."""
     with begin("TP2", EACH, exports=EXPORTS[:EACH]) as ways:
         check_ways(ways, served, tmp_path)
 
 
 def check_ways(ways: list[Channel], served: Served, folder: Path) -> None:
-    """By each transport: everything, into noise, then two versions of adapters alone."""
+    """By each transport: everything, into noise, then two versions of only adapters."""
     base = None
     for at, channel in enumerate(ways):
         served.generator.set_version(EACH * at - 1)
@@ -204,7 +204,7 @@ def test_many_updates_leave_the_weights_as_they_are(served: Served, begin, tmp_p
 
 
 def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -> None:
-    """Each token has the version that it was drawn from, and the log-prob under the merged weights of that version."""
+    """Each token has the version that sampled it, and its log-prob under that version's merged weights."""
     generator, client = served.generator, served.generator.client
 
     async def ask(tokens: int) -> list[Completion]:
@@ -219,7 +219,7 @@ def test_requests_run_through_an_update(served: Served, begin, tmp_path: Path) -
     async def take_meanwhile() -> list[Completion]:
         taken = asyncio.Event()
         asking = [asyncio.create_task(ask_until(taken)) for _ in range(3)]
-        await ask(LONG // 10)  # sampled together with them, so they are on their way
+        await ask(LONG // 10)  # sampled together with them, so they run by now
         await channel.end.take(generator)
         taken.set()
         return [completion for each in asking for completion in await each]
@@ -252,7 +252,7 @@ def test_an_engine_that_comes_back_gets_the_weights_too(served: Served, begin, t
 
 
 def test_weights_that_change_between_updates_are_noticed(served: Served, begin, trainers: Trainers) -> None:
-    """Also without weights.audit=strict. It is the last test of an engine, which is paused after it."""
+    """Also without weights.audit=strict. This is the last test of an engine, because it leaves the engine paused."""
     with begin("TP1", 2) as (channel,):
         channel.take()
         served.generator.live[0]["model.layers.1.self_attn.o_proj.weight"][0, 0] += 1

@@ -1,4 +1,4 @@
-"""lora.sync=adapter beside frozen weights in fp8: codes and scales stay, and an engine scores as the dequantised weights with adapters."""
+"""lora.sync=adapter with frozen weights in fp8: codes and scales stay, and an engine scores like the dequantised weights with adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def with_adapters(dequantised: Path, adapter: Path, scale: float, folder: Path) -> Path:
-    """A checkpoint of W + scale * B A."""
+    """Writes a checkpoint of W + scale * B A."""
     shutil.copytree(dequantised, folder)
     weights, factors = load_file(dequantised / "model.safetensors"), load_file(adapter / TENSORS_FILE)
     weights = {name: values.float() for name, values in weights.items()}
@@ -38,7 +38,7 @@ def with_adapters(dequantised: Path, adapter: Path, scale: float, folder: Path) 
 
 @dataclass
 class ServedInFp8(Served):
-    dequantised: Path  # the frozen weights as the engine computes with them, in bf16
+    dequantised: Path  # the frozen weights' values in the engine, in bf16
 
     def check_scores(self, folder: Path, version: int) -> None:
         adapter, scale = folder / f"adapter{version}", self.lora.alpha / self.lora.rank

@@ -1,4 +1,4 @@
-"""Deltas by every transport that runs here at once, over many optimizer steps: the engines' memory has the very bits of a full update.
+"""Deltas over many optimizer steps, by all transports at once: the engines' memory equals a full update bit for bit.
 
 Trainer ranks and engine workers are bare processes with the real transports and commands (delta_processes.py).
 """
@@ -24,12 +24,12 @@ from megarl.weight_sync.transports.base import GLOO, MOONCAKE, SHARED_MEMORY
 from megarl.weight_sync.updates import DeltaUpdate, WeightUpdate
 from megarl.weight_sync.writing import Sent, shares_of
 
-LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough to leave some bits
+LR = {"float32": 5e-11, "bfloat16": 1e-6, "fp8_block": 1e-6, "fp8_channel-experts": 1e-6}  # in float32, small enough that some bits stay
 CHECKED_EVERY = 20  # steps; hashes are compared after each
 
 
 class DeltaRun(Run):
-    """One update after the other."""
+    """Makes one update after the other."""
 
     def update(self, version: int, full: bool = False, keeps: bool = False) -> None:
         session = (WeightUpdate if full else DeltaUpdate)(self.workers, version)
@@ -51,7 +51,7 @@ class DeltaRun(Run):
 
 
 NEAR, FAR, POOR = host("a", MOONCAKE if mooncake.imports() else GLOO), host("b", MOONCAKE), host("c", GLOO)
-ALL_WAYS = [NEAR, FAR, POOR]  # one engine on the trainer's host, one that is reached by Mooncake, and one by gloo
+ALL_WAYS = [NEAR, FAR, POOR]  # one engine on the trainer's host, one behind Mooncake, and one behind gloo
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def test_the_engines_hold_what_a_full_update_writes(case, steps, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("engines", [[FAR] * ENGINES, [POOR] * ENGINES], ids=["mooncake", "gloo"])
 def test_engines_pass_on_what_came_as_changes(engines, tmp_path):
-    """One engine of their host gets them for all."""
+    """One engine receives the changes for all engines of its host."""
     if engines[0] is FAR and not mooncake.imports():
         pytest.skip("Mooncake does not import")
     with run("bfloat16", tmp_path, engines) as far:

@@ -1,7 +1,8 @@
-"""Deltas through the whole weights channel into a live engine, audited as strictly as by default: when they are sent and when everything
-is, and that an update which breaks off in the middle of one is found.
+"""Deltas through the whole weights channel into a live engine, with the default strict audit. Tests check when changes are sent and when
+everything is, and that a delta which breaks off is detected.
 
-One engine at TP2; trainer ranks are the real sending ends around held weights, as in test_weights_faults.py, whose fixtures these are.
+There is one engine at TP2. Trainer ranks are the real sending ends with held weights, as in test_weights_faults.py, which shares the
+fixtures.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from megarl.weight_sync.commands import Recall
 from megarl.weight_sync.transports.base import GLOO, SHARED_MEMORY
 from megarl.weight_sync.workers import Workers, connect
 
-SHARE = 0.02  # of the elements change from version to version (weights_worker.Job.changing)
+SHARE = 0.02  # this share of the elements changes between versions (weights_worker.Job.changing)
 
 
 @pytest.fixture
 def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
-    """What was granted to trainer rank 0: "d" changes, "F" everything."""
+    """What trainer rank 0 may send: "d" changes, "F" everything."""
     found, send = [], hub._send
 
     def note(peer: str, body: bytes) -> None:
@@ -52,7 +53,7 @@ def granted(hub, monkeypatch) -> list[str]:  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def forgotten(site: Site) -> None:  # noqa: F811
-    """The engine's workers compare nothing with what the test before has left, which `site` has overwritten."""
+    """Makes the engine's workers forget what the previous test left, since `site` has overwritten it."""
 
     async def forget() -> None:
         with contextlib.closing(Hub("generator.0", site.key)) as hub:  # noqa: F811
@@ -127,7 +128,7 @@ def test_a_flipped_bit_of_what_has_changed(site, hub, granted, kind, monkeypatch
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_rank_dies_in_the_middle_of_a_delta(site, hub, granted, kind):  # noqa: F811
-    """Nothing half-written generates: the engine stays paused, and requests are refused."""
+    """A half-written engine does not generate: it stays paused, and requests are refused."""
     settings = dict(versions=(0, 1), audit="strict", changing=SHARE, weights_s=WRITE_S)
     job = site.job(hub, HOOKED[kind], **settings)
     ends, go = receiver(job.plan(job.syncs[0].transport), hub, job.key_file), Event()

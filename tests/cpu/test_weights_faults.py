@@ -1,8 +1,7 @@
-"""What goes wrong in a weight update is found before anything half-written can generate, and named: who, whom, which tensor.
+"""A fault in a weight update is detected before a half-written engine can generate. The message names sender, receiver and tensor.
 
-One live engine at TP2, as long as the faults leave it alive; trainer ranks are the real sending ends around held weights
-(held_weights.py), threads of the test, or processes where they are to die. After each fault the engine stands still, and
-requests are refused.
+There is one live engine at TP2, as long as the faults leave it alive. Trainer ranks are the real sending ends with held weights
+(held_weights.py): threads of the test, or processes if they are to die. After each fault the engine is paused, and requests are refused.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ except ConfigError as missing:
     NO_MOONCAKE = str(missing)
 
 ROTARY = "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
-WRITE_S = 8.0  # deadline of an update in which a trainer rank falls silent
+WRITE_S = 8.0  # deadline of an update in which a trainer rank goes silent
 WITH_MOONCAKE = pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)
 KINDS = [SHARED_MEMORY, GLOO, pytest.param(MOONCAKE, marks=WITH_MOONCAKE)]
 REST_IN_LONG = [SHARED_MEMORY, pytest.param(GLOO, marks=pytest.mark.long), pytest.param(MOONCAKE, marks=[WITH_MOONCAKE, pytest.mark.long])]
-REST_IN_MATRIX = [  # seconds of waiting, or an engine, each
+REST_IN_MATRIX = [  # each takes seconds of waiting, or an engine
     SHARED_MEMORY,
     pytest.param(GLOO, marks=pytest.mark.matrix),
     pytest.param(MOONCAKE, marks=[WITH_MOONCAKE, pytest.mark.matrix]),
@@ -118,7 +117,7 @@ def test_memory_of_a_live_engine_that_something_else_has_written_to(site, hub, n
     told = f"{name} on generator rank 1 of engine {generator.client.url} has changed since the audit of version 0"
     assert str(failure.value).splitlines()[1:] == [told]
     site.reopen()
-    poke(generator, site.folder, name, 1, how, at)  # nothing else would mend it
+    poke(generator, site.folder, name, 1, how, at)  # flips the bit back; nothing else would
 
 
 def test_trainer_and_generator_with_different_maps(site, hub):
@@ -127,7 +126,7 @@ def test_trainer_and_generator_with_different_maps(site, hub):
         take(site, other, hub)
     ours, theirs = (weights_map(each.plan(), source_layout(each)).plan_hash for each in (other, job))
     assert f"trainer.0 computed {theirs}, trainer.1 computed {theirs}; generator.0 computed {ours}" in str(failure.value)
-    assert site.generator.score([PROMPT]) == site.started_with  # nobody has touched the engine
+    assert site.generator.score([PROMPT]) == site.started_with  # the engine is unchanged
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_a_trainer_rank_dies_in_mid_transfer(site, hub, kind):
     message = {GLOO: r"(?s)generator rank \d failed at Receive.*weights from trainer rank 1 to generator rank \d, "}
     expected = message.get(kind, "generator.0 waited 8 s for trainer.1 to write weights version 0")
     dying = as_process(1, job, "die")
-    assert hub.wait(DEADLINE_S)  # it has started: the other rank's offer waits for its no longer than WRITE_S
+    assert hub.wait(DEADLINE_S)  # this rank has started: the other rank's offer waits for its offer at most WRITE_S
     with threads(as_thread(0, job), hub=hub), unusable_after(site), pytest.raises((RuntimeError, TimeoutError), match=expected):
         take(site, job, hub)
     assert dying.wait(10) == -signal.SIGKILL
@@ -196,7 +195,7 @@ def test_a_grant_and_an_end_of_another_version(site, hub):
 
 
 def test_an_update_that_is_confirmed_as_a_newer_one(site, hub, monkeypatch):
-    """The message in which the generator says what the engines serve."""
+    """In the generator's message about the version that the engines serve."""
     job = site.job(hub)
     send, other = hub._send, encode(WeightsApplied(1, True, 0.0, 0))
     monkeypatch.setattr(hub, "_send", lambda peer, body: send(peer, other if isinstance(decode(body), WeightsApplied) else body))
@@ -217,8 +216,8 @@ def test_an_engine_that_goes_by_another_version_after_the_update(site, hub, monk
 
 
 def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
-    """As one that was restarted (see below): by shared memory its old memory would still be there to be written to, as long as a trainer
-    rank has it mapped."""
+    """Such as a restarted engine (see below). With shared memory its old memory would still be writable, as long as a trainer rank has it
+    mapped."""
     job, client, go = site.job(hub, versions=(0, 1)), site.generator.client, Event()
     ends = receiver(job.plan(SHARED_MEMORY), hub, job.key_file)
     with threads(*(as_thread(rank, job, go) for rank in range(2)), hub=hub):
@@ -232,13 +231,14 @@ def test_an_engine_that_no_longer_holds_what_it_was_given(site, hub):
 
 
 def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, monkeypatch):
-    """Where a run goes on without a lost engine: the update ends without it. Started again, it is given the next before it serves."""
+    """In a run that can continue without a lost engine, the update ends without it. After its restart it gets the next update before it
+    serves."""
     generator, client, new, go = site.generator, site.generator.client, site.other, Event()
     generator.fleet = Fleet([client], elastic=True)
     processes, end_update = generator.engine.processes(), client.end_update
 
     async def kill_before(timeout_s: float) -> None:
-        """The real engine's worker really dies; the real call follows."""
+        """Really kills the engine's worker, and then makes the real call."""
         kill_worker(processes)
         await end_update(timeout_s)
 
@@ -249,7 +249,7 @@ def test_an_engine_dies_when_it_has_been_written_to_and_comes_back(site, hub, mo
         with beside(generator) as requests:
             generator.take(ends)
         with pytest.raises(EngineUnreachable):
-            generator.run(outcome_of(requests[0]))  # the fleet's to finish elsewhere
+            generator.run(outcome_of(requests[0]))  # the fleet would finish it elsewhere
         assert generator.fleet.serving == set() and generator.fleet.lost.keys() == {0}
         assert psutil.wait_procs(processes, timeout=15)[1] == []
         monkeypatch.undo()
@@ -286,7 +286,7 @@ def test_an_engine_whose_connection_broke_is_updated_and_serves_again_though_it_
 
 @pytest.mark.parametrize("kind", REST_IN_MATRIX)
 def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
-    """It takes the engine with it. (One that dies before it is connected to: tests/unit/test_transports_dead_owner.py.)"""
+    """The engine ends with it. (tests/unit/test_transports_dead_owner.py has a worker that dies before the connection.)"""
     processes = site.generator.engine.processes()
     connected = Event()  # trainer rank 1
 
@@ -300,7 +300,7 @@ def test_an_engine_worker_dies_in_mid_transfer(site, hub, kind, monkeypatch):
 
     monkeypatch.setattr(faulty_transports, "before_write", kill)
     job = site.job(hub, HOOKED[kind], weights_s=30.0)
-    url = site.generator.client.url  # writers go on without it, and say so unless the generator finds out first
+    url = site.generator.client.url  # writers continue without it, and report it unless the generator notices first
     lost = f"engine {url}/update_weights_from_tensor is not reachable|trainer.1 could not write to engine {url}"
     writers = threads(as_thread(0, job), as_thread(1, job), hub=hub)
     with writers, unusable_after(site, paused=False), pytest.raises(RuntimeError, match=lost):

@@ -1,9 +1,11 @@
-"""Megatron to SGLang in fp8: after an optimizer step, each live parameter, codes and scales, has the very bits of the exported HF
-checkpoint quantised tensor by tensor by an independent reference (fp8_reference.py), whatever the trainer cuts.
+"""Megatron to SGLang in fp8, for every way in which trainers cut tensors.
 
-Real trainer ranks, real engines that start in the format without weights, the real weights channels. The memory is filled with noise
-before each update. Log-probs are compared bit for bit with those of an engine that loaded the reference's checkpoint by SGLang's own
-loader, and with HF on the dequantised weights.
+After an optimizer step, codes and scales of every live parameter equal a reference bit for bit: the exported HF checkpoint, quantised
+tensor by tensor by independent code (fp8_reference.py).
+
+Trainer ranks, engines and weights channels are real; the engines start in the format without weights. Noise fills the memory before each
+update. Log-probs are compared bit for bit with those of an engine that loaded the reference's checkpoint with SGLang's own loader, and with
+HF on the dequantised weights.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ except ConfigError:  # test_transports_mooncake.py is skipped with the reason
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 OF_FAMILY = {
-    "qwen2": {"hidden_size": 512},  # its heads are hidden_size / num_attention_heads wide, whatever head_dim says
+    "qwen2": {"hidden_size": 512},  # its head width is hidden_size / num_attention_heads, not head_dim
     "qwen3_moe": {"moe_intermediate_size": 256},
     "mixtral": {"hidden_size": 512},
     "glm4_moe": {"moe_intermediate_size": 256},
@@ -68,7 +70,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Of one engine, and the dtype of its trainer."""
+    """Settings of one engine, and the dtype of its trainer."""
 
     family: str
     quantization: str
@@ -86,13 +88,12 @@ class Setting:
         return [name for name in LAYOUTS if self.family in OF_EXPERTS or name != "EP2"]
 
     def trainer(self, layout: str) -> dict[str, Any]:
-        """Experts want sequence parallelism with tensor parallelism."""
+        """The trainer's sizes. Experts with tensor parallelism need sequence parallelism."""
         sizes = LAYOUTS[layout]
         return {**sizes, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
 
 
-# SGLang's loader of Llama looks for `weight_scale_inv` under another name and leaves the scales as they were: only what is written
-# straight into them arrives.
+# SGLang's Llama loader looks for `weight_scale_inv` under another name, and leaves the scales unchanged: only direct writes reach them.
 NOT_LOADED = {("llama", "fp8_block")}
 SAMPLE = {
     Setting("llama", "fp8_block", 1): ("TP4", "DP2-zero1"),
@@ -109,8 +110,8 @@ SETTINGS = [
     Setting("llama", "fp8_tensor", 2),
     Setting("qwen3_moe", "fp8_tensor", 2, 2),
     Setting("mixtral", "fp8_block", 2),
-    Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),  # its router is float32 in engines: not rounded to bf16 as others
-    Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # and so are its decays
+    Setting("glm4_moe", "fp8_block", 2, 2, "bfloat16"),  # its router is float32 in engines, not rounded to bf16 like others
+    Setting("qwen3_next", "fp8_block", 2, 2, "bfloat16"),  # its decays are float32 too
     Setting("qwen3_5_moe", "fp8_block", 2, 2, "bfloat16"),
     Setting("deepseek_v3", "fp8_block", 2, 2),
     Setting("deepseek_v3", "fp8_block", 2, 2, dp_attention=2),
@@ -134,7 +135,7 @@ def key_file(tmp_path_factory) -> Path:
     return path
 
 
-Result = tuple[Parameters, list[list[float]]]  # what the engine held, and the log-probs of SEQUENCES
+Result = tuple[Parameters, list[list[float]]]  # the engine's parameters, and the log-probs of SEQUENCES
 
 
 @dataclass
@@ -148,7 +149,7 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
     folder = folder / str(setting)
     shape = SHAPE | OF_FAMILY.get(setting.family, {})
     checkpoint = make_checkpoint(folder / "model", 1, getattr(torch, setting.dtype), False, setting.family, **shape)
-    # The engine is given a folder without weights.
+    # The engine gets a folder without weights.
     shutil.copytree(checkpoint, folder / "config", ignore=shutil.ignore_patterns("*.safetensors"))
     how = dict(dp_attention=setting.dp_attention, **server_arguments(setting.quantization, load_spec(checkpoint).vision_tower))
     with open_generator(folder / "config", "bfloat16", setting.tp, setting.ep, folder, **how) as generator:
@@ -158,14 +159,14 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
 
 @pytest.fixture(scope="module")
 def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
-    """After `trainers`, so that all start together."""
+    """Started after `trainers`, so that all start together."""
     folder = tmp_path_factory.mktemp("engines")
     with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
         yield engines
 
 
 def test_an_engine_that_quantises_another_set_is_refused_by_name(engines, key_file, monkeypatch):
-    """Here it is the list that is short."""
+    """Here one list is shorter."""
     synced = engines.of(SETTINGS[0])
     listed = llama.quantised_parameters
     monkeypatch.setattr(llama, "quantised_parameters", lambda spec: [name for name in listed(spec) if "down_proj" not in name])
@@ -229,7 +230,7 @@ def test_engine_holds_the_export_as_the_reference_quantises_it(
 
 
 def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
-    """One update into noise, audited."""
+    """Receives one update into noise, and audits it."""
     generator.set_version(sync.version - 1)
     generator.scramble()
     generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
@@ -237,7 +238,7 @@ def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
 
 
 def compare_with_fresh_engine(setting: Setting, checkpoint: Path, key_file: Path, folder: Path, result: Result) -> None:
-    """One that SGLang's own loader fills."""
+    """Compares with an engine that SGLang's own loader has filled."""
     with open_generator(checkpoint, "bfloat16", setting.tp, setting.ep, folder, dp_attention=setting.dp_attention) as fresh:
         logprobs = fresh.score(SEQUENCES)
         fresh.map_memory(key_file)

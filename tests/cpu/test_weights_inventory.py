@@ -1,4 +1,4 @@
-"""The list of an engine's memory at the start of a run: each tensor is written, made again, constant, or named as none of these."""
+"""The inventory of an engine's memory at the start of a run: every tensor is written, made again, constant, or listed as none of these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.weight_sync.audit import AuditError
 from megarl.weight_sync.workers import Workers, connect, watch
 
 DOWN = "model.layers.0.mlp.down_proj"
-SHARED = "model.layers.0.mlp.activation_quant.quant_method"  # the one of DOWN: SGLang 0.5.23 gives it to what comes before DOWN too
+SHARED = "model.layers.0.mlp.activation_quant.quant_method"  # of DOWN; SGLang 0.5.23 also gives it to the module before DOWN
 UNPROVEN = [f"{DOWN}.packed", f"{SHARED}.scales['orders'][0]", f"{DOWN}.repacked"]
 CASES = [
     ("deepseek_v3", "fp8_block"),
@@ -82,7 +82,7 @@ def test_planted_tensors_are_refused_by_name_or_named(tmp_path, key_file, capsys
 
 @pytest.mark.parametrize("family, quantization", CASES)
 def test_an_engine_without_them_has_nothing_unproven(family, quantization, tmp_path, key_file):
-    """Latent attention makes w_kc and w_vc of kv_b_proj again."""
+    """Latent attention makes w_kc and w_vc again from kv_b_proj."""
     checkpoint = make_checkpoint(tmp_path / "model", 1, torch.float32, False, family, **SHAPE | OF_FAMILY.get(family, {}))
     file = tmp_path / "memory.jsonl"
 

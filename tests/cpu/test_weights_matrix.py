@@ -1,12 +1,14 @@
-"""Megatron to SGLang, every trainer layout to every engine by every transport: after an optimizer step, each live parameter has the
-very bits that SGLang itself loads from the HF checkpoint which the trainer exports, and the engine computes the very log-probs.
+"""Megatron to SGLang: every trainer layout to every engine by every transport.
 
-Real trainer ranks over gloo (weights_worker.py), real engines, the real weights channels between them. The engine's memory is
-filled with noise before each update and each load: whatever is not written is seen.
+After an optimizer step, the trainer exports an HF checkpoint. Every live parameter must equal, bit for bit, what SGLang itself loads from
+this checkpoint, and the engine must compute the same log-probs.
 
-Log-probs are those of whole sequences, scored one by one. They are compared bit for bit, and three ways: version 0, which only
-the trainer has written since the noise, against the engine as it had started from the same checkpoint; version 1 against the
-engine after its own load of the export; and (`make matrix`) against another engine, freshly started from an export.
+Trainer ranks over gloo (weights_worker.py), engines and weights channels are real. Noise fills the engine's memory before each update and
+each load, so that a missing write shows.
+
+Log-probs are of whole sequences, scored one by one, and compared bit for bit. There are three comparisons. Version 0, which only the
+trainer has written since the noise, is compared with the engine's start from the same checkpoint. Version 1 is compared with the engine
+after its own load of the export. With `make matrix`, it is also compared with another engine that starts from an export.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Setting:
     tp: int
     ep: int = 1
     dp_attention: int = 1
-    drafts: bool = False  # with its layer for multi-token prediction, which the trainer trains
+    drafts: bool = False  # drafts with its multi-token prediction layer, which the trainer trains
 
     def __str__(self) -> str:
         return f"{self.family}-{self.dtype}-{self.name}"
@@ -79,7 +81,7 @@ class Setting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """SGLang's, further ones."""
+        """Further arguments of SGLang."""
         drafts = GeneratorConfig(speculative=SpeculativeConfig(**SPECULATIVE)) if self.drafts else GeneratorConfig()
         return arguments(RunConfig(generator=drafts))
 
@@ -88,7 +90,7 @@ class Setting:
         return [name for name in LAYOUTS if self.family in OF_EXPERTS or name not in EXPERT_LAYOUTS]
 
     def trainer(self, layout: str) -> dict[str, Any]:
-        """Experts want sequence parallelism with tensor parallelism."""
+        """The trainer's sizes. Experts with tensor parallelism need sequence parallelism."""
         sizes = LAYOUTS[layout]
         own = {"mtp": "train"} if self.drafts else {}
         return {**sizes, **own, "sequence_parallel": self.family in OF_EXPERTS and sizes.get("tp", 1) > 1}
@@ -105,7 +107,7 @@ SETTINGS += [Setting(family, "float32", *sizes) for family in DP_ATTENTION_FAMIL
 SETTINGS += [Setting(family, "float32", 2, ep, drafts=True) for family in NAMES for ep in (1, 2)]
 SETTINGS += [Setting(family, "bfloat16", 1, drafts=True) for family in NAMES]
 SPECULATIVE = {"algorithm": "nextn", "steps": 2}
-SAMPLE = {  # of tests that are not marked `long`: each kind of engine, and trainers that cut on unlike axes
+SAMPLE = {  # tests that are not marked `long`: each kind of engine, and trainers that cut on different axes
     Setting("llama", "float32", 1): ("TP2xPP2",),
     Setting("qwen2", "bfloat16", 2): ("VPP2",),
     Setting("qwen3_moe", "float32", 2, 2): ("EP2", "TP2xEP2"),
@@ -136,14 +138,14 @@ Result = tuple[Parameters, list[list[float]]]
 
 @dataclass
 class Synced:
-    """One engine of the matrix, and what is known of it."""
+    """One engine of the matrix, and the results so far."""
 
     setting: Setting
     checkpoint: Path  # it started with
     generator: Generator
     started_with: Parameters
     started_logprobs: list[list[float]]
-    last: tuple[Path, Parameters, list[list[float]]] | None = None  # the newest export, and what came of its update
+    last: tuple[Path, Parameters, list[list[float]]] | None = None  # the newest export, and the results of its update
 
 
 @contextlib.contextmanager
@@ -165,7 +167,7 @@ def open_synced(setting: Setting, folder: Path, key_file: Path) -> Iterator[Sync
 
 @pytest.fixture(scope="module")
 def engines(trainers, key_file, tmp_path_factory) -> Iterator[OneAtATime[Setting, Synced]]:
-    """After `trainers`, so that all start together."""
+    """Started after `trainers`, so that all start together."""
     folder = tmp_path_factory.mktemp("engines")
     with contextlib.closing(OneAtATime(lambda setting: open_synced(setting, folder, key_file))) as engines:
         yield engines
@@ -182,7 +184,7 @@ def test_engine_is_as_if_it_had_loaded_the_export(setting, layout, engines, trai
 
 
 def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, folder: Path) -> tuple[Job, list[Result]]:
-    """Version 0 by one transport; then an optimizer step, then version 1 by each in turn."""
+    """Version 0 by one transport; then an optimizer step; then version 1 by each transport in turn."""
     turn = synced.setting.layouts.index(layout)
     kinds = [(0, TRANSPORTS[turn % len(TRANSPORTS)]), *((1, kind) for kind in TRANSPORTS)]
     with contextlib.ExitStack() as stack:
@@ -206,7 +208,7 @@ def updated(synced: Synced, layout: str, trainers: Trainers, key_file: Path, fol
 
 
 def receive(generator: Generator, job: Job, sync: Sync, hub: Hub) -> Result:
-    """One update into noise: the parameters and the log-probs afterwards."""
+    """Receives one update into noise. Returns the parameters and the log-probs."""
     generator.set_version(sync.version - 1)
     generator.scramble()
     generator.take(receiver(job.plan(sync.transport), hub, job.key_file))
@@ -220,7 +222,7 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
     generator.load(job.export)
     loaded, logprobs = generator.memory(), generator.score(SEQUENCES)
     assert unequal(noise, loaded) == names(loaded)
-    zeros = [(rank, name) for rank, name in names(loaded) if not loaded[rank][name].any()]  # a bias that only another rank has (gpt-oss)
+    zeros = [(rank, name) for rank, name in names(loaded) if not loaded[rank][name].any()]  # only another rank has this bias (gpt-oss)
     trained = [each for each in names(loaded) if not each[1].endswith("e_score_correction_bias") and each not in zeros]
     assert unequal(loaded, synced.started_with) == trained  # the step changed every parameter
 
@@ -235,7 +237,7 @@ def compare(synced: Synced, job: Job, results: list[Result]) -> None:
 
 
 def compare_with_fresh(synced: Synced, key_file: Path, folder: Path) -> None:
-    """The export of the layout before, which the trainer has written into the engine."""
+    """Compares with an engine that starts from the previous layout's export."""
     assert synced.last is not None, "no case before this one has passed"
     setting, (export, parameters, logprobs) = synced.setting, synced.last
     sizes = setting.dtype, setting.tp, setting.ep, folder

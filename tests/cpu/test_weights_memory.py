@@ -1,7 +1,7 @@
-"""Something other than an update writes to a live engine's memory, between two updates: the run is told what, and where.
+"""Between two updates, something else writes to a live engine's memory: the run ends, and the message names tensor and rank.
 
-Here a scale, a router's bias, and what post-load work made of a parameter, in an fp8 engine of a mixture of experts with latent attention;
-test_weights_faults.py has parameters and rotary caches.
+The tensors here are a scale, a router's bias, and a tensor that post-load work made from a parameter. The engine is in fp8, a mixture of
+experts with latent attention. test_weights_faults.py has parameters and rotary caches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Site:
     key_file: Path
 
     def update(self, version: int, audit: str, after: Callable[[], None] | None = None) -> None:
-        """One update, by a trainer and a channel of its own. The run ends with it, after what happens `after` it."""
+        """One update, with its own trainer and channel. Then `after` happens, and the run ends."""
         begin = Event()
         begin.set()
         with contextlib.closing(Hub("generator.0", RunKey.load(self.key_file))) as hub:
@@ -67,8 +67,8 @@ class Site:
                 end = receiver(job.plan("shared_memory"), hub, job.key_file)
                 self.generator.take(end)
             except AuditError:
-                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):  # whatever the trainer waits for, it ends
-                    with contextlib.suppress(RuntimeError):  # it is gone by the second one, if the first has ended it
+                for message in (WeightsGrant(99), WeightsApplied(99, True, 0.0, 0)):  # one of these messages ends the trainer's wait
+                    with contextlib.suppress(RuntimeError):  # the first message may already have ended it
                         hub.send("trainer.0", message)
                 assert sent.exception(DEADLINE_S) is not None
                 raise
@@ -78,7 +78,7 @@ class Site:
                 self.generator.run(end.look_again(self.generator))
 
     async def reopen(self) -> None:
-        """The engine goes on after an update that failed."""
+        """Makes the engine continue after a failed update."""
         await self.generator.client.close()
         self.generator.use(self.generator.engine.client())
         with contextlib.suppress(EngineError):
@@ -97,7 +97,7 @@ def site(tmp_path_factory) -> Iterator[Site]:
 
 
 def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
-    """No later update finds it. First an end at which nothing has changed, after which the engine serves."""
+    """No later update would detect it. First comes an end without a change, after which the engine serves."""
     generator = site.generator
     version = generator.version + 1
     site.update(version, "strict", after=lambda: None)
@@ -108,7 +108,7 @@ def test_a_change_after_the_last_update_is_told_before_the_run_ends(site):
             site.update(version, "strict", after=lambda name=name: poke(generator, site.folder, name))
         told = f"{name} on generator rank 0 of engine {generator.client.url} has changed since the audit of version {version}"
         assert str(failure.value).splitlines()[1:] == [told]
-        generator.run(site.reopen())  # which makes anew what post-load work makes
+        generator.run(site.reopen())  # this repeats the post-load work
         if again:
             poke(generator, site.folder, name)
 
@@ -124,4 +124,4 @@ def test_a_change_is_told(site, name, audit):
     told = f"{name} on generator rank 0 of engine {generator.client.url} has changed since the audit of version {version}"
     assert str(failure.value).splitlines()[1:] == [told]
     generator.run(site.reopen())
-    poke(generator, site.folder, name)  # as it was
+    poke(generator, site.folder, name)  # restores it

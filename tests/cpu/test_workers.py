@@ -1,4 +1,4 @@
-"""Functions in worker processes: real ones. (What brings a worker down is tested with the reward pool, tests/cpu/test_rewards_pool.py.)"""
+"""Functions in real worker processes. (tests/cpu/test_rewards_pool.py tests what can bring a worker down.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the curves of a run back from each tracker's own local store, and what they are to be from metrics.jsonl."""
+"""Reads a run's curves from each tracker's own local store, and the expected curves from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def curves_of(folder: Path, name: str = "tensorboard") -> Curves:
-    """Of metrics.jsonl, as the tracker `name` is to have them. TensorBoard keeps float32."""
+    """The curves in metrics.jsonl, in the form expected from the tracker `name`. TensorBoard keeps float32."""
     kept = np.float32 if name == "tensorboard" else float
     found: Curves = {}
     for row in read_metrics(folder / METRICS_FILE):

@@ -1,4 +1,4 @@
-"""The models and the layouts that the trainer is tested with."""
+"""The models and layouts for tests of the trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-VOCAB = 50  # padded to 128 per tensor rank: at tp=2 the second rank holds padding only
+VOCAB = 50  # padded to 128 per tensor-parallel rank: at tp=2 the second rank holds only padding
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -54,7 +54,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "rope_parameters": dict(rope_theta=500.0, **YARN), **SIGMOID_ROUTER,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
 }  # fmt: skip
-# (With keys of few dims or large weights, Hugging Face's own gradients and log-probs in float32 are 1e-5 off.)
+# (With keys of few dims or large weights, Hugging Face's own gradients and log-probs in float32 have errors of 1e-5.)
 SMALLER = COMMON | {"initializer_range": 0.1}
 QWEN3_NEXT: dict[str, Any] = {
     "full_attention_interval": 2, "layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.25,
@@ -72,7 +72,7 @@ VISION = {
     "patch_size": 4,
 }  # fmt: skip
 UNTIED = {"tie_word_embeddings": False, "vocab_size": VOCAB}
-# Those with a padding token have it in the middle of sequences, as models have that are padded with the end of a turn.
+# Models with a padding token have it in the middle of sequences, like models whose padding is the end of a turn.
 MODELS: dict[str, PretrainedConfig] = {
     "untied": LlamaConfig(intermediate_size=48, pad_token_id=19, **UNTIED, **COMMON),
     "tied": LlamaConfig(
@@ -112,7 +112,7 @@ MODELS: dict[str, PretrainedConfig] = {
         sliding_window=6,
         num_local_experts=8,
         num_experts_per_tok=2,
-        swiglu_limit=0.5,  # so that it is reached
+        swiglu_limit=0.5,  # low enough to be reached
         rope_parameters=YARN_EXACT,
         pad_token_id=19,
         **UNTIED,
@@ -130,14 +130,14 @@ MODELS: dict[str, PretrainedConfig] = {
         vocab_size=140,
         **SMALLER,
     ),
-    # As it is published: with a vision tower beside it.
+    # As published, with a vision tower.
     "qwen3_5_moe": Qwen3_5MoeConfig(
         text_config=dict(
             **QWEN3_5, moe_intermediate_size=24, shared_expert_intermediate_size=40, head_dim=16, pad_token_id=19, **UNTIED, **SMALLER
         ),
         vision_config=VISION,
     ),
-    # As GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
+    # Like GLM-4.5-Air: another share of each head is rotated, and heads have no norms.
     "glm4_moe_air": Glm4MoeConfig(head_dim=16, attention_bias=True, partial_rotary_factor=0.25, **SIGMOID_ROUTER, **UNTIED, **COMMON),
 }
 SP = {"sequence_parallel": True}
@@ -151,7 +151,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "pp2_zero0": (2, {"pp": 2, "zero": 0}, {}),
     "dp2_zero0": (2, {"dp": 2, "zero": 0}, {}),
     "dp2_zero1": (2, {"dp": 2, "zero": 1}, {}),
-    # Several buckets, each reduced while the backward pass goes on.
+    # Several buckets, each reduced during the backward pass.
     "dp2_overlap": (2, {"dp": 2}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
     "dp2_zero0_overlap": (2, {"dp": 2, "zero": 0}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
     "dp2_pp2_vpp2_overlap": (4, {"dp": 2, "pp": 2, "vpp": 2}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 1000}}),
@@ -162,7 +162,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "ep2": (2, {"dp": 2, "ep": 2}, {}),
     "ep2_zero0": (2, {"dp": 2, "ep": 2, "zero": 0}, {}),
     "cp2_ep2": (2, {"cp": 2, "ep": 2}, {}),
-    "tp2_etp1": (2, {"tp": 2}, SP),  # every tensor rank holds all of every expert
+    "tp2_etp1": (2, {"tp": 2}, SP),  # every tensor-parallel rank holds whole experts
     "tp2_etp2": (2, {"tp": 2, "etp": 2}, SP),
     "tp2_ep2": (2, {"tp": 2, "ep": 2}, {"sequence_parallel": True, "recompute": True}),
     "tp2_pp2": (4, {"tp": 2, "pp": 2}, {}),
@@ -171,8 +171,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "dp2_tp2_etp2_ep2": (4, {"tp": 2, "dp": 2, "etp": 2, "ep": 2}, SP),
     "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, {"recompute": True}),
 }
-# What each model is tested with: its own traits on every axis that treats them in its own way. Tests of what is after the bar are marked
-# `long`; before it stand each model and each way to cut one.
+# The layouts for each model: its traits on every axis that treats them specially. Layouts after the bar are marked `long`. Those before the
+# bar cover each model and each way to cut one.
 TESTED = {
     "untied": "single tp2_pp2 cp2 | selective dp2_overlap tp2 tp2_sp_recompute pp2 dp2_zero0 dp2_zero1 pp2_vpp2",
     "tied": "tp2_sp_recompute dp2_pp2_vpp2_overlap pp2_uneven dp2_zero1 | single dp2_zero0_overlap tp2 pp2 dp2_zero0 tp2_pp2 pp2_vpp2",
@@ -192,7 +192,7 @@ TESTED = {
     "qwen3_5": "single | tp2 tp2_cp2 pp2",
     "qwen3_5_moe": "tp2_ep2 | single pp2_vpp2_ep2",
 }
-# Of these: with routing replay on.
+# These are also tested with routing replay.
 REPLAYED = [
     *(("qwen3_moe", layout) for layout in ("single", "pp2_vpp2", "cp2_ep2", "tp2_ep2", "pp2_vpp2_ep2")),
     ("mixtral", "ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "pp2_vpp2_ep2"),
@@ -213,7 +213,7 @@ CHECKPOINTS = {
 
 
 def cases(layouts_of: dict[str, str], of: list[tuple[str, str]] | None = None) -> list[Any]:
-    """(name, layout) as parameters of a test, those after a bar marked `long`; all, or those in `of`."""
+    """(name, layout) as parameters of a test: all, or those in `of`. Layouts after a bar are marked `long`."""
     made = []
     for name, layouts in layouts_of.items():
         quick, _, long = layouts.partition("|")
@@ -231,8 +231,8 @@ def is_zero_centred(name: str, key: str) -> bool:
 
 
 def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) -> None:
-    """Random weights; also of norms and biases, which would else be ones and zeros. `changed`: of the model's configuration; `scores`: with
-    a scalar head."""
+    """Saves a model with random weights, including norms and biases, which would otherwise be ones and zeros. `changed`: settings of the
+    model's configuration. `scores`: with a scalar head."""
     torch.manual_seed(len(name))
     kind = AutoModelForImageTextToText if name == "qwen3_5_moe" else AutoModelForCausalLM
     kind = AutoModelForSequenceClassification if scores else kind
@@ -244,14 +244,14 @@ def save_model(name: str, folder: Path, scores: bool = False, **changed: Any) ->
     for key, buffer in model.named_buffers():
         if key.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)
-    # One model in several files with an index, the others in a single file.
+    # One model has several files with an index; the others have a single file.
     model.save_pretrained(folder, max_shard_size="20KB" if name == "untied" else "1GB")
     if name == "qwen3_5_moe":
         stack_experts(folder)
 
 
 def stack_experts(folder: Path) -> None:
-    """Replaces the experts of a layer by one tensor for gate and up, and one for down, as Qwen3.5 is published."""
+    """Replaces the experts of a layer by one tensor for gate and up, and one for down, as in Qwen3.5's published checkpoints."""
     tensors = load_file(folder / "model.safetensors")
     layers = sorted({name.partition(".mlp.experts.")[0] for name in tensors if ".mlp.experts." in name})
     for experts in (f"{layer}.mlp.experts" for layer in layers):

@@ -1,5 +1,5 @@
-"""A property test of the trainer over the lengths of sequences, in its ranks: against Hugging Face's model in float64, one sequence at a
-time."""
+"""A property test of the trainer over the lengths of sequences. It runs in the trainer's ranks, against Hugging Face's model in float64,
+one sequence at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megarl.base.rollout_types import TrainSequence
 
 
 def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
-    """Batches of any lengths, with any room in a microbatch, or of `lengths` alone. Returns the worst errors of all, which are the same on
-    all ranks. "gradient" is in units of its bound: 1e-6 relative, or twice what Hugging Face's own model is off in float32, if that is more
-    (it is 1.6e-6 for some batches of DeepSeek-V3)."""
+    """Batches of any lengths with microbatches of any size, or batches of `lengths` only. Returns the worst errors, which are the same on
+    all ranks. "gradient" is in units of its bound: 1e-6 relative, or twice the float32 error of Hugging Face's own model, if that is larger
+    (1.6e-6 for some batches of DeepSeek-V3)."""
     trainer, model = make(scenario, plain_adam(lr=0.0)), load_float64(Path(scenario["model"]))
     rounded = load_float64(Path(scenario["model"])).float()
     trainer.load_hf(scenario["model"])
@@ -39,7 +39,7 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
                     expected[piece.logical_name][piece.logical.slices()],
                     found["grads"][tensor.name][piece.local.slices()].double(),
                 )
-                held = ~grad.isnan()  # elsewhere another rank has the sum
+                held = ~grad.isnan()  # otherwise another rank has the sum
                 squares += torch.stack([(grad - want)[held].square().sum(), want[held].square().sum()])
         dist.all_reduce(squares)
         scored = all_logprobs(trainer, batch, temperature=TEMPERATURE)
@@ -61,7 +61,7 @@ def any_lengths(scenario: dict[str, Any]) -> dict[str, float]:
 
 
 def backward(model: Any, batch: list[TrainSequence]) -> tuple[torch.Tensor, list[list[float]]]:
-    """Loss and log-probs; the gradients are the parameters'."""
+    """Returns loss and log-probs; gradients are left in the parameters."""
     model.zero_grad()
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
     if any(len(sequence) > 1 for sequence in batch):
@@ -70,7 +70,7 @@ def backward(model: Any, batch: list[TrainSequence]) -> tuple[torch.Tensor, list
 
 
 def difference(rounded: Any, model: Any) -> float:
-    """Of two models' gradients, relative to the second's."""
+    """The difference of two models' gradients, relative to the second's."""
     squares = [0.0, 0.0]
     for (_, ours), (_, exact) in zip(rounded.named_parameters(), model.named_parameters(), strict=True):
         if exact.grad is not None and ours.grad is not None:

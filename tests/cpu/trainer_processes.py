@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nursery import Run, script
 
-START_S, SCENARIO_S = 200, 10  # generous: a busy machine takes four seconds for a scenario
+START_S, SCENARIO_S = 200, 10  # generous, since a busy machine takes four seconds a scenario
 
 
 def spawn(world_size: int, out: Path, scenarios: list[dict[str, Any]], expected_status: int = 0) -> None:

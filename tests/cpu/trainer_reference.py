@@ -1,4 +1,4 @@
-"""What the trainer is compared with: Hugging Face's model in float64, one sequence at a time."""
+"""The trainer's reference: Hugging Face's model in float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.models.routing import RoutingFormat
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
 
-cpu_support.install()  # transformers imports torchvision, which needs it where there is no CUDA
+cpu_support.install()  # transformers imports torchvision, which needs it without CUDA
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
@@ -30,7 +30,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 def reference(folder: Path, weights: torch.dtype = torch.float32) -> dict[str, Any]:
     """Hugging Face's model in float64: log-probs at the temperature, loss, gradients by autograd of the written-out sum.
 
-    `weights`: the precision that the weights are rounded to first.
+    `weights`: the precision to which the weights are rounded first.
     """
     model = load_float64(folder, weights)
     batch = sequences(model.config.vocab_size)
@@ -60,7 +60,7 @@ def load_float64(folder: Path, weights: torch.dtype = torch.float32) -> PreTrain
 def delta_rule_in_float64(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule token by token, [1, t, heads, …]. Hugging Face's own computes in float32 whatever it is given."""
+    """The gated delta rule token by token, [1, t, heads, …]. Hugging Face's own code always computes in float32."""
     query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     state, outs = value.new_zeros(1, value.size(2), key.size(-1), value.size(-1)), []
     for q, k, v, decay, strength in zip(*(x.unbind(1) for x in (query, key, value, g.to(value.dtype).exp(), beta))):
@@ -73,7 +73,7 @@ def delta_rule_in_float64(
 
 @cache
 def drawn_reference(folder: Path) -> dict[str, Any]:
-    """As `reference`, of the batch whose tokens were drawn from sets."""
+    """Like `reference`, for the batch whose tokens were drawn from sets."""
     model = load_float64(folder)
     batch = drawn_from_sets(sequences(model.config.vocab_size), model.config.vocab_size)
     loss, logprobs = hf_loss(model, batch, TEMPERATURE)
@@ -87,7 +87,7 @@ def drawn_reference(folder: Path) -> dict[str, Any]:
 
 
 def log_softmax(model: PreTrainedModel, sequence: TrainSequence, temperature: float) -> torch.Tensor:
-    """[L - 1, vocabulary], over the sets where there are some; -1e9 in the place of minus infinity, which has no product with 0."""
+    """[L - 1, vocabulary], over the sets if there are any. -1e9 stands for minus infinity, whose product with 0 is NaN."""
     logits = model(tokens_of(sequence)).logits[0, :-1] / temperature
     if sequence.kept is not None:
         sizes = torch.from_numpy(sequence.kept.counts.astype("int64"))
@@ -99,7 +99,7 @@ def log_softmax(model: PreTrainedModel, sequence: TrainSequence, temperature: fl
 
 @cache
 def replayed_reference(folder: Path) -> dict[str, Any]:
-    """As `reference`, of the batch with forced experts; and the share of forced choices that are not the model's own."""
+    """Like `reference`, for the batch with forced experts. Also returns the share of forced choices that differ from the model's own."""
     model, routing = load_float64(folder), RoutingFormat.of(load_spec(folder))
     batch = forced(sequences(model.config.vocab_size), routing)
     force, replaced = force_experts(model, routing)
@@ -115,8 +115,8 @@ def replayed_reference(folder: Path) -> dict[str, Any]:
 
 
 def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Callable[[TrainSequence], None], list[bool]]:
-    """(What to call before each sequence; of each forced choice whether the model's own was another.) Scores and weights are written
-    out anew."""
+    """Returns a function to call before each sequence, and for each forced choice whether the model's own differed. Scores and weights are
+    computed by this file's own code."""
     config, current, replaced = model.config, {}, []
 
     def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def force_experts(model: PreTrainedModel, routing: RoutingFormat) -> tuple[Calla
 def hf_loss(
     model: PreTrainedModel, batch: list[TrainSequence], temperature: float, before: Callable[[TrainSequence], None] = lambda sequence: None
 ) -> tuple[torch.Tensor, list[list[float]]]:
-    """(loss as the written-out formula, log-prob of every token), one sequence at a time: no padding, no microbatches."""
+    """(loss by the written-out formula, log-prob of every token), one sequence at a time, without padding or microbatches."""
     loss, logprobs = torch.zeros((), dtype=torch.float64), []
     for sequence in batch:
         before(sequence)
@@ -180,8 +180,8 @@ FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By logical names: transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames Mixtral's; Phi has q, k and
-    v in one tensor, gate and up in another; gpt-oss exchanges rows and columns of experts."""
+    """A checkpoint's tensors by logical names. Transformers stacks the experts of a layer, [expert, gate and up, hidden], and renames
+    Mixtral's. Phi has one tensor for q, k and v, and one for gate and up. gpt-oss transposes its experts."""
     spec = load_spec(folder)
     names = {t.name for t in hf_layout(spec, "float32").tensors(0) if is_trained(t.name)}
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
@@ -210,7 +210,7 @@ def checkpoint_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[s
 
 
 def is_trained(name: str) -> bool:
-    """All but the biases of DeepSeek's routers, which have no gradient."""
+    """False only for the biases of DeepSeek's routers, which have no gradient."""
     return not name.endswith(("e_score_correction_bias", "expert_bias"))
 
 

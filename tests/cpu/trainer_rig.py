@@ -1,4 +1,4 @@
-"""A real trainer of small models on gloo: what its scenarios share."""
+"""Shared by all scenarios: a real trainer of small models on gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LENGTHS = (3, 10, 17, 5, 12, 19, 7, 14, 21, 1, 2)
 
 
 def sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[TrainSequence]:
-    """Every third sequence has zero advantage. Some have an environment's tokens in the middle: masked, and garbage on them."""
+    """Random sequences. Every third one has zero advantage. Some have an environment's tokens in the middle, masked and with garbage
+    values."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for i, length in enumerate(lengths):
@@ -49,7 +50,7 @@ def scored(trainer: Any, batch: list[TrainSequence], **how: Any) -> list[list[fl
 
 
 def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequence]:
-    """With experts drawn at random: at all positions, in every fourth sequence at the first half only, in every fifth at none."""
+    """The sequences with random experts: at all positions, in every fourth sequence only in the first half, in every fifth at none."""
     random, made = np.random.default_rng(3), []
     for i, sequence in enumerate(batch):
         positions = len(sequence.token_ids) - 1
@@ -60,7 +61,7 @@ def forced(batch: list[TrainSequence], routing: RoutingFormat) -> list[TrainSequ
 
 
 def drawn_from_sets(batch: list[TrainSequence], vocab: int) -> list[TrainSequence]:
-    """Each token of the loss drawn from a set of its own, of one token, of all, or of any size between."""
+    """The sequences with a random set for each token of the loss: of one token, of all, or of any size between."""
     random, made = np.random.default_rng(4), []
     for sequence in batch:
         rows = [
@@ -101,7 +102,7 @@ def make(scenario: dict[str, Any], optimizer: OptimizerConfig, total_steps: int 
 
 
 def poison_padding(trainer: Any) -> None:
-    """Large garbage in the rows that no token has: it must reach nothing."""
+    """Puts large garbage into the rows without a token. It must have no effect."""
     parameters = trainer.local_parameters()
     for tensor in trainer.layout.tensors(dist.get_rank()):
         used = max((piece.local.end[0] for piece in tensor.pieces), default=0)
@@ -109,7 +110,7 @@ def poison_padding(trainer: Any) -> None:
 
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """main_grad of every local parameter; NaN where, under the distributed optimizer, another rank has the sum."""
+    """main_grad of every local parameter. With the distributed optimizer, it is NaN if another rank has the sum."""
     found = {}
     from megarl.trainer.model import parameters_by_name
 
@@ -135,7 +136,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def all_logprobs(trainer: Any, batch: list[TrainSequence], model: Any = "policy", temperature: float = 1.0) -> list[list[float]]:
-    """Of all tokens, not only of those that the loss is about."""
+    """Log-probs of all tokens, not only of the loss's."""
     whole = [msgspec.structs.replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in batch]
     return scored(trainer, whole, model=model, temperature=temperature)
 
@@ -147,7 +148,7 @@ def one_step(trainer: Any, chosen: list[TrainSequence]) -> dict[str, Any]:
 
 
 def logits(trainer: Any, chosen: list[TrainSequence]) -> Any:
-    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor ranks; None elsewhere."""
+    """[1, t, vocab] of one sequence on the last stage, gathered over the tensor-parallel ranks; None on other stages."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
 

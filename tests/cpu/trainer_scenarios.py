@@ -1,4 +1,5 @@
-"""What test_trainer.py and its relatives let real trainers do. A function `scenario_…` runs on every rank; what it returns is saved."""
+"""Scenarios of the real trainers in test_trainer.py and related files. A function `scenario_…` runs on every rank, and its result is
+saved."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from megarl.trainer import hf_io
 
 
 def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Logits, log-probs, gradients and the exported checkpoint at the weights of a HF checkpoint (learning rate 0)."""
+    """Logits, log-probs, gradients and export at the weights of an HF checkpoint (learning rate 0)."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
@@ -91,7 +92,7 @@ def scenario_load(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_other_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A checkpoint goes on with another configuration of the optimizer."""
+    """Continues a checkpoint with another optimizer configuration."""
     from megarl.trainer import checkpoint
 
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]))
@@ -101,7 +102,7 @@ def scenario_other_settings(scenario: dict[str, Any], out: Path) -> dict[str, An
 
 
 def continue_from(trainer: Any, scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The third step, then one without sequences (momentum alone); the weights after each."""
+    """The third step, then one without sequences (only momentum). Returns the weights after each."""
     result = trainer.train_step(sequences(trainer.spec.vocab_size, seed=3), weighted_nll, DENOMINATOR, temperature=TEMPERATURE)
     trainer.export_hf(str(out / (scenario["name"] + ".3.hf")), scenario["model"])
     idle = trainer.train_step([], weighted_nll, DENOMINATOR)
@@ -124,7 +125,7 @@ def scenario_init(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Four steps with everything on: warm-up, cosine, clipping, weight decay."""
+    """Four steps with warm-up, cosine schedule, clipping and weight decay."""
     trainer = make(scenario, OptimizerConfig(**scenario["optimizer"]), total_steps=4)
     trainer.load_hf(scenario["model"])
     results = [trainer.train_step(sequences(trainer.spec.vocab_size, seed=seed), weighted_nll, DENOMINATOR) for seed in range(4)]
@@ -133,7 +134,8 @@ def scenario_train(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """linear_logprobs and its gradient, of hidden states that are logits: this rank's output layer is its slice of the unit matrix."""
+    """linear_logprobs and its gradient. The hidden states are the logits, because this rank's output layer is its slice of the unit
+    matrix."""
     from megarl.kernels import linear_logprobs
 
     found = {}
@@ -147,7 +149,7 @@ def scenario_logprobs(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A step, in several microbatches, of tokens that were drawn from sets, and their log-probs."""
+    """A step of several microbatches, with tokens that were drawn from sets, and their log-probs."""
     trainer = make(scenario, plain_adam(lr=0.0))
     trainer.load_hf(scenario["model"])
     poison_padding(trainer)
@@ -159,7 +161,7 @@ def scenario_drawn(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float]]]:
-    """Log-probs of sequences that an engine sampled, over the sets they were drawn from and over the whole vocabulary."""
+    """Log-probs of an engine's samples, over the sets from which they were drawn and over the whole vocabulary."""
     trainer, drawn = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
     trainer.load_hf(scenario["model"])
     trainer.max_tokens = 200
@@ -168,8 +170,8 @@ def scenario_ratios(scenario: dict[str, Any], out: Path) -> list[list[list[float
 
 
 def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Log-probs of sequences that an engine sampled: with the trainer's own experts, with the engine's, and with the engine's weights of
-    these too; the share of choices that the engine's replaced, and the mean difference of the weights that both gave the same experts."""
+    """Log-probs of an engine's samples: with the trainer's experts, with the engine's experts, and with the engine's expert weights too.
+    Also the share of replaced choices, and the mean difference of the weights that both sides gave the same experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     trainer, given = make(scenario, plain_adam(lr=0.0)), pickle.loads(Path(scenario["sequences"]).read_bytes())
@@ -207,7 +209,7 @@ def scenario_parts(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Megatron's configuration where CUDA is; in a process of its own, which may think so."""
+    """Megatron's configuration with CUDA, in a process of its own that pretends to have it."""
     from megarl.trainer.model import transformer_config
 
     torch.cuda.is_available = lambda: True
@@ -218,7 +220,7 @@ def scenario_settings_on_gpus(scenario: dict[str, Any], out: Path) -> dict[str, 
 
 
 def scenario_megatron_settings(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What Megatron's own objects hold of `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron`."""
+    """The values of `trainer.megatron`, `trainer.ddp` and `trainer.optimizer.megatron` in Megatron's own objects."""
     from megarl.trainer.model import transformer_config
 
     optimizer = OptimizerConfig(megatron=scenario["optimizer"])

@@ -1,10 +1,10 @@
-"""The ranks of a real gloo trainer, for test_trainer.py: they run a list of scenarios and save what they saw.
+"""The ranks of a real gloo trainer, for test_trainer.py: they run a list of scenarios and save the results.
 
     trainer_worker.py WORLD_SIZE RENDEZVOUS_FILE SCENARIOS_JSON OUT_DIR
 
-Scenarios run one after another, up to the first that fails; each in ranks of its own, forked once everything is imported, as every gloo
-group polls a hundred times a second for as long as its process lives. They write to OUT_DIR/world<size>.<rank>.log; what a scenario
-function returns is saved as OUT_DIR/<scenario name>.<rank>.pt.
+Scenarios run one after another, up to the first failure. Each has ranks of its own, which are forked after all imports: a gloo group polls
+a hundred times a second as long as its process lives. Ranks write to OUT_DIR/world<size>.<rank>.log. The result of a scenario function is
+saved as OUT_DIR/<scenario name>.<rank>.pt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> int:
-    """Process id."""
+    """Starts a rank and returns its process id."""
     if child := os.fork():
         return child
     status = 1
@@ -73,7 +73,7 @@ def start(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any],
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(status)  # all is saved; taking the interpreter apart takes a second
+        os._exit(status)  # all is saved, and the interpreter's own exit takes a second
 
 
 def run(rank: int, world_size: int, rendezvous: str, scenario: dict[str, Any], out: Path) -> None:

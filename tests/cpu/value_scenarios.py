@@ -1,4 +1,4 @@
-"""What a trainer rank does in test_trainer_values.py: models with a scalar head, alone and beside a policy."""
+"""Scenarios of the trainer ranks in test_trainer_values.py: models with a scalar head, alone and beside a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.models.spec import LM
 
 
 def targets_of(batch: list[Any]) -> list[np.ndarray]:
-    """What the values of a sequence's tokens are to be."""
+    """The target values of a sequence's tokens."""
     return [np.sin(np.arange(len(sequence), dtype=np.float32) + len(sequence)) for sequence in batch]
 
 
@@ -48,7 +48,7 @@ def scenario_values(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_new_head(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """From the checkpoint of a causal model, with each kind of new head."""
+    """Begins with a causal model's checkpoint, with each kind of new head."""
     trainer = scalar(scenario, lr=0.0)
     for new_head in ("zeros", "random"):
         trainer.load_hf(scenario["model"], new_head)
@@ -57,7 +57,7 @@ def scenario_new_head(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def scenario_policy_and_critic(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Two models on the same ranks, stepping in turn, and each alone; then the critic goes on from its checkpoint."""
+    """Two models make steps in turn on the same ranks, and each alone. Then the critic continues from its checkpoint."""
     from megarl.trainer import checkpoint
 
     def new(which: str) -> Any:
@@ -66,7 +66,7 @@ def scenario_policy_and_critic(scenario: dict[str, Any], out: Path) -> dict[str,
         return trainer
 
     def steps(*trainers: Any) -> dict[str, Any]:
-        """By heads: the losses of three steps, and log-probs or values after them."""
+        """By head: the losses of three steps, and log-probs or values after them."""
         losses = [[one_step(t, batch)["loss"] if t.spec.head == LM else value_step(t, batch)["loss"] for t in trainers] for _ in range(3)]
         outputs = [t.token_logprobs(batch) if t.spec.head == LM else t.token_values(batch) for t in trainers]
         return {t.spec.head: found for t, found in zip(trainers, zip(zip(*losses), outputs), strict=True)}

@@ -1,7 +1,7 @@
 """A trainer rank of test_process_report.py: waiting_rank.py RANK WORLD_SIZE STORE RUN_DIR HOW, over gloo, with a status line.
 
-All ranks meet twice; before the second time rank 2 stops (HOW=stopped), or is busy with something of its own (HOW=busy).
-Rank 0 takes its time to end, which it does when it loses rank 1."""
+All ranks meet twice. Before the second time rank 2 stops (HOW=stopped), or is busy with other work (HOW=busy).
+Rank 0 ends when it loses rank 1, but slowly."""
 
 import atexit
 import datetime
@@ -39,7 +39,7 @@ def main(rank: int, size: int, store: str, run_dir: str, how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else busy()
     if rank == 0:
         atexit.register(linger)
-        time.sleep(1)  # so that the other one's deadline comes first
+        time.sleep(1)  # so that the other rank's deadline comes first
     dist.all_reduce(torch.ones(4), group=group)
 
 

@@ -1,4 +1,4 @@
-"""Transports that wait in the middle of an update: for what may happen then."""
+"""Transports that wait in the middle of an update, for tests of events at that moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.reshard.map import Copy
 from megarl.weight_sync.transports.mooncake import MooncakeTransport
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment: of the files ASK and REACHED
+FOLDER = "WAITING_TRANSPORT_FOLDER"  # environment variable with the folder of the files ASK and REACHED
 ASK, REACHED = "ask", "reached"
 SECOND_LAYER = 2  # depth
 DEADLINE_S = 60
@@ -23,7 +23,8 @@ def settings(transport: str = "WaitingTransport") -> list[str]:
 
 
 def wait_if_asked(rank: int, copy: Copy) -> None:
-    """While there is a file ASK, trainer rank 0 makes the file REACHED before it writes the second layer, and waits until ASK has gone."""
+    """While the file ASK exists: before trainer rank 0 writes the second layer, it makes the file REACHED, and waits until ASK is
+    deleted."""
     ask = Path(os.environ[FOLDER], ASK)
     if rank == 0 and copy.depth == SECOND_LAYER and ask.exists():
         ask.with_name(REACHED).touch()

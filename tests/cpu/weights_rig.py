@@ -1,4 +1,4 @@
-"""What the tests of weight updates share: trainer ranks that wait for jobs, and as much of the generator as the channel asks for."""
+"""Shared by the tests of weight updates: trainer ranks that wait for jobs, and the part of the generator that the channel needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Parameters = list[dict[str, torch.Tensor]]  # by generator rank and name
 
 
 class Trainers:
-    """Processes that wait for jobs; a job takes as many of them as its topology has ranks."""
+    """Processes that wait for jobs. A job takes as many as its topology has ranks."""
 
     def __init__(self, folder: Path):
         self._logs = [folder / f"trainer.{rank}.log" for rank in range(RANKS)]
@@ -60,7 +60,7 @@ class Trainers:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a job: when it fails, these processes may stand anywhere in it, and the next job gets others."""
+        """Around a job: if it fails, its processes may be anywhere in it, so the next job gets new ones."""
         try:
             yield
         except BaseException as error:
@@ -73,7 +73,7 @@ class Trainers:
         self.start()
 
     def finish(self) -> list[int]:
-        """No more jobs: their exit statuses."""
+        """Ends the processes, and returns their exit statuses."""
         for process in self.processes:
             process.stdin.close()
         return [process.wait(DEADLINE_S) for process in self.processes]
@@ -100,7 +100,7 @@ def open_trainers(folder: Path) -> Iterator[Trainers]:
 
 @dataclass
 class Generator:
-    """As much of the generator executor as the weights channel asks for, around one live engine."""
+    """The part of the generator executor that the weights channel needs, with one live engine."""
 
     engine: Engine
     client: EngineClient
@@ -129,11 +129,11 @@ class Generator:
         self.version = version
 
     def take(self, receiver: WeightsReceiver) -> None:
-        """The next update on offer."""
+        """Takes the next update that is offered."""
         self.run(receiver.take(self))
 
     def set_version(self, version: int) -> None:
-        """The engine, and what is known of it."""
+        """Sets the version of the engine, and of this object."""
         self.run(self.client.set_version(version, DEADLINE_S))
         self.version = version
 
@@ -146,7 +146,7 @@ class Generator:
         return [{name: values.clone() for name, values in tensors.items()} for tensors in self.live]
 
     def map_memory(self, key_file: Path) -> None:
-        """Maps the engine's memory for the test itself, whatever transport writes into it."""
+        """Maps the engine's memory for the test itself, whichever transport writes to it."""
 
         async def share() -> list[Endpoint]:
             with contextlib.closing(Hub("generator.0", RunKey.load(key_file))) as hub:
@@ -160,7 +160,7 @@ class Generator:
         self.live = mapped(self.run(share()))
 
     def load(self, checkpoint: Path) -> None:
-        """SGLang's own way, which is refused while a request is there that has been answered a moment before."""
+        """Loads weights SGLang's own way. SGLang refuses it while it still has a request that it has just answered."""
 
         async def load() -> None:
             deadline = time.monotonic() + DEADLINE_S
@@ -175,14 +175,14 @@ class Generator:
                         raise
                     await asyncio.sleep(0.1)
             await self.client.call("/update_weights_from_disk", {"model_path": str(checkpoint)}, DEADLINE_S)
-            await self.client.begin_update(DEADLINE_S)  # its barrier: SGLang answers a load as soon as rank 0 is done
+            await self.client.begin_update(DEADLINE_S)  # a barrier, because SGLang answers a load as soon as rank 0 is done
             await self.client.end_update(DEADLINE_S)
             await self.client.flush(DEADLINE_S)
 
         self.run(load())
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probs of each token but the first. One request after the other: what is computed does not depend on timing."""
+        """Log-probs of each token except the first. Requests run one after the other, so that timing has no effect."""
 
         async def score() -> list[list[float]]:
             return [(await self.client.score([sequence]))[0] for sequence in sequences]
@@ -200,15 +200,15 @@ def open_generator(model: Path, dtype: str, tp: int, ep: int, folder: Path, **ex
         status = stack.enter_context(contextlib.closing(StatusBoard(folder, "generator.0")))
         trace = stack.enter_context(contextlib.closing(TraceWriter(folder, "generator.0")))
         generator = Generator(engine, runner.run(_client_of(engine)), runner, status, trace)
-        stack.callback(lambda: runner.run(generator.client.close()))  # it may be another by then
+        stack.callback(lambda: runner.run(generator.client.close()))  # it may have changed by then
         runner.run(generator.client.wait_ready(180, engine.log, engine.died))
         yield generator
 
 
 class OneAtATime[K, V]:
-    """What a key opens, kept until another key is asked for.
+    """Opens something by key, and keeps it until another key is requested.
 
-    For tests with parameters of their own besides the key: pytest would set up a fixture with parameters anew for each of them.
+    For tests with further parameters besides the key: pytest would set up a fixture with parameters again for each of them.
     """
 
     def __init__(self, open: Callable[[K], AbstractContextManager[V]]):
@@ -237,7 +237,7 @@ def receiver(plan: RunPlan, hub: Hub, key_file: str | Path) -> WeightsReceiver:
 
 
 def mapped(endpoints: list[Endpoint]) -> Parameters:
-    """The engine's memory through a mapping of the test's own."""
+    """The engine's memory, through the test's own mapping."""
     storages = [torch.UntypedStorage.from_file(e.address, shared=True, nbytes=e.size_bytes) for e in endpoints]
     return [{t.name: view_at(storage, t) for t in endpoint.tensors} for storage, endpoint in zip(storages, endpoints)]
 

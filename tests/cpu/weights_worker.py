@@ -1,9 +1,9 @@
 """One trainer rank of the tests of weight updates: the real executor and weights channels, one job after another in one process.
 
-    weights_worker.py RANK        jobs come as JSON, one a line, on standard input; its end is the end
+    weights_worker.py RANK        reads jobs as JSON, one a line, from standard input, and ends with it
 
-A job: load an HF checkpoint, then one update after another, each over a transport and channel of its own; an optimizer step and
-an export before the first update to version 1.
+A job loads an HF checkpoint, and then makes one update after another, each over its own transport and channel. Before the first update to
+version 1 come an optimizer step and an export.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megarl.plan.resolve import RunPlan, resolve
 from megarl.speculative.settings import SpeculativeConfig
 
 DEADLINE_S = 90.0
-WAITS = ("rendezvous_s", "rollouts_s", "request_s")  # beside those of an update
+WAITS = ("rendezvous_s", "rollouts_s", "request_s")  # timeouts besides those of an update
 
 
 class Sync(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Sync(msgspec.Struct, frozen=True):
 
     version: int
     transport: str
-    hub: str  # where its receiving end listens
+    hub: str  # address of its receiving end
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -60,15 +60,15 @@ class Job(msgspec.Struct, frozen=True):
     ep: int
     syncs: list[Sync]
     key_file: str
-    port: int  # where torch.distributed meets
+    port: int  # of torch.distributed's rendezvous
     folder: str
     dp_attention: int = 1  # of the engine
     quantization: str | None = None  # of the engine
     weights_s: float = DEADLINE_S  # for each part of an update
     audit: str = "on"  # not strict: most tests fill the engine's memory with noise
-    changing: float = 0.0  # share of the elements of held weights that change from version to version
+    changing: float = 0.0  # share of the held weights' elements that changes between versions
     lora: dict[str, Any] = {}  # LoraConfig's
-    exports: list[int] | None = None  # versions that are exported, each to folders of its own; None: all, to `export`
+    exports: list[int] | None = None  # versions to export, each to a folder of its own; None: all, to `export`
     delta: str = ""  # weights.delta; "": auto if something is `changing`
     speculative: dict[str, Any] = {}  # SpeculativeConfig's
 
@@ -77,11 +77,11 @@ class Job(msgspec.Struct, frozen=True):
         return Path(self.folder) / "export"
 
     def plan(self, transport: str = "auto") -> RunPlan:
-        """The run of these trainer ranks with one such engine."""
+        """The plan of a run with these trainer ranks and one such engine."""
         config = RunConfig(
             model=ModelConfig(path=self.model, dtype=self.dtype),
             data=DataConfig(train=MixtureConfig(source="synthetic:chain")),
-            # Large enough for every tensor to change in bfloat16 too.
+            # Large enough that every tensor changes in bfloat16 too.
             trainer=TrainerConfig(**self.trainer, optimizer=OptimizerConfig(lr=0.02)),
             generator=GeneratorConfig(
                 tp=self.tp,
@@ -113,7 +113,7 @@ def batch(groups: int = 4, samples: int = 2) -> Batch:
 
 
 def rendezvous(job: Job) -> Rendezvous:
-    """All that a trainer rank asks of it; there is no launcher, and the engine is another's."""
+    """The part of a rendezvous that a trainer rank needs. There is no launcher, and another process has the engine."""
     return Rendezvous(
         hub_host="",
         hub_port=0,
@@ -160,7 +160,7 @@ def work(rank: int, job: Job) -> None:
 
 
 def check_deadlines(plan: RunPlan) -> None:
-    """Of every process group that this rank is in by now: an exchange of amax belongs to an update, all else to the trainer."""
+    """Checks the deadline of every process group of this rank: an exchange of amax has an update's, all others the trainer's."""
     timeouts = plan.config.timeouts
     allowed = {"amax": timeouts.weights_s}
     found = {}
@@ -185,7 +185,8 @@ def main(rank: int) -> None:
 
 
 def in_a_child_of_its_own(rank: int, job: Job) -> int:
-    """Exit status. Megatron's groups outlive their destruction, and every gloo group polls a hundred times a second."""
+    """Runs in a child process, and returns its exit status: Megatron's groups outlive their destruction, and every gloo group polls a
+    hundred times a second."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

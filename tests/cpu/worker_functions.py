@@ -1,4 +1,4 @@
-"""What test_workers.py calls in worker processes."""
+"""Functions that test_workers.py calls in worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fail(how: str) -> str:
         raise KeyError(how)
     if how == "memory":
         return str(len(bytearray(1 << 40)))
-    if how == "children":  # that take what stands in for a terminal: from one, and to the other
+    if how == "children":  # children that read standard input and write to standard output
         return str(len(subprocess.run("echo no reply; cat", shell=True).args))
     if how == "odd":
         return {1, 2}

@@ -1,7 +1,7 @@
 """Makes reward_corpus.jsonl: pairs of a reference and a response, right or wrong, of many kinds. Run it again only to add to it.
 
-Whether a pair is right is known by how it is made, in exact arithmetic of Python's integers and fractions; nothing of the verifier, of
-math-verify or of SymPy is asked. A wrong pair is made of a right one by another value, order, bracket or sign that changes what it says.
+Each pair is right or wrong by construction, in exact arithmetic of Python's integers and fractions. Neither the verifier nor math-verify
+nor SymPy decides it. A wrong pair is a right one with another value, order, bracket or sign that changes its meaning.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def chains(rng):
 
 @kind
 def products_and_neighbours(rng):
-    """Two numbers side by side are neither of them, nor their sum."""
+    """Two numbers side by side equal neither number nor their sum."""
     for _ in range(15):
         a, b = rng.sample(range(2, 30), 2)
         for reference in (a, b, a + b):
@@ -472,7 +472,7 @@ def what_is_not_finite(rng):
 
 @kind
 def nearly_equal(rng):
-    """What agrees to many digits and is another number."""
+    """Numbers that agree to many digits, but differ."""
     yield "262537412640768744", boxed(r"e^{\pi\sqrt{163}}"), False
     yield "884736744", boxed(r"e^{\pi\sqrt{43}}"), False
     yield r"\pi", boxed(r"\frac{355}{113}"), False

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, at real sizes: the checks of `make gpu`. Those of tests/cpu run them in Triton's interpreter."""
+"""The checks of `make gpu`: the Triton kernels on a GPU, at real sizes. The tests in tests/cpu run them in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. The code around is tested on the CPU."""
+"""Transports between GPU processes: CUDA IPC on one GPU and between two, NCCL between two. Tests on the CPU cover the rest of the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 TIMEOUT_S = 60.0
 MEMBERS = Members(trainers=(0,), generators=(0,), waves=(0, 0, 1))
 COPIES = [
-    Copy(0, "x", Box((0, 8), (512, 256)), 0, "wide", Box((100, 0), (512, 256)), "identity", "bfloat16", 0),  # rows of two strides
+    Copy(0, "x", Box((0, 8), (512, 256)), 0, "wide", Box((100, 0), (512, 256)), "identity", "bfloat16", 0),  # rows with two strides
     Copy(0, "x", Box((600, 0), (3, 1024)), 0, "whole", Box((0, 0), (3, 1024)), "identity", "bfloat16", 0),  # contiguous on both sides
     Copy(0, "y", Box((0,), (4097,)), 0, "cast", Box((1,), (4097,)), "cast", "bfloat16", 1),
     Copy(0, None, None, 0, "wide", Box((0, 0), (100, 512)), "zeros", "bfloat16", 2),
@@ -47,7 +47,7 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    """Parameters on a GPU, several in one allocation, one in a large one of its own."""
+    """Parameters on a GPU: several share one allocation, and one has a large allocation of its own."""
 
     def __init__(self, device: int):
         torch.cuda.set_device(device)
@@ -130,7 +130,7 @@ def test_nccl_receives_in_place():
             engine.start("receive")
             trainer.start("write", seed)
             if seed == 1:
-                trainer.result()  # of connect
+                trainer.result()  # the result of connect
             trainer.result()
             engine.result()
             check(engine, seed)

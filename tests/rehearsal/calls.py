@@ -1,10 +1,10 @@
-"""Checks MegaRL's calls of its vendors, also those under CUDA alone, against the vendors' sources, which are parsed and not imported.
+"""Checks MegaRL's calls into vendor packages, including the calls on GPUs, against the packages' sources. These are parsed, not imported.
 
     python tests/rehearsal/calls.py [SITE_PACKAGES]
 
-A call is checked if what it calls was imported by name, or is an attribute of a module that was: that the name is there, and that its
-parameters take the arguments. Methods of objects are not: their classes are not known without running the code. PyTorch can be imported
-without a device, so calls of torch.cuda and torch.distributed are checked against the functions themselves.
+A call is checked if its function was imported by name, or is an attribute of a module that was imported. The check is that the name exists,
+and that its parameters take the arguments. Methods of objects are not checked, because their classes are unknown without running the code.
+PyTorch can be imported without a GPU, so calls of torch.cuda and torch.distributed are checked against the functions themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Sources:
-    """The vendors' modules in a folder of packages."""
+    """The vendor modules in a folder of packages."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -48,7 +48,7 @@ class Sources:
         return any(place.parent.glob(f"{place.name}*.so"))
 
     def _find(self, module: str, name: str) -> Any:
-        """The definition of `name` in `module`, or what stands there instead (a statement, "module"); None if nothing does."""
+        """The definition of `name` in `module`; or a statement, or "module", if the name is that; None if there is no such name."""
         tree, found = self.module(module), None
         if self.is_module(f"{module}.{name}"):
             found = "module"
@@ -91,7 +91,7 @@ def _absolute(module: str, node: ast.ImportFrom, path: Path | None) -> str:
 
 
 def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | None:
-    """Of a function, or of a class's own __init__ or fields; None: not to be told from the source."""
+    """The signature of a function, or of a class by its own __init__ or fields. None if the source does not tell it."""
     if isinstance(found, ast.ClassDef):
         init = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
         if init is None:
@@ -109,7 +109,7 @@ def signature(sources: Sources, module: str, found: Any) -> inspect.Signature | 
 
 
 def _fields(found: ast.ClassDef) -> inspect.Signature | None:
-    """Of a dataclass without bases."""
+    """The fields of a dataclass without bases."""
     if found.bases or not any("dataclass" in ast.unparse(each) for each in found.decorator_list):
         return None
     fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
@@ -139,7 +139,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, skip: int = 0) ->
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
-    """(name here, module, name there or None for the module itself, line) of what a file of MegaRL's imports from vendors."""
+    """What a file of MegaRL imports from vendors: (name here, module, name there or None for the module itself, line)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in VENDORS:
             yield from ((alias.asname or alias.name, node.module or "", alias.name, node.lineno) for alias in node.names)
@@ -150,7 +150,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str, str | None, int]]:
 
 
 def check(sources: Sources, path: Path) -> tuple[int, list[str]]:
-    """(calls that were checked, problems) of one file."""
+    """(checked calls, problems) of one file."""
     tree, known, told, checked = ast.parse(path.read_text()), {}, [], 0
     here = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     for name, module, there, line in imports(tree):
@@ -195,11 +195,11 @@ def misfit(takes: inspect.Signature, call: ast.Call) -> str:
     return ""
 
 
-OF_TORCH = ("torch.cuda.", "torch.distributed.", "torch.multiprocessing.")  # NCCL, and CUDA's runtime, as PyTorch calls them
+OF_TORCH = ("torch.cuda.", "torch.distributed.", "torch.multiprocessing.")  # PyTorch's calls of NCCL and of CUDA's runtime
 
 
 def check_torch(path: Path) -> tuple[int, list[str]]:
-    """As `check`, of calls by dotted names of PyTorch's modules."""
+    """Like `check`, for calls by dotted names of PyTorch's modules."""
     import torch
 
     tree, told, checked = ast.parse(path.read_text()), [], 0
@@ -221,7 +221,7 @@ def check_torch(path: Path) -> tuple[int, list[str]]:
             continue
         try:
             takes = inspect.signature(found)
-        except (TypeError, ValueError):  # of C++
+        except (TypeError, ValueError):  # a function in C++
             continue
         checked += 1
         if problem := misfit(takes, call):

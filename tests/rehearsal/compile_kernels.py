@@ -1,9 +1,9 @@
-"""Compiles MegaRL's Triton kernels for Hopper and Blackwell, which takes no GPU, at the shapes that runs launch them with.
+"""Compiles MegaRL's Triton kernels for Hopper and Blackwell, without a GPU, at the shapes of real runs.
 
     python tests/rehearsal/compile_kernels.py [--all]
 
-prints a line for each: registers and bytes spilled of a thread, bytes of shared memory of a block, and the widest load and store of global
-memory, in bytes a thread. Exit status 1 if one is above its limit. `--all`: not only what a run launches most.
+prints a line for each kernel: registers and spilled bytes a thread, bytes of shared memory a block, and the widest load and store of global
+memory in bytes a thread. Exit status 1 if a number is beyond its limit. Without `--all`, only the kernels that a run launches most.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = (90, 100)  # H100, B200
-MOST_REGISTERS = 255  # that a thread can have
+MOST_REGISTERS = 255  # the hardware's limit for a thread
 SPILLED_BYTES = 0
-LEAST_WIDTH_BYTES = 16  # of the widest load of what is bound by memory
+LEAST_WIDTH_BYTES = 16  # for the widest load of a kernel that is bound by memory
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as a run launches it. Of `types`, those of `ragged` cannot be divided by 16."""
+    """A kernel as a run launches it. Arguments in `ragged` are not divisible by 16."""
 
     name: str
     kernel: Any
@@ -50,7 +50,7 @@ def launches() -> Iterator[Launch]:
 
     scoring = {"logits": "*fp32", "targets": "*i64", "temperature": "fp32"}
     sizes = {"real": "i32", "row_stride": "i32", "width": "i32", "tokens": "i32"}
-    # Each rank's share of the vocabularies of Llama 3.1, Qwen3 and DeepSeek-V3 can be divided by 16.
+    # Each rank's share of the vocabularies of Llama 3.1, Qwen3 and DeepSeek-V3 is divisible by 16.
     forward = scoring | {"partial": "*fp32", "tokens": sizes["tokens"], "real": sizes["real"], "row_stride": sizes["row_stride"]}
     forward_kernel, backward_kernel = chunked_logprobs_triton._forward_kernel, chunked_logprobs_triton._backward_kernel
     yield Launch("log-probs", forward_kernel, forward, {"BLOCK": 4096})
@@ -119,7 +119,7 @@ def compiled(launch: Launch, target: int) -> Compiled:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """What cuobjdump, which comes with Triton, says of the kernel. Memory of a thread's own is there for what is spilled alone."""
+    """The kernel's resources by cuobjdump, which comes with Triton. A thread has local memory only for spilled registers."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -131,7 +131,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def widest(ptx: str, kind: str) -> int:
-    """Bytes of a thread's widest access to global memory."""
+    """The bytes of a thread's widest access to global memory."""
     found = re.findall(rf"{kind}\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+)", ptx)
     return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
 

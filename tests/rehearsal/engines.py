@@ -1,8 +1,9 @@
-"""SGLang's arguments of a run's engines, resolved as on a GPU that this machine does not have.
+"""Resolves SGLang's arguments for a run's engines, as on a GPU that this machine does not have.
 
     python tests/rehearsal/engines.py H100|B200 CONFIG…
 
-prints for each config what SGLang chooses. Exit status 1 if it refuses one; 2, with one line, without the packages of requirements/gpu.txt.
+prints for each config what SGLang chooses. Exit status 1 if it refuses a config; 2, with one line, without the packages of
+requirements/gpu.txt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the vendors' compiled libraries need of the system, beside glibc and the C++ runtime: by `readelf -d` over an environment.
+"""The system libraries that vendor packages link, besides glibc and the C++ runtime, by `readelf -d` over an environment.
 
     python tests/rehearsal/libraries.py [SITE-PACKAGES]
 
-Prints a row for each library of the system: its package of Debian 12, and the packages of Python that need it. Exit status 1: one is not
-listed here, or there are no libraries. Needs readelf.
+Prints a row for each system library: its package of Debian 12, and the Python packages that need it. Exit status 1 if a library is not
+listed here, or there are none. Needs readelf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 GLIBC_AND_CXX = "libc libm libmvec libdl libpthread librt libutil libresolv ld-linux-x86-64 libgcc_s libstdc++"
 ALWAYS = tuple(f"{name}.so." for name in GLIBC_AND_CXX.split())
-SYSTEM = {  # where it comes from
+SYSTEM = {  # library → where it comes from
     "libcuda.so.1": "NVIDIA's driver",
     "libibverbs.so.1": "libibverbs1",
     "libmlx5.so.1": "ibverbs-providers",
@@ -26,7 +26,7 @@ SYSTEM = {  # where it comes from
     "libcurl.so.4": "libcurl4",
     "libz.so.1": "zlib1g",
 }
-UNUSED = {  # what nothing here loads → the beginnings of what that needs
+UNUSED = {  # files that MegaRL never loads → how the names of the libraries that they need begin
     "NVSHMEM's other transports": ("libfabric.", "libmpi.", "liboshmem.", "libpmix.", "librdmacm.", "libucp.", "libucs."),
     "videos": ("libav", "libsw", "libheif."),
     "torch_memory_saver for CUDA 12": ("libcudart.so.12",),
@@ -59,7 +59,7 @@ def entries(files: list[str]) -> Iterator[tuple[str, str, str]]:
     """(file, "NEEDED" or "SONAME", the library)."""
     for begin in range(0, len(files), 500):
         some = files[begin : begin + 500]
-        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout  # not all are libraries: some are texts
+        said = subprocess.run(["readelf", "-dW", *some], capture_output=True, text=True).stdout  # some are texts, not libraries
         path = some[0]
         for line in said.splitlines():
             if line.startswith("File: "):

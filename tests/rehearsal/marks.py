@@ -1,11 +1,11 @@
-"""Which elements of a model count in the gradient's norm, and over which ranks each gradient is summed, with Transformer Engine's layers.
+"""Checks, with Transformer Engine's layers, which elements count in the gradient norm, and over which ranks each gradient is summed.
 
     python tests/rehearsal/marks.py [--plant NAME] [CASE…]
 
-Megatron marks parameters for both (`tensor_model_parallel`, `allreduce`, `sequence_parallel`). Here every rank of a small trainer is built
-on a pretended GPU. What Megatron then counts and sums is compared with the trainer's layout, which says what each rank holds: every element
-counts once, and a gradient is summed over all ranks that hold the same elements and have seen other tokens. Prints a line for each case;
-exit status 1 if one is wrong.
+Megatron marks parameters for both (`tensor_model_parallel`, `allreduce`, `sequence_parallel`). This program builds every rank of a small
+trainer on a pretended GPU. The trainer's layout says which elements each rank holds. By that layout every element must count once, and a
+gradient must be summed over all ranks that hold the same elements and have seen other tokens. Prints a line for each case; exit status 1 if
+a case is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LATENT: dict[str, Any] = TINY | dict(
     first_dense_layers=1, score_function="sigmoid", router_bias=True, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8,
     qk_rope_head_dim=8, v_head_dim=16,
 )  # fmt: skip
-# name → (the model, TrainerTopology's sizes); sequence parallel wherever tp > 1, but where it says otherwise
+# name → (the model, TrainerTopology's sizes); sequence parallel if tp > 1, unless a case says otherwise
 CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "dense tp2": (DENSE, dict(tp=2, dp=2)),
     "dense tp2 whole sequences": (DENSE, dict(tp=2)),
@@ -110,7 +110,7 @@ def wrong(name: str, model: dict[str, Any], sizes: dict[str, int]) -> Iterator[s
 
 
 class Rank:
-    """One rank of a trainer, as far as it is needed here."""
+    """One rank of a trainer, as far as this check needs it."""
 
     def __init__(self, spec: Any, topology: Any, rank: int, sequence_parallel: bool):
         import torch.distributed as dist
@@ -130,8 +130,8 @@ class Rank:
         self.counts, self.sums = self._counts(trainer), self._sums(trainer)
 
     def _counts(self, trainer: Any) -> dict[str, Any]:
-        """How often each element of a parameter, flattened, counts in the norm. Without the distributed optimizer every replica of the
-        model computes the same norm; rank 0's is looked at."""
+        """How often each element of a flattened parameter counts in the norm. Without the distributed optimizer every replica of the model
+        computes the same norm, so rank 0's is checked."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -151,7 +151,7 @@ class Rank:
         return counts
 
     def _sums(self, trainer: Any) -> dict[str, tuple[list[int], bool]]:
-        """Of each parameter the ranks of its gradient's buffer, and whether Megatron sums it over the tensor ranks besides."""
+        """For each parameter: the ranks of its gradient buffer, and whether Megatron also sums it over the tensor-parallel ranks."""
         import torch.distributed as dist
 
         megatron = sys.modules["megatron.core.distributed.finalize_model_grads"]
@@ -177,8 +177,9 @@ def _place(gradient: Any) -> tuple[int, int]:
 
 
 def _wrong_sums(ranks: list[Rank], sequence_parallel: bool) -> Iterator[str]:
-    """Ranks that hold the same elements have seen other tokens. Without sequence parallelism tensor ranks have seen the same: between them
-    only the norms of heads are summed, since each has other heads."""
+    """Gradients that are summed over the wrong ranks. Ranks that hold the same elements have seen other tokens. But without sequence
+    parallelism, tensor-parallel ranks have seen the same tokens. Between them only the norms of heads are summed, since each rank has other
+    heads."""
     holders: dict[Any, list[int]] = defaultdict(list)
     tensor_ranks: dict[Any, list[int]] = defaultdict(list)
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Faults in code that runs on GPUs alone, for the rehearsal to find: `rank.py --plant NAME`."""
+"""Faults in code that runs only on GPUs, for the rehearsal to find: `rank.py --plant NAME`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tensor_of_the_host() -> None:
-    """Advantages that have not been sent to the GPU."""
+    """Advantages stay on the host."""
     from megarl.trainer import step
 
     build = step.build
@@ -22,7 +22,7 @@ def tensor_of_the_host() -> None:
 
 
 def wrong_keyword() -> None:
-    """A field of the packed sequences that Transformer Engine's attention does not take."""
+    """The packed sequences have a field that Transformer Engine's attention does not take."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     make = TEDotProductAttention.__init__
@@ -35,7 +35,7 @@ def wrong_keyword() -> None:
 
 
 def wait_per_parameter() -> None:
-    """The host reads a norm of every parameter before the optimizer steps."""
+    """The host reads a norm of every parameter before the optimizer's step."""
     from megarl.trainer.optimizer import LearningRate
 
     advance = LearningRate.advance
@@ -57,7 +57,7 @@ def marks_of_experts() -> None:
 
 
 def marks_of_whole_weights() -> None:
-    """And those of linear layers that every tensor rank holds whole."""
+    """Megatron also leaves the marks of linear layers that every tensor-parallel rank holds whole."""
     from megatron.core.extensions.transformer_engine import TELinear
 
     make = TELinear.__init__

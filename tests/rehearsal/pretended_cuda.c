@@ -1,5 +1,5 @@
-/* Preloaded under the name libcuda.so.1, so that PyTorch's CUDA build takes this machine for one with a GPU: its driver, of which every call
-   succeeds and does nothing, and PyTorch's own count of devices. The count is 0 until pretend_devices() sets it: PyTorch is imported first. */
+/* Preloaded as libcuda.so.1, so that PyTorch's CUDA build believes that this machine has a GPU. It replaces the driver, whose calls all
+   succeed and do nothing, and PyTorch's own count of devices. The count is 0 until pretend_devices() sets it, after PyTorch's import. */
 
 static signed char devices = 0;
 
@@ -37,7 +37,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     return 0;
 }
 
-int cuGetProcAddress_v2(void) { return 1; /* CUDA_ERROR_INVALID_VALUE: the runtime takes the machine for one without a GPU */ }
+int cuGetProcAddress_v2(void) { return 1; /* CUDA_ERROR_INVALID_VALUE: the runtime finds no GPU */ }
 
 /* c10::cuda::device_count(), device_count_ensure_non_zero() and hasPrimaryContext(signed char). */
 signed char _ZN3c104cuda12device_countEv(void) { return devices; }

@@ -1,7 +1,7 @@
-"""Pretends that this machine has GPUs, for PyTorch's CUDA build: what a program allocates, copies and waits for there is recorded.
+"""Pretends to PyTorch's CUDA build that this machine has GPUs. Records what a program allocates and copies there, and what it waits for.
 
-A tensor on a GPU is a fake one, which has a shape, a dtype and a device, but no values: FakeTensorMode refuses operations on tensors of
-different devices. A collective moves nothing, and a Triton kernel is not launched. What reads a GPU's values is told zeros or ones.
+A tensor on a GPU is a fake one: it has a shape, a dtype and a device, but no values. FakeTensorMode refuses operations on tensors of
+different devices. A collective moves nothing, and a Triton kernel is not launched. Code that reads a GPU's values gets zeros or ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libcuda.so.1"
 GIB = 2**30
-KNOWN = 4096  # elements at most of tensors of integers whose values are kept
+KNOWN = 4096  # tensors of integers keep their values up to this many elements
 TRITON_TYPES = {
     torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.int16: "i16",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64",
@@ -44,7 +44,7 @@ _VENDORS = ("megatron/core/", "transformer_engine/")
 
 
 def preload() -> None:
-    """Starts this program anew with the pretended driver. Raises FileNotFoundError without a C compiler."""
+    """Restarts this program with the pretended driver. Raises FileNotFoundError without a C compiler."""
     if LIBRARY in os.environ.get("LD_PRELOAD", ""):
         return
     folder = Path(tempfile.mkdtemp())
@@ -57,11 +57,11 @@ def preload() -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """What the host waits for, or copies to a GPU."""
+    """A wait of the host for a GPU, or a copy to a GPU."""
 
     kind: str
-    ours: str  # the innermost function of MegaRL's: file:function
-    inner: str  # the innermost function of MegaRL's, Megatron's or Transformer Engine's
+    ours: str  # MegaRL's innermost function, as file:function
+    inner: str  # the innermost function of MegaRL, Megatron or Transformer Engine
     line: str  # of `ours`
 
 
@@ -82,13 +82,14 @@ class Record:
         self.events[Event(kind, ours, inner, line)] += 1
 
     def take(self) -> Counter[Event]:
-        """The events since the last call; the peak begins anew."""
+        """The events since the last call. Resets the peak."""
         events, self.events, self.peak_bytes = self.events, Counter(), self.held_bytes
         return events
 
 
 def where() -> tuple[str, str, str]:
-    """file:function of MegaRL's innermost frame, of the innermost one of its or a vendor's, and file:line of the first."""
+    """Returns file:function of MegaRL's innermost frame; file:function of the innermost frame of MegaRL or a vendor; file:line of the
+    first."""
     frame, inner = sys._getframe(1), ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -153,7 +154,7 @@ class _Work:
 
 
 def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8) -> None:
-    """Changes torch.cuda, torch.distributed and Triton of this process, which `preload` has started, for good."""
+    """Changes torch.cuda, torch.distributed and Triton of this process for good. `preload` must have started it."""
     name, capability, multiprocessors, gib = gpu
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.CDLL(LIBRARY).pretend_devices(devices)
@@ -238,7 +239,7 @@ def _to_gpu(module: torch.nn.Module, *args: Any) -> torch.nn.Module:
 
 
 def _pretend_collectives(record: Record) -> None:
-    """Every process group is a fake one, whose collectives return at once. Those of objects give this rank's own."""
+    """Makes every process group a fake one, whose collectives return at once. Collectives of objects return this rank's own."""
     original = dist.new_group
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, group_desc: Any = None, **kwargs: Any) -> Any:
@@ -284,7 +285,7 @@ def _checked(name: str, nothing: Callable[..., _Work]) -> Callable[..., _Work]:
 
 
 def _pretend_triton(record: Record, gpu: Any) -> None:
-    """A launch binds its arguments, checks that every tensor is on a GPU, and notes what the kernel would be compiled for."""
+    """Makes a launch bind its arguments, check that every tensor is on a GPU, and note what the kernel would be compiled for."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
@@ -300,7 +301,7 @@ def _pretend_triton(record: Record, gpu: Any) -> None:
     )
 
     def first(self: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of the fastest configuration, which a GPU would find."""
+        """Takes the first configuration, since only a GPU would find the fastest one."""
         self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
     Autotuner.run = first  # type: ignore[method-assign]
@@ -318,8 +319,8 @@ def _pretend_triton(record: Record, gpu: Any) -> None:
 
 
 def _specialisation(kernel: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(name, type or "constexpr", the constant, or whether it can be divided by 16) of each argument, as Triton's launcher has it. Memory
-    that PyTorch gives out begins at multiples of 512 bytes; a view's offset is that of its storage."""
+    """(name, type or "constexpr", the constant or whether it is divisible by 16) of each argument, as in Triton's launcher. PyTorch's
+    allocations begin at multiples of 512 bytes, so a view's alignment follows from its offset in the storage."""
     for parameter in kernel.params:
         value = arguments[parameter.name]
         if parameter.is_constexpr or value is None:
@@ -347,7 +348,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """What FakeTensorMode cannot see or do: tensors made from Python's numbers, values that the host reads, pinned memory."""
+    """Handles what FakeTensorMode cannot: tensors made from Python's numbers, values that the host reads, pinned memory."""
 
     def __init__(self, record: Record):
         super().__init__()
@@ -376,14 +377,14 @@ def _numpy_dtype(dtype: torch.dtype) -> Any:
 
 
 def _is_of_host(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing of a GPU takes part: then the operation is a real one."""
+    """Whether no GPU tensor takes part. Then the operation is a real one."""
     device = kwargs.get("device")
     on_gpu = device is not None and torch.device(device).type != "cpu"
     return not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, [*kwargs.values()])))
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what waits for the GPU, what is copied to it, and the bytes of all storages there."""
+    """Notes waits for the GPU, copies to it, and the bytes of all its storages."""
 
     def __init__(self, record: Record):
         super().__init__()
@@ -409,7 +410,7 @@ class _Operations(TorchDispatchMode):
         if name in ("aten::pin_memory", "aten::_pin_memory"):
             with unset_fake_temporarily():
                 return self._pinned(args[0].clone())
-        filled = name == "aten::index_put_" and args[2].numel() == 1  # PyTorch fills by the mask then, without waiting
+        filled = name == "aten::index_put_" and args[2].numel() == 1  # then PyTorch fills by the mask, without a wait
         if name in ("aten::index", "aten::index_put_", "aten::_unsafe_index") and args[0].device.type == "cuda" and not filled:
             for index in args[1]:
                 if index is not None and index.device.type == "cpu" and index.dim():
@@ -418,7 +419,7 @@ class _Operations(TorchDispatchMode):
                     self.record.note("boolean index")
         if name == "aten::_to_copy" and kwargs.get("device") is not None:
             self._copy(args[0], torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
-        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):  # a number of the host is filled in, without a copy
+        if name == "aten::copy_" and (args[1].dim() or args[1].device.type == "cuda"):  # a number from the host is filled in without a copy
             self._copy(args[1], args[0].device, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         pins = kwargs.get("pin_memory")
         if pins:
@@ -442,8 +443,8 @@ class _Operations(TorchDispatchMode):
         return out
 
     def _know(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        """Small integers that the host has sent, such as the boundaries of sequences, and what is made of them, keep their values: Megatron
-        splits by them."""
+        """Keeps the values of small integer tensors from the host, such as the boundaries of sequences, and of tensors made from them,
+        because Megatron splits by them."""
         tensors = [*_tensors((args, [*kwargs.values()]))]
         if function._schema.is_mutable:
             for tensor in tensors:
@@ -484,7 +485,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def rehearsing(record: Record) -> Iterator[None]:
-    """Within it all tensors of GPUs are fake, and those made from them."""
+    """In this context all GPU tensors are fake, and so are tensors made from them."""
     fake, operations = FakeTensorMode(allow_non_fake_inputs=True), _Operations(record)
     with torch.autograd.set_multithreading_enabled(False), _Functions(record), fake, operations:
         yield

@@ -1,9 +1,9 @@
-"""One rank of a run's trainer on a pretended GPU: it is built, scores a batch, makes optimizer steps, and gives its weights and its state.
+"""One rank of a run's trainer on a pretended GPU: it is built, scores a batch, makes optimizer steps, and returns its weights and state.
 
     python tests/rehearsal/rank.py CONFIG [--rank N] [--layers N] [--json FILE] [dotted.key=value …]
 
-`--layers` leaves a pipeline stage that many of its layers. Exit status 1: something went wrong, such as a tensor on the wrong device, or,
-with all layers, it takes over 5 % more memory than planned.
+With `--layers` a pipeline stage keeps only that many of its layers. Exit status 1 if something is wrong, such as a tensor on the wrong
+device; or if the rank, with all layers, takes over 5 % more memory than planned.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def overruns(report: dict[str, Any]) -> list[str]:
-    """What takes more than 5 % more memory than planned: a part, or a step, beside what the runtime takes."""
+    """The parts, or the step, that take over 5 % more memory than planned. The runtime's own memory is left out."""
     planned = report["plan"] | {"a step": sum(size for name, size in report["plan"].items() if name != "runtime")}
     found = report["parts"] | {"a step": report["phases"]["step"]["peak_gib"]}
     return [f"{name} takes {size:.2f} GiB, planned {planned[name]:.2f}" for name, size in found.items() if size > 1.05 * planned[name]]
@@ -97,7 +97,7 @@ def with_layers(plan: RunPlan, layers: int) -> RunPlan:
 
 
 def innermost(trace: Any) -> str:
-    """file:line of MegaRL's innermost frame of a traceback."""
+    """file:line of MegaRL's innermost frame in a traceback."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -152,7 +152,7 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
 
 
 def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
-    """A full update and one of changes: amax, payloads and their hashes as the audit wants them, what is kept, what has changed."""
+    """A full weight update and a delta update: amax, payloads and their hashes for the audit, the kept copy, the changes."""
     from megarl.reshard.execute import AmaxTable, Payloads, amax_parts
     from megarl.reshard.schedule import scheduled_writes
     from megarl.weight_sync.content import weights_map
@@ -181,7 +181,7 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
 
 
 class Discard:
-    """A transport to nowhere."""
+    """A transport that sends nothing."""
 
     def prepare(self, sources: Iterable[Any]) -> None: ...
 
@@ -217,7 +217,7 @@ def made_batch(plan: RunPlan, microbatches: int) -> Any:
 
 
 def held(trainer: MegatronTrainer) -> dict[str, int]:
-    """Bytes of the rank's weights, gradients and optimizer: distinct storages."""
+    """The bytes of the rank's weights, gradients and optimizer, over distinct storages."""
 
     def total(tensors: Iterable[Any], without: set[int] = frozenset()) -> tuple[int, set[int]]:
         found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
@@ -234,7 +234,7 @@ def held(trainer: MegatronTrainer) -> dict[str, int]:
 
 
 def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
-    """What `megarl plan` says of this rank's stage, GiB a part."""
+    """The GiB of each part of this rank's stage, by `megarl plan`."""
     from megarl.estimate.hardware import GPUS
     from megarl.estimate.memory import stage_memory
 
@@ -243,7 +243,7 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
 
 
 def tell_sums() -> None:
-    """The last stage sends the sums of a step to the others."""
+    """Gives the sums of a step, which the last stage sends to the others."""
     from megarl.trainer import parallel, step
 
     sums = parallel.global_sums
@@ -252,7 +252,7 @@ def tell_sums() -> None:
 
 
 def tell_routing() -> None:
-    """The host reads how many tokens each expert has, and each rank is sent: here every expert has the same number."""
+    """Gives the numbers of tokens of each expert and for each rank, which the host reads. Here every expert has the same number."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     read = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
@@ -278,8 +278,8 @@ def tell_routing() -> None:
 
 
 def tell_changes() -> None:
-    """The host reads how many elements of a tensor have changed, and in how many runs. Here one of 4,096 has: in each tensor alone, or in
-    every second one eight together."""
+    """Gives the number of changed elements of a tensor and of their contiguous runs, which the host reads. Here one element in 4,096 has
+    changed: alone in some tensors, and in every second tensor eight side by side."""
     from megarl.kernels import changes_triton
     from megarl.reshard import deltas
 

@@ -1,7 +1,7 @@
-"""Stands in for `transformer_engine_torch`, the compiled part of Transformer Engine 2.14.1: outputs of the right shapes, without values.
+"""Replaces `transformer_engine_torch`, the compiled part of Transformer Engine 2.14.1. Outputs have the right shapes, but no values.
 
-The Python part is the real one: its layers, attention, fused rotary embedding, permutations of experts' tokens (in Triton) and Adam run as
-they do on a GPU. A name that is not here raises.
+The Python part is the real one. Its layers, attention, fused rotary embedding, permutations of experts' tokens (in Triton) and Adam run as
+on a GPU. A name that is not here raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _enum(name: str, *members: str) -> Any:
 
 
 class _Enumeration:
-    """An enumeration whose members are numbered as they are asked for."""
+    """An enumeration that numbers its members at their first use."""
 
     def __init__(self) -> None:
         self._members: dict[str, int] = {}
@@ -86,7 +86,7 @@ def generic_gemm(
     workspace_size: int, accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None,
     extra_output: torch.Tensor | None = None, bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Of row-major matrices [.., k]: B · A, as cuBLAS has it: with layout TN, A [m, k] and B [.., k] give [.., m]."""
+    """The product B · A of row-major matrices, in cuBLAS's terms: with layout TN, A [m, k] and B [.., k] give [.., m]."""
     _on_gpu(A, B, D, bias, workspace)
     m, k = (A.shape[0], A.shape[-1]) if transa else (A.shape[-1], A.shape[0])
     rows = (B.flatten(0, -2).shape[1],) if transb else B.shape[:-1]
@@ -130,7 +130,7 @@ def rmsnorm_bwd(
     return torch.empty_like(x), torch.empty_like(gamma)
 
 
-layernorm_fwd = layernorm_bwd = None  # looked up in a table beside those of RMSNorm
+layernorm_fwd = layernorm_bwd = None  # a table looks them up beside the functions of RMSNorm
 
 
 def fused_rope_forward(
@@ -154,7 +154,7 @@ def fused_attn_fwd(
     cu_seqlens_kv: torch.Tensor, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, fake_dtype: Any, cu_seqlens_q_padded: Any,
     cu_seqlens_kv_padded: Any, *rest: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """thd: the output [t, heads, d of V], the softmax's statistics [t, heads, 1] in fp32, the random state."""
+    """Layout thd. Returns the output [t, heads, d of V], the softmax's statistics [t, heads, 1] in fp32, and the random state."""
     _on_gpu(cu_seqlens_q, cu_seqlens_kv, Q, K, V, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     out = torch.empty(*Q.shape[:-1], V.shape[-1], dtype=Q.dtype, device=Q.device)
     stats = torch.empty(*Q.shape[:-1], 1, dtype=torch.float32, device=Q.device)
@@ -185,7 +185,7 @@ def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, packed
 
 
 def _corrected(*tensors: Any) -> None:
-    """In place."""
+    """Works in place."""
     _on_gpu(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor)))
 
 
@@ -228,14 +228,14 @@ def _missing(name: str) -> Any:
 
 
 def install() -> None:
-    """Imports the real Transformer Engine over this stand-in. Raises FileNotFoundError where it is not there."""
+    """Imports the real Transformer Engine over this module. Raises FileNotFoundError if it is not installed."""
     package = FOLDER / "transformer_engine"
     if not package.is_dir():
         raise FileNotFoundError(f"no Transformer Engine in {FOLDER}: make rehearse installs it")
     sys.path.append(str(FOLDER))
     module = sys.modules["transformer_engine_torch"] = sys.modules[__name__]
     module.__getattr__ = _missing  # type: ignore[method-assign]
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not looked for
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it does not look for its libraries
     spec = importlib.util.spec_from_file_location("transformer_engine", package / "__init__.py", submodule_search_locations=[str(package)])
     assert spec is not None
     parent = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")

@@ -1,4 +1,4 @@
-"""One layer of each kind of rank on a pretended GPU, in processes of their own, and the kernels compiled: `make rehearse` in small."""
+"""`make rehearse` in small: one layer of each kind of rank on a pretended GPU, each in a process of its own; and the kernels, compiled."""
 
 from __future__ import annotations
 
@@ -34,42 +34,44 @@ NO_WAIT = ("asynchronous copy to the GPU", "asynchronous copy to the host")
 DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py"
 ROPE = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 
-# What a step of one layer waits for, or copies without pinned memory, by kind and innermost function of MegaRL, Megatron or Transformer
-# Engine; on all but the last stage there are no sums and no rows. A dense model's microbatches wait for nothing: the GPU is read when the
-# step is over.
+# The waits of a step of one layer, and its copies without pinned memory, by kind and innermost function of MegaRL, Megatron or Transformer
+# Engine. Only the last stage has sums and rows. A dense model's microbatches wait for nothing: the host reads the GPU when the step is
+# over.
 OF_A_STEP = {
     ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("copy to the host", "megarl/trainer/step.py:_token_rows"): 1,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("tolist", "megarl/trainer/parallel.py:global_sums"): 1,
 }
-# Stages know what they receive from each other, and the host waits for no message. The first one hears of the last one's sums.
+# Stages know the shapes of each other's messages, and the host waits for none. The first stage receives the last one's sums.
 OF_A_FIRST_STAGE = {
     ("copy to the host", "megarl/trainer/step.py:totals"): 2,
     ("item", "megarl/trainer/step.py:train_step"): 1,
     ("objects through the GPU", "megarl/trainer/parallel.py:global_sums"): 1,
 }
 OF_A_LAST_STAGE = OF_A_FIRST_STAGE | {("tolist", "megarl/trainer/parallel.py:global_sums"): 1}
-# A layer of experts, twice a microbatch where it is computed again: how many tokens each rank is sent.
+# A layer of experts reads how many tokens each rank gets: twice a microbatch if it is recomputed.
 OF_EXPERTS = {("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 4}
-# A layer of latent attention: its rotary embedding reads the boundaries of sequences, twice for queries and twice for keys.
+# A layer of latent attention: its rotary embedding reads the boundaries of sequences twice for queries and twice for keys.
 OF_LATENT_ATTENTION = {("item", ROPE): 8, ("tolist", ROPE): 8}
-# A layer of gpt-oss, of three microbatches: experts, and YaRN's rotary embedding, which is not fused, reads the boundaries of sequences.
+# A layer of gpt-oss, three microbatches: the experts' reads; and YaRN's rotary embedding, which is not fused, reads the boundaries of
+# sequences.
 OF_GPT_OSS = {("item", ROPE): 12, ("tolist", ROPE): 12, ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 6}
-# Three gated delta nets and an attention, of two microbatches: experts, and Megatron compares and reads the boundaries in each delta net.
+# Three gated delta nets and an attention, two microbatches: the experts' reads; and in each delta net Megatron compares and reads the
+# boundaries.
 DELTA_NET, BOUNDARIES = (f"megatron/core/ssm/gated_delta_net/{name}" for name in ("gdn.py:forward", "common.py:_resolve_cu_seqlens"))
 OF_DELTA_NETS = {
     ("blocking copy to the GPU", DELTA_NET): 4, ("equal", DELTA_NET): 12, ("tolist", DELTA_NET): 4,
     ("copy to the host", BOUNDARIES): 24, ("item", BOUNDARIES): 24,
     ("event.synchronize", f"{DISPATCH}:_maybe_dtoh_and_synchronize"): 16,
 }  # fmt: skip
-# What has changed since the last update: twice for all tensors of half a GiB together, and the hashes.
+# The changes since the last update: two reads for each half GiB of tensors, and the hashes.
 OF_CHANGES = {
     ("tolist", "megarl/kernels/audit.py:_read"): 1,
     ("tolist", "megarl/kernels/changes_triton.py:totals_of"): 2,
     ("tolist", "megarl/reshard/deltas.py:totals"): 2,
 }
-# The log-probs of each microbatch, when all are on their way, and those of all together.
+# The log-probs of each microbatch, once all are launched, and the log-probs of all together.
 SCORED = "copy to the host", "megarl/trainer/model.py:_scored"
 
 
@@ -96,7 +98,7 @@ def waits(report: dict[str, Any], phase: str) -> dict[tuple[str, str], int]:
 
 
 def check_memory(report: dict[str, Any]) -> None:
-    """Part by part within 5 % of what is planned, and building takes no more than what is held then."""
+    """Each part is within 5 % of the plan, and building takes no more memory than the rank holds afterwards."""
     for part, size in report["parts"].items():
         assert size == pytest.approx(report["plan"][part], rel=0.05), part
     build = report["phases"]["build"]
@@ -119,7 +121,7 @@ def test_a_dense_rank_waits_for_its_gpu_only_when_a_step_is_over(config, tmp_pat
 def test_what_finding_changes_waits_for_does_not_grow_with_the_tensors(shadow, tmp_path):
     report = rehearse(tmp_path, "8b_aipo", "weights.delta=auto", f"weights.delta_shadow={shadow}")
     assert waits(report, "changes") == OF_CHANGES
-    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}  # once for each tensor of a rank, when engines go on
+    of_host = {("copy to the host", "megarl/reshard/deltas.py:moved_to"): 15}  # once for each tensor of a rank, when engines continue
     assert waits(report, "send changes") == (of_host if shadow == "host" else {})
 
 
@@ -187,7 +189,7 @@ def test_marks_that_are_wrong_are_found(fault, case, told):
 
 
 def marks(*arguments: str) -> list[str]:
-    """The cases that are not right."""
+    """The cases that are wrong."""
     command = [sys.executable, "-W", "ignore", str(HERE / "marks.py"), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = ended.stdout.splitlines()
@@ -233,7 +235,7 @@ def test_calls_that_do_not_fit_are_told(tmp_path):
         "parallel_state.no_such_group()\n"
         "model_parallel_cuda_manual_seed(1)\n"
         "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec\n"
-        "get_gpt_layer_with_transformer_engine_spec(num_expert=8)\n"  # its signature is copied from another function
+        "get_gpt_layer_with_transformer_engine_spec(num_expert=8)\n"  # another function's signature
     )
     count, problems = calls.check(calls.Sources(Path(sysconfig.get_path("purelib"))), wrong)
     assert count == 3

@@ -54,7 +54,7 @@ PartitionName=debug Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why no cluster can be started here; empty where one can."""
+    """Why no cluster can be started here; empty if one can."""
     absent = [program for program in PROGRAMS if _which(program) is None]
     if absent:
         return f"{', '.join(absent)} not installed (Debian: slurm-wlm)"
@@ -66,7 +66,7 @@ def _which(program: str) -> str | None:
 
 
 class Cluster:
-    """Nodes n1, n2, …, each with 2 CPUs as far as Slurm is concerned; all on this host, with its network and file system."""
+    """Nodes n1, n2, …, all on this host, with its network and file system. Slurm takes each to have 2 CPUs."""
 
     def __init__(self, folder: Path, nodes: int = 4):
         self.folder, self.count = Path(folder), nodes
@@ -91,7 +91,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing of it is needed any more, so nobody is asked to end."""
+        """Kills everything at once: nothing of the cluster is needed any more."""
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()
@@ -112,16 +112,16 @@ class Cluster:
         self._start(name, ["slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """As if the node lost power: its daemon, the steps it runs and all they started end at once, and report nothing."""
+        """As if the node lost power: its daemon, its steps and all their processes are killed at once, and report nothing."""
         self._daemons.pop(name).kill()
         self._kill([*self._steps(name), *self.tasks(name)])
 
     def tasks(self, node: str | None = None) -> list[psutil.Process]:
-        """Processes that jobs run now, on `node` or on all."""
+        """The running processes of jobs, on `node` or on all nodes."""
         return [process for process in psutil.process_iter() if self._runs_here(process, node)]
 
     def commands(self) -> list[list[str]]:
-        """What these processes run; one that ends meanwhile is left out."""
+        """The command lines of these processes, without those that have just ended."""
         found = []
         for process in self.tasks():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,7 +129,7 @@ class Cluster:
         return found
 
     def environments(self) -> list[dict[str, str]]:
-        """Of these processes; one that ends meanwhile is left out."""
+        """The environments of these processes, without those that have just ended."""
         found = []
         for process in self.tasks():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,7 +137,7 @@ class Cluster:
         return found
 
     def _runs_here(self, process: psutil.Process, node: str | None = None) -> bool:
-        """Slurm names cluster and node in the environment of all that it starts."""
+        """Whether this cluster started the process: Slurm puts the names of cluster and node into its environment."""
         try:
             found = process.environ()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -146,7 +146,7 @@ class Cluster:
         return mine and node in (None, found["SLURMD_NODENAME"])
 
     def _steps(self, node: str) -> list[psutil.Process]:
-        """The daemons of the node's steps, known by the log that they hold open."""
+        """The daemons of the node's steps, recognised by the log that they hold open."""
         log = str(self.folder / f"slurmd.{node}.log")
         steps = [process for process in psutil.process_iter(["name", "open_files"]) if process.info["name"] == "slurmstepd"]
         return [step for step in steps if any(file.path == log for file in step.info["open_files"] or ())]
@@ -167,7 +167,7 @@ class Cluster:
             time.sleep(0.3)
 
     def submit(self, script: Path | str, *arguments: str, options: tuple[str, ...] = (), cwd: Path | None = None) -> int:
-        """Job id."""
+        """Submits a job and returns its id."""
         done = self.run(["sbatch", "--parsable", *options, str(script), *arguments], cwd=cwd)
         assert done.returncode == 0, done.stderr
         return int(done.stdout.split(";")[0])
@@ -191,7 +191,7 @@ class Cluster:
 
     def _start(self, name: str, argv: list[str]) -> None:
         with open(self.folder / f"{name}.out", "wb") as log:
-            argv = ["setpriv", "--pdeathsig", "KILL", _which(argv[0]) or argv[0], *argv[1:]]  # a killed test leaves no daemon
+            argv = ["setpriv", "--pdeathsig", "KILL", _which(argv[0]) or argv[0], *argv[1:]]  # the daemon ends even if the test is killed
             self._daemons[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def _log(self) -> str:

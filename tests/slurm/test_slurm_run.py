@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 START_S = 240  # until a run trains; engines start first
-TWO_COMPONENTS = "--nodes=2 : --nodes=2 --ntasks-per-node=1"  # of a heterogeneous job: trainer ranks on one, engines on the other
+TWO_COMPONENTS = "--nodes=2 : --nodes=2 --ntasks-per-node=1"  # a heterogeneous job: trainer ranks on one part, engines on the other
 LAUNCHER = """\
 #!/bin/bash
 case "$*" in *--dry-run*) exit ;; esac
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory):
 
 
 def submit(cluster: Cluster, log: Path, *overrides: str, options: str = "") -> int:
-    """As docs/cluster.md says it: `sbatch slurm/quickstart.sbatch` in the checkout, overrides after it."""
+    """As in docs/cluster.md: `sbatch slurm/quickstart.sbatch` in the checkout, followed by overrides."""
     return cluster.submit("slurm/quickstart.sbatch", *overrides, options=("--output", str(log), *options.split()), cwd=ROOT)
 
 
@@ -55,7 +55,7 @@ def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_
 
 @pytest.mark.parametrize("nodes", [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS], ids=["plain", "heterogeneous"])
 def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, cluster, tmp_path):
-    """The job script alone; that a launcher saves on SIGTERM is tested in tests/cpu/test_run_stopping.py."""
+    """Tests only the job script. tests/cpu/test_run_stopping.py tests that a launcher saves on SIGTERM."""
     checkout, log = tmp_path / "checkout", tmp_path / "log"
     (checkout / ".venv/bin").mkdir(parents=True)
     (checkout / "slurm").symlink_to(ROOT / "slurm")
@@ -63,7 +63,7 @@ def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, clu
     (checkout / ".venv/bin/megarl").chmod(0o755)
     job = cluster.submit(ROOT / "slurm/quickstart.sbatch", options=("--output", str(log), *nodes.split()), cwd=checkout)
     wait_until(lambda: log.exists() and log.read_text().count("started") == 4, "four launchers", 60)
-    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # what Slurm sends ahead of the time limit
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])  # Slurm sends this before the time limit
     assert cluster.wait(job, ENDED, 60) == "COMPLETED", log.read_text()
     lines = log.read_text().splitlines()
     for node in ("n1", "n2", "n3", "n4"):
@@ -73,7 +73,7 @@ def test_a_job_whose_time_is_up_stops_its_launchers_and_goes_on_later(nodes, clu
 
 @pytest.mark.long
 def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
-    """In a fresh folder, so with its warm start; the second time that is there."""
+    """In a fresh folder, so the first job makes the warm start; the requeued job finds it."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     sizes = ["trainer.tp=2", "generator.engines=1", "generator.tp=2"]  # a rank on every node, so the engine spans two
     overrides = [f"run_dir={run_dir}", "sft.steps=2", *OVERRIDES, *sizes]
@@ -95,7 +95,7 @@ def test_the_quickstarts_job_outlives_the_loss_of_a_node(cluster, tmp_path):
 
 @pytest.mark.long
 def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path):
-    warm_start = make_model(tmp_path / "hf")  # as if it had been made by another run
+    warm_start = make_model(tmp_path / "hf")  # as if another run had made it
     overrides = [f"run_dir={tmp_path / 'run'}", f"sft.output={warm_start}", *OVERRIDES]
     job = submit(cluster, tmp_path / "log", *overrides, options=TWO_COMPONENTS)
     wait_until(lambda: sum("megarl.generator.server" in command for command in cluster.commands()) >= 2, "two engines", 90)
@@ -106,7 +106,8 @@ def test_scancel_of_a_heterogeneous_job_leaves_nothing_behind(cluster, tmp_path)
 
 @pytest.mark.long
 def test_a_second_job_adds_engines_to_a_run_and_takes_them_away(cluster, tmp_path):
-    """Two more engines, on two nodes: one leaves by command, the other's node loses power; the job is queued again, and they join anew."""
+    """Two more engines join, on two nodes. One leaves by command, and the other's node loses power. The job is requeued, and they join
+    again."""
     run_dir, log, joins = tmp_path / "run", tmp_path / "log", tmp_path / "joins"
     made = make_model(tmp_path / "hf")
     sizes = ["trainer.tp=1", "generator.engines=1", "max_steps=100000", "checkpoint.every=0", "timeouts.silence_s=10"]

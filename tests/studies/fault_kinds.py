@@ -1,4 +1,4 @@
-"""The faults of `python tests/studies faults`: what the run must say about each, and how it must go on or end."""
+"""The faults of `python tests/studies faults`: for each, what the run must say, and how it must recover or end."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from megarl.rollouts.environments.base import RolloutContext, ToolError
 from megarl.rollouts.environments.single_turn import single_turn
 from megarl.weight_sync.transports.shared_memory import SharedMemoryTransport
 
-# A transport and a rollout for the run of `python tests/studies faults`, which do wrong when an order tells them to (fault_orders).
+# A transport and a rollout for the run of `python tests/studies faults`. They fail when an order tells them to (fault_orders).
 
 
-FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # orders are carried out before this tensor is written
-REWARD_S = 1.0  # slows steps down, so that restarting engines get some of the machine's time
+FLIPPED = "model.layers.1.mlp.gate_up_proj.weight"  # the transport carries out orders before it writes this tensor
+REWARD_S = 1.0  # slows steps down, so that restarting engines get processor time
 
 
 class OfAnotherVersion(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ def _the_peer() -> Peer:
 
 
 class FaultyTransport(SharedMemoryTransport):
-    """In the middle of a write it flips a bit, kills an engine or its own rank, or sends an unknown message, as ordered."""
+    """On orders, in the middle of a write, it flips a bit, kills an engine or its own rank, or sends an unknown message."""
 
     def write(self, copy: Copy, values: torch.Tensor) -> None:
         folder = os.environ[ORDERS]
@@ -81,7 +81,7 @@ class FaultyTransport(SharedMemoryTransport):
 
 
 async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int, *, orders: str) -> list[Sample]:
-    """Runs a tool that may be ordered to go wrong, then single_turn: a failing tool does not cost the prompt."""
+    """Runs a tool that an order can make fail, then single_turn: a failing tool does not lose the prompt."""
     try:
         await context.run_in_worker(ordered_tool, orders)
     except ToolError as error:
@@ -92,8 +92,8 @@ async def rollout(context: RolloutContext, prompt: Prompt, sampling: Sampling, n
 
 # Small file systems that a campaign can fill: one for its run's shared memory, one for its run directory.
 #
-# They are mounted in a mount namespace of this process and its children: nobody else sees them, and they vanish when the last of these
-# processes ends. Only root may do that; without root, the campaign leaves out the kinds of faults that need it, and says so.
+# They are mounted in a mount namespace of this process and its children. No other process sees them, and they vanish when the last of these
+# processes ends. Only root may mount them. Without root, the campaign leaves out the kinds of faults that need them, and says so.
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -103,7 +103,7 @@ _FILLER = "filler"
 
 
 def small_file_systems(run_dir: Path) -> bool:
-    """Mounts them. Returns False, with nothing mounted, if that is not allowed."""
+    """Mounts the file systems. Returns False, with nothing mounted, if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0 or libc.unshare(_CLONE_NEWNS) != 0:
         return False
@@ -115,9 +115,9 @@ def small_file_systems(run_dir: Path) -> bool:
 
 
 def fill(file_system: Path, left_bytes: int = 0) -> None:
-    """Fills the file system up to `left_bytes`; may be called again when space has been freed."""
+    """Fills the file system until `left_bytes` remain. It can be called again after space was freed."""
     free = os.statvfs(file_system)
-    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # another process took the room first
+    with open(file_system / _FILLER, "ab") as file, contextlib.suppress(OSError):  # another process took the space first
         os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize - left_bytes))
 
 
@@ -132,7 +132,7 @@ ENGINES, PROMPTS, SAMPLES, CHECKPOINT_EVERY = 2, 4, 4, 3
 RUN_DIR = "run"  # in the campaign's folder
 ENDLESS = 10**6  # steps
 HEALTH_S, BATCH_S, TOOL_S = 10, 180, 2
-STARTED_S, ENDED_S = 240, 30  # deadlines: until steps are made; until every process of an ended run is gone
+STARTED_S, ENDED_S = 240, 30  # deadlines: for the first steps, and for the last process of an ended run
 NOISE = r"\.{40,}\n"  # from the tool that prints for ever
 CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 
@@ -142,11 +142,11 @@ Inject = Callable[["FaultRun", Random], dict[str, str]]
 
 
 class Hang(Exception):
-    """What was waited for did not come in time."""
+    """An event did not come before its deadline."""
 
 
 class Ended(Exception):
-    """The run ended while something else was waited for."""
+    """The run ended before the expected event."""
 
 
 @dataclass
@@ -158,8 +158,8 @@ class FaultRun:
     launches: int = 0
     started: subprocess.Popen[bytes] | None = None
     seen: set[psutil.Process] = field(default_factory=set)  # descendants of the current launcher
-    _read: dict[Path, int] = field(default_factory=dict)  # bytes read of each log
-    _heard: str = ""  # what was read since the last mark
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes read from each log
+    _heard: str = ""  # the text since the last mark
 
     def __post_init__(self) -> None:
         self.run_dir, self.orders = self.folder / RUN_DIR, self.folder / "orders"
@@ -196,7 +196,7 @@ class FaultRun:
 
     @property
     def output(self) -> Path:
-        """What the current launcher prints."""
+        """The file with the current launcher's output."""
         return self.folder / f"launch.{self.launches}.log"
 
     @property
@@ -204,7 +204,7 @@ class FaultRun:
         return self.run_dir / "logs/generator.0.log"
 
     def mark(self) -> None:
-        """From now on `said` looks only at what launcher and driver print after this call."""
+        """From now on `said` looks only at the output of launcher and driver after this call."""
         self._listen()
         self._heard = ""
 
@@ -252,7 +252,7 @@ class FaultRun:
         return self.engines(index)[0]
 
     def engines(self, index: int) -> list[psutil.Process]:
-        """The engine's server process if there is one, recognised by the file of its workers' beats."""
+        """The engine's server process, if there is one, recognised by the file of its workers' heartbeats."""
         found = []
         for process in self.processes("megarl.generator.server"):
             with contextlib.suppress(psutil.Error):
@@ -287,7 +287,7 @@ class FaultRun:
         return self.launcher.returncode
 
     def orphans(self) -> int:
-        """Kills the processes that the ended run left behind; returns how many there were."""
+        """Kills the processes that the ended run left behind, and returns their number."""
         deadline, alive = time.monotonic() + ENDED_S, [process for process in self.seen if _runs(process)]
         while alive and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -328,7 +328,8 @@ class FaultRun:
         return sorted(set(range(self.steps * PROMPTS)) - trained)
 
     def ledger_problems(self) -> int:
-        """How many ordinals differ between the newest checkpoint's ledger and the record of training; call it while nothing runs."""
+        """The number of ordinals that differ between the newest checkpoint's ledger and the record of training. Call it only while nothing
+        runs."""
         found = complete_checkpoints(self.run_dir)
         if not found:
             return 0
@@ -341,7 +342,7 @@ class FaultRun:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """A zombie, whose exit status nobody has asked for yet, does not run."""
+    """Whether the process runs. A zombie, whose exit status was not read yet, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -358,7 +359,7 @@ def tail(path: Path, lines: int = 20) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"({path}: nothing)"
 
 
-# Faults of an engine's memory: bits that it computes with are changed from outside while it serves.
+# Faults of an engine's memory: bits that it computes with are flipped from outside while it serves.
 
 
 WEIGHTS = "memfd:megarl-weights"  # the file that holds an engine's parameters (megarl/weight_sync/transports/shared_memory.py)
@@ -366,7 +367,7 @@ POSITION = 3  # the row of the rotary cache that is searched for
 
 
 def parameter_changed(run: FaultRun, random: Random) -> dict[str, str]:
-    """Flips a bit in the first half of the parameters' file: the end of the file is padding, which no parameter uses."""
+    """Flips a bit in the first half of the parameters' file. (The end of the file is unused padding.)"""
     process = _worker(run.engine(random.randrange(ENGINES)))
     start, end = next(_regions(process, WEIGHTS))
     _flip(process, start + random.randrange((end - start) // 2) // 4 * 4)
@@ -379,7 +380,7 @@ def rotary_changed(run: FaultRun, random: Random) -> dict[str, str]:
     found = [address for region in _regions(process, "") for address in _occurrences(process, *region, row)]
     if not found:
         raise RuntimeError("the engine's rotary cache was not found in its memory")
-    for address in found:  # all, since one may be a freed copy
+    for address in found:  # flips all, since one may be a freed copy
         _flip(process, address)
     return {}
 
@@ -397,7 +398,8 @@ def _worker(engine: psutil.Process) -> psutil.Process:
 
 
 def _regions(process: psutil.Process, name: str) -> Iterator[tuple[int, int]]:
-    """First and last addresses of writable mappings of files whose name contains `name`; if empty: of anonymous memory and the heap."""
+    """First and last addresses of writable mappings of files whose name contains `name`. If `name` is empty: of anonymous memory and the
+    heap."""
     for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
         addresses, permissions, _, _, _, *path = line.split(maxsplit=5)
         if permissions.startswith("rw") and ((name in path[0]) if name and path else not name and (not path or path[0] == "[heap]")):
@@ -414,7 +416,7 @@ def _occurrences(process: psutil.Process, start: int, end: int, pattern: bytes) 
 
 
 def _flip(process: psutil.Process, address: int) -> None:
-    """Flips a bit that changes the value of a float32 or bfloat16 noticeably."""
+    """Flips a bit that changes a float32 or bfloat16 noticeably."""
     with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
         memory.seek(address + 2)
         (byte,) = memory.read(1)
@@ -429,7 +431,7 @@ NEW_PEER = "trainer.7"
 
 
 def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
-    """Sends every port of the generator noise, ZeroMQ without a key, and a well-formed message under another run's key."""
+    """Sends to every port of the generator: noise, ZeroMQ without a key, and a well-formed message under another run's key."""
     for port in _listening(run.generator()):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(random.randbytes(4096))
@@ -445,7 +447,7 @@ def stranger_at_the_hub(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
-    """Sends requests without a key: one to generate, one that would change the weights, one whose body is not JSON."""
+    """Sends requests without a key: one generates, one would change the weights, and one has a body that is not JSON."""
     requests = {"/generate": b'{"text": "x"}', "/update_weights_from_disk": b'{"model_path": "x"}', "/pause_generation": b"{"}
     for port in _listening(run.engine(random.randrange(ENGINES))):
         for path, body in requests.items():
@@ -454,7 +456,7 @@ def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
                 connection.request("POST", path, body, {"Content-Type": "application/json"})
                 status = connection.getresponse().status
             except (OSError, http.client.HTTPException):
-                continue  # a port that speaks something else
+                continue  # a port with another protocol
             finally:
                 connection.close()
             if status == 200:
@@ -463,7 +465,7 @@ def stranger_at_an_engine(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def undecodable_from_a_new_peer(run: FaultRun, random: Random) -> dict[str, str]:
-    """A new peer that has the run's key sends an unknown message, as a program of another version would."""
+    """A new peer with the run's key sends an unknown message, as another version of the program would."""
     (found,) = (run.run_dir / ".launch/train").glob("*/rendezvous.json")
     rendezvous = Rendezvous.load(found.parent)
     peer = Peer(NEW_PEER, rendezvous.key, rendezvous.hub_address)
@@ -505,7 +507,7 @@ def _listening(process: psutil.Process) -> list[int]:
     return sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN})
 
 
-# Faults of processes: ended, stopped, or stopped for a while.
+# Faults of processes: they are killed, stopped, or stopped for a while.
 
 
 PAUSE_S = 20.0
@@ -525,7 +527,7 @@ def engine_stopped(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def engine_stalled(run: FaultRun, random: Random) -> dict[str, str]:
-    """Stops an engine for less time than it may be silent."""
+    """Stops an engine for less than its allowed silence."""
     processes = _with_children(run.engine(random.randrange(ENGINES)))
     for process in processes:
         process.suspend()
@@ -554,7 +556,7 @@ def reward_worker_killed(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def reward_worker_stopped(run: FaultRun, random: Random) -> dict[str, str]:
-    """Stops a reward worker, which is killed and replaced when its call has taken too long."""
+    """Stops a reward worker. The run kills and replaces it when its call has taken too long."""
     random.choice(run.processes("megarl.rewards.worker")).suspend()
     return {}
 
@@ -599,7 +601,7 @@ def trainer_killed_in_transfer(run: FaultRun, random: Random) -> dict[str, str]:
 
 
 def killed_before_ready(run: FaultRun, random: Random) -> dict[str, str]:
-    """Kills an engine, and a scheduler of its successor before that is ready."""
+    """Kills an engine, and then a scheduler of its successor before the successor is ready."""
     index = random.randrange(ENGINES)
     before = run.engine(index)
     before.kill()
@@ -615,7 +617,7 @@ def _started_again(run: FaultRun, index: int, before: psutil.Process) -> bool:
 
 
 def paused(role: str) -> Inject:
-    """Stops a process for PAUSE_S: longer than an engine may be silent, shorter than any other deadline of the run."""
+    """Stops a process for PAUSE_S: longer than an engine's allowed silence, and shorter than all other deadlines of the run."""
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         index = random.randrange(ENGINES)
@@ -646,20 +648,20 @@ def _schedulers(engine: psutil.Process) -> list[psutil.Process]:
     return [child for child in engine.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-# Faults of what a run stores: full file systems, and damaged checkpoints.
+# Faults of storage: full file systems, and damaged checkpoints.
 
 
-LEFT_BYTES = 1 << 20  # left on a full disk: enough for logs and metrics, too little for a checkpoint
+LEFT_BYTES = 1 << 20  # remains on a full disk: enough for logs and metrics, too little for a checkpoint
 
 
 def full_disk(run: FaultRun, random: Random) -> dict[str, str]:
-    """Keeps trainer rank 1 from writing files of more than 1 MiB, so no part of a checkpoint."""
+    """Keeps trainer rank 1 from writing files of more than 1 MiB, so it cannot write its part of a checkpoint."""
     psutil.Process(run.trainer(1).pid).rlimit(psutil.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     return {}
 
 
 def disk_filled(run: FaultRun, random: Random) -> dict[str, str]:
-    """Fills the disk and keeps it full: else a run would go on with the space it frees by deleting all checkpoints but its newest."""
+    """Fills the disk and keeps it full. Otherwise a run would continue in the space that it frees when it deletes older checkpoints."""
     deadline = time.monotonic() + STARTED_S
     while run.launcher.poll() is None and time.monotonic() < deadline:
         run.descendants()
@@ -673,7 +675,7 @@ def disk_emptied(run: FaultRun) -> None:
 
 
 def shared_memory_filled_before_the_start(run: FaultRun, random: Random) -> dict[str, str]:
-    """A run on CPUs does not mind: its processes share anonymous memory, or files in a folder of the launch."""
+    """A run on CPUs is not affected: its processes share anonymous memory, or files in a folder of the launch."""
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     fill(SHARED_MEMORY)
@@ -698,7 +700,8 @@ def shared_memory_emptied(run: FaultRun) -> None:
 
 
 def checkpoint_file(files: str, harm: Callable[[Path, Random], None]) -> Inject:
-    """Stops the run, harms a file of its newest checkpoint that matches `files`, each time another one, and starts the run on it."""
+    """Stops the run, damages a file of its newest checkpoint that matches `files`, and starts the run again. Each time it takes another
+    file."""
 
     def inject(run: FaultRun, random: Random) -> dict[str, str]:
         run.launcher.terminate()
@@ -742,12 +745,12 @@ class Kind:
     """A kind of fault. `notice` and `recovered` match what launcher or driver print; `inject` returns the values of their {words}."""
 
     inject: Inject
-    notice: str = ""  # the message that names the cause; empty: none is expected
-    recovered: str = ""  # the message after which the run counts as whole again
-    ends: int | None = None  # exit status with which the run must end; None: it must go on
-    weight: int = 1  # how often it is drawn after its first time: seldom where an engine or the run must start anew, which takes long
+    notice: str = ""  # the message that names the cause; empty if none is expected
+    recovered: str = ""  # after this message the run counts as recovered
+    ends: int | None = None  # the exit status with which the run must end; None if it must continue
+    weight: int = 1  # how often it is drawn after its first time; low if an engine or the run must restart, which takes long
     mend: Callable[[FaultRun], None] = lambda run: None  # undoes the damage before the run is started again
-    root: bool = False  # only root can do it: it mounts file systems, or writes to other processes' memory
+    root: bool = False  # it needs root: it mounts file systems, or writes to other processes' memory
 
 
 def tool(what: str) -> Inject:
@@ -767,7 +770,7 @@ _LOST, _BACK = r"engine {engine} is lost", r"engines \[[\d, ]*{engine}[\d, ]*\] 
 _SILENT = r"engine\.{engine} has answered nothing for"
 _NO_MESSAGE = r"was sent something by trainer\.\d that is not a message of this run"
 _NOT_WRITTEN = r"checkpoints/step_\d+ of \d+ bytes could not be written; \d+ bytes were free"
-_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # the memory was changed during an update
+_NOT_AS_SENT = r"weight audit failed:\s+\S+ on generator rank \d is not what trainer rank"  # the memory changed during an update
 _REWRITTEN = r"something other than an update has written to an engine's memory:\s+\S+ on generator rank \d"
 _DAMAGED, _DAMAGED_TENSORS = r"{folder}: {file} is damaged", r"{folder} cannot be used: {file} is damaged"
 _RANK_KILLED = r"trainer\.{rank} was killed by SIGKILL"

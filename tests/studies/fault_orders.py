@@ -1,7 +1,8 @@
-"""Orders by which `python tests/studies faults` makes parts of its run do wrong, and the tool that obeys them.
+"""Orders with which `python tests/studies faults` makes parts of its run fail, and a tool that obeys them.
 
-Orders are files in one folder. The process that renames an order away carries it out, so it is carried out once. An environment variable
-names the folder to trainer ranks, an argument to the rollout. This module imports little: tools start often, and have a memory limit.
+An order is a file in one folder. The process that renames it away carries it out, so it is carried out once. Trainer ranks get the folder
+from an environment variable, and the rollout from an argument. This module imports little, because tools start often and have a memory
+limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def order(folder: Path, name: str, text: str = "") -> None:
 
 
 def taken(folder: str | Path, name: str) -> str | None:
-    """Takes an order and returns its text; None if there is none or another process has taken it."""
+    """Takes an order and returns its text. Returns None if there is no such order, or another process has taken it."""
     path, mine = Path(folder, name), Path(folder, f"{name}.taken.{os.getpid()}")
     if not path.exists():
         return None
@@ -35,11 +36,11 @@ def taken(folder: str | Path, name: str) -> str | None:
 
 
 def ordered_tool(orders: str) -> str:
-    """Runs in a worker process, which an order may make crash, hang, print for ever or answer too much."""
+    """Runs in a worker process. An order can make it crash, hang, print for ever or answer too much."""
     wrong = taken(orders, TOOL)
     if wrong == "crash":
         os._exit(3)
-    if wrong == "crash twice":  # another worker repeats the call once
+    if wrong == "crash twice":  # after a crash another worker repeats the call once
         order(Path(orders), TOOL, "crash")
         os._exit(3)
     if wrong == "hang":

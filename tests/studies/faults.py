@@ -1,10 +1,13 @@
-"""`python tests/studies faults`: a campaign of faults against one real run: trainer at TP2, two SGLang engines, a tiny Llama.
+"""`python tests/studies faults`: a campaign of faults against one real run with a trainer at TP2, two SGLang engines and a tiny Llama.
 
-Faults come at random times, each after the previous one is over. A fault is *survived* when the run names the cause (if one is
-expected), is whole again (a lost engine serves again) and makes steps. It *ended cleanly* when the run ended with the expected exit
-status and message, left no process behind, and goes on when started again. Otherwise it counts as a hang or as failed. After each end,
-what was trained on is compared with the checkpoints' ledger; at the end of the campaign every prompt must have been trained on exactly
-once.
+Faults come at random times, each after the previous one is over. The outcomes are:
+
+- *survived*: the run names the cause (if a message is expected), recovers (a lost engine serves again), and makes steps;
+- *ended cleanly*: the run ends with the expected exit status and message, leaves no process behind, and continues when it is started again;
+- otherwise a hang, or failed.
+
+Each time the run ends, the prompts that it trained on are compared with the checkpoints' ledger. At the end of the campaign every prompt
+must have been trained on exactly once.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, Fault
 
 from megarl.config.errors import ConfigError
 
-LONGEST_WAIT_S = 2.0  # from a whole run to the next fault
+LONGEST_WAIT_S = 2.0  # between recovery and the next fault
 SURVIVED, ENDED, HANG, FAILED = "survived", "ended cleanly", "hang", "failed"
 COLUMNS = ("injected", SURVIVED, ENDED, HANG, FAILED, "orphans", "lost", "repeated")
 
@@ -32,7 +35,7 @@ COLUMNS = ("injected", SURVIVED, ENDED, HANG, FAILED, "orphans", "lost", "repeat
 @dataclass
 class Fault:
     kind: str
-    step: int  # steps done when it was injected
+    step: int  # steps done before it
     outcome: str = ""
     problem: str = ""  # why it counts as a hang or as failed
     orphans: int = 0  # processes left behind
@@ -64,7 +67,7 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     }
     print(json.dumps(facts) if as_json else render(facts))
     if any(fault.problem or fault.orphans or fault.lost or fault.repeated for fault in done):
-        if os.path.ismount(folder / RUN_DIR):  # in this process's mount namespace: nobody else can see the folder
+        if os.path.ismount(folder / RUN_DIR):  # only this process's mount namespace has the folder
             shutil.copytree(folder / RUN_DIR, folder / "left", ignore_dangling_symlinks=True)
         print(f"megarl: not every fault was survived or ended cleanly; the run and its logs are in {folder}", file=sys.stderr)
         raise SystemExit(1)
@@ -73,7 +76,7 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
 
 
 def here(kinds: list[str], mounted: bool) -> list[str]:
-    """The kinds that this process has the rights for. Raises ConfigError if there are none."""
+    """The kinds of faults that this process may inject. Raises ConfigError if there are none."""
     left_out = [kind for kind in kinds if KINDS[kind].root and not mounted]
     if left_out:
         print(f"left out, because only root can do them: {', '.join(left_out)}", file=sys.stderr)
@@ -83,7 +86,7 @@ def here(kinds: list[str], mounted: bool) -> list[str]:
 
 
 def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
-    """Draws each kind once as far as `faults` go, then by weight; shuffled."""
+    """Draws `faults` kinds: each kind once, as far as they suffice, then by weight. The result is shuffled."""
     random = Random(seed)
     chosen = random.sample(kinds, min(faults, len(kinds)))
     weights = [max(KINDS[kind].weight, len(kinds) == 1) for kind in kinds]
@@ -93,7 +96,7 @@ def plan(faults: int, seed: int, kinds: list[str]) -> list[str]:
 
 
 def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Iterator[Fault]:
-    """Carries out the faults that can begin before `until` on the monotonic clock; reports each on stderr."""
+    """Carries out the faults that can begin before `until` on the monotonic clock, and reports each on stderr."""
     random, faults = Random(seed), []
     run = FaultRun(folder, make_model(folder / "model", seed))
     try:
@@ -113,7 +116,7 @@ def campaign(folder: Path, kinds: Sequence[str], seed: int, until: float) -> Ite
 
 
 def carry_out(run: FaultRun, name: str, random: Random) -> Fault:
-    """Carries out one fault and waits until the run is whole again; a run that hangs or fails is started anew."""
+    """Carries out one fault and waits until the run has recovered. A run that hangs or fails is started again."""
     kind, fault, started = KINDS[name], Fault(name, run.steps), time.monotonic()
     repeated = len(run.repeated())
     run.mark()
@@ -162,7 +165,7 @@ def go_on(run: FaultRun, fault: Fault, kind: Kind) -> None:
 
 
 def finish(run: FaultRun, faults: list[Fault]) -> None:
-    """Lets the run finish, and charges each prompt that it never trained on to the fault during which it should have been used."""
+    """Lets the run finish. A prompt that was never trained on counts as lost by the fault during which it was due."""
     run.launcher.terminate()
     run.exit_status(STARTED_S)
     run.start(max_steps=run.steps + 2)
@@ -176,7 +179,7 @@ def finish(run: FaultRun, faults: list[Fault]) -> None:
 
 def make_model(folder: Path, seed: int) -> Path:
     """The quickstart's model with random weights."""
-    from megarl.generator import cpu_support  # not at the top, like all that imports torch
+    from megarl.generator import cpu_support  # not at the top, because it imports torch
 
     cpu_support.install()
     import torch

@@ -1,6 +1,6 @@
-"""`python tests/studies mutations`: breaks the code in one place at a time, and shows which tests see it.
+"""`python tests/studies mutations`: breaks the code in one place at a time, and shows which tests fail.
 
-Each place is broken in a copy of this checkout, in which the same tests pass before. A mutation that they do not see shows a gap.
+Each mutation is made in a copy of this checkout, where its tests passed before. A mutation that no test notices shows a gap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TESTS_S = 900.0  # for the tests of one mutation
 class Mutation:
     name: str
     file: str
-    now: str  # a part of the file, which is there once
+    now: str  # a part of the file that occurs once
     broken: str
     tests: tuple[str, ...]  # files under tests/
 
@@ -101,12 +101,12 @@ MUTATIONS = [
 @dataclass(frozen=True)
 class Seen:
     mutation: str
-    by: list[str]  # tests that failed, at most three; empty: none did
+    by: list[str]  # tests that failed, at most three; empty if none did
     seconds: float
 
 
 def run(names: Sequence[str], as_json: bool) -> None:
-    """Prints a table, or one JSON object. Raises ConfigError; RuntimeError where a mutation was not seen."""
+    """Prints a table, or one JSON object. Raises ConfigError; RuntimeError if no test noticed a mutation."""
     if unknown := [name for name in names if not any(name in each.name for each in MUTATIONS)]:
         raise ConfigError(f"--only {unknown[0]}: is part of none of: {'; '.join(each.name for each in MUTATIONS)}")
     chosen = [each for each in MUTATIONS if not names or any(name in each.name for name in names)]
@@ -139,14 +139,14 @@ def study(mutations: Sequence[Mutation]) -> Iterator[Seen]:
 
 
 def broken(mutation: Mutation, text: str) -> str:
-    """`text` with the mutation in it. Raises RuntimeError where its place is not there, or not once."""
+    """`text` with the mutation. Raises RuntimeError unless the text to replace occurs once."""
     if (count := text.count(mutation.now)) != 1:
         raise RuntimeError(f"{mutation.file} has {mutation.now.strip()!r} {count} times, must have it once")
     return text.replace(mutation.now, mutation.broken)
 
 
 def failures(tests: Sequence[str], copy: Path) -> list[str]:
-    """Which of these files' tests fail, at most three. Raises RuntimeError where pytest cannot run them."""
+    """The tests of these files that fail, at most three. Raises RuntimeError if pytest cannot run them."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests)]
     environment = os.environ | {"PYTHONPATH": str(copy)}
     ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TESTS_S)

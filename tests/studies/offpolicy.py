@@ -1,8 +1,8 @@
-"""`python tests/studies offpolicy CONFIG`: how losses bear data that older weights have sampled. Real runs of many kinds.
+"""`python tests/studies offpolicy CONFIG`: how well losses cope with data from older weights. It makes real runs of many kinds.
 
-Every run is a `megarl train` by the shipped program; runs with the same seed and size begin from the same warm start. What a run has led to
-is kept in its folder's result.json, and its weights are removed. The same command continues an interrupted study: complete runs are not
-repeated, interrupted ones go on, failed ones are tried again.
+Every run is a `megarl train` with the shipped program. Runs with the same seed and size begin from the same warm start. Each run's result
+is kept in result.json in its folder, and its weights are removed. The same command continues an interrupted study: it keeps complete runs,
+continues interrupted ones, and repeats failed ones.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from megarl.rewards.verify import VERIFIERS
 from megarl.roles.plan import roles_of
 from megarl.roles.settings import REWARD_MODEL, role_of
 
-# The runs of `python tests/studies offpolicy`, each by its settings: what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
+# The runs of `python tests/studies offpolicy`. Their settings vary what Noukhovitch et al. (arXiv:2410.18252) and LlamaRL vary.
 #
-# All runs of a part see as many samples, in as many optimizer steps. A run with N mini-batches samples N of them at once from one version
-# of
-# the weights and then makes N optimizer steps, so its last step is N - 1 updates off its data (section 3.1 there).
+# All runs of a part have the same number of samples and of optimizer steps. A run with N mini-batches samples N of them at once from one
+# version of the weights. Then it makes N optimizer steps, so the weights of its last step are N - 1 updates newer than its data (section
+# 3.1 there).
 
 
 UPDATES = 96  # optimizer steps on new samples; a multiple of every number of mini-batches
 SAMPLES_PER_UPDATE = 128
 MINIBATCHES = (1, 2, 4, 8, 16)
-SIZES = {  # of policies: keys of a Llama's config.json; None: the shipped one's
+SIZES = {  # of policies, as keys of a Llama's config.json; None: the shipped model's
     "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
     "medium": None,
     "large": {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2},
 }
-LOSSES: Mapping[str, Sequence[str]] = {  # what each needs besides its name
+LOSSES: Mapping[str, Sequence[str]] = {  # settings of each besides its name
     "ppo": ("algorithm.ratio=proximal", "critic.warmup_steps=0", "critic.optimizer.lr=1e-3"),
     "rloo": (),
     "proximal_rloo": ("algorithm.ratio=proximal",),
-    "copg": ("algorithm.beta=0",),  # as the paper uses it: no divergence is penalised on this task
+    "copg": ("algorithm.beta=0",),  # as in the paper: no KL penalty on this task
     "online_dpo": (),
     "best_of_n": (),
     "aipo": (),
 }
-# Where the reward is a model's, the divergence is penalised: with the weights of appendix A there (online_dpo has its own, best_of_n none).
+# With a reward model the KL divergence is penalised, with the weights of appendix A there (online_dpo has its own, best_of_n none).
 _PENALTY = ("algorithm.kl_coef=0.05", "algorithm.kl=reward")
 PENALTIES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("ppo", "rloo", "proximal_rloo", "aipo", "reinforce"), _PENALTY),
     "copg": ("algorithm.beta=0.05",),
 }
 USUAL = "medium"  # size of policies and reward models
-OF_REWARD_MODELS = "reward_models"  # the part that needs a reward that is a model's
+OF_REWARD_MODELS = "reward_models"  # the part that needs reward models
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. The same run may be part of several comparisons; its folder depends on its settings alone."""
+    """One run. The same run may be part of several comparisons: its folder depends only on its settings."""
 
     algorithm: str
     minibatches: int = 1
     epochs: int = 1
-    samples: int = 4  # to a prompt
+    samples: int = 4  # a prompt
     policy: str = USUAL
-    reward_model: str = USUAL  # its size, if the reward is a model's
+    reward_model: str = USUAL  # its size, if there is one
     capacity: int = 0
     halved: bool = False  # half as many updates, at half the learning rate
     seed: int = 0
@@ -97,12 +97,12 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        """Batches of the run."""
+        """The number of batches."""
         return self.updates // self.minibatches
 
     def overrides(self, learning_rate: float, penalised: bool = False) -> list[str]:
-        """Beside folders and seed. A critic takes the place of a prompt's other samples, so PPO has one to each of more prompts; K samples
-        to a prompt leave the number of prompts as it is (section 4.2). Args: penalised: the reward is a model's."""
+        """The run's settings without folders and seed. PPO has a critic as baseline, so it takes one sample of each of more prompts. With K
+        samples a prompt the number of prompts stays the same (section 4.2). Args: penalised: whether the reward is a model's."""
         samples = 1 if self.algorithm == "ppo" else self.samples
         prompts = SAMPLES_PER_UPDATE if self.algorithm == "ppo" else SAMPLES_PER_UPDATE // 4
         return [
@@ -158,10 +158,10 @@ PARTS = {
 }
 
 
-# What became of a policy: how well it does, and how far it has moved from the weights that its run began with.
+# The outcome of a run: how good the policy is, and how far it has moved from its initial weights.
 #
-# Measured on a Hugging Face checkpoint by transformers, apart from all that trained it. Responses are sampled at temperature 1. At each of
-# their positions the KL divergence is over the whole vocabulary, so it is exact given the response.
+# Transformers measures it on a Hugging Face checkpoint, independently of the code that trained it. Responses are sampled at temperature 1.
+# The KL divergence at each position is over the whole vocabulary, so it is exact given the response.
 
 
 AT_ONCE = 256
@@ -169,11 +169,11 @@ AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Quality:
-    score: float  # by the rule that judges policies, mean over prompts
-    win_rate: float  # share of prompts whose response scores more than their demonstration; equal scores are half a win
+    score: float  # by the judging rule, mean over prompts
+    win_rate: float  # share of prompts whose response scores higher than the demonstration; a tie counts as half a win
     kl: float  # KL(policy || initial) of a response in nats, the sum over its tokens; mean over prompts
-    perplexity: float  # of the initial policy on the responses' tokens, as the paper measures divergence
-    tokens: float  # of a response, mean
+    perplexity: float  # of the initial policy on the responses' tokens: the paper's measure of divergence
+    tokens: float  # mean length of a response
     proxy: float | None  # the reward model's score, mean over prompts
 
 
@@ -234,7 +234,7 @@ def measure(policy: Path, initial: Path, reward_model: Path | None, held_out: He
 
 
 def _sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, stop: Sequence[int], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, t] prompts and responses; [b, r] which of the responses' tokens count: those up to end-of-text, with it."""
+    """[b, t] prompts and responses; [b, r] a mask of the responses' tokens up to end-of-text, which is included."""
     sampled = dict(do_sample=True, top_k=0, max_new_tokens=max_tokens, eos_token_id=list(stop), pad_token_id=stop[0])
     full = model.generate(input_ids=ids, attention_mask=mask, **sampled)
     ends = torch.isin(full[:, ids.shape[1] :], torch.tensor(stop))
@@ -250,12 +250,12 @@ def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of reading a megabyte
+    logging.disable_progress_bar()  # no progress bar to read a megabyte
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, t] ids and mask, rows ending together."""
+    """[b, t] ids and mask, padded on the left."""
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
     return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -268,7 +268,8 @@ COLOURS = ("#2f6fab", "#c26a2d", "#3b8f6b", "#8c5a8c", "#d9a441", "#9a9a9a", "#b
 
 
 def draw(facts: Mapping[str, Any], path: str) -> None:
-    """Writes `path`: a panel for each part; lines are runs, points their last weights, larger with more mini-batches or a longer lag."""
+    """Writes `path`: a panel for each part. Lines are runs, and points their last weights, larger with more mini-batches or a longer
+    lag."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -299,7 +300,7 @@ def _draw_part(panel: Any, part: str, results: Sequence[Mapping[str, Any]]) -> N
     panel.legend(frameon=False, fontsize=7)
 
 
-# The tables of `python tests/studies offpolicy`: one of each part, in Markdown.
+# The tables of `python tests/studies offpolicy`: one for each part, in Markdown.
 
 
 Result = Mapping[str, Any]
@@ -321,7 +322,7 @@ def _reward_model_table(models: Sequence[Result]) -> str:
 
 
 def _grid(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
-    """A cell for each pair of a row and a column, over seeds."""
+    """A table with a cell for each pair of row and column, over seeds."""
     rows, columns = (list(dict.fromkeys(map(of, results))) for of in (row, column))
     learned = LEARNED if results[0]["curve"][-1].get("proxy") is not None else ""
     lines = [f"**{title}** {NEEDED}{learned}", "", f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
@@ -345,7 +346,7 @@ def _cell(results: Sequence[Result]) -> str:
 
 
 def _timed(title: str, results: Sequence[Result], row: Callable[[Result], str], column: Callable[[Result], str]) -> str:
-    """As _grid, with the seconds of a step."""
+    """Like _grid, with the seconds of a step."""
     table, times = _grid(title, results, row, column), []
     for name in dict.fromkeys(map(row, results)):
         by_column = {column(each): each for each in results if row(each) == name}
@@ -383,8 +384,8 @@ RENDER: Mapping[str, Callable[[Sequence[Result]], str]] = {
 
 
 RESULT = "result.json"
-LAST_SAMPLES = 1280  # the mean reward of so many last ones counts
-CURVE_POINTS = 4  # weights measured in a run, the last among them
+LAST_SAMPLES = 1280  # the reward is the mean of the last ones
+CURVE_POINTS = 4  # versions of a run's weights that are measured, including the last
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,7 @@ class Study:
     config: str
     overrides: Sequence[str]
     runs: Path
-    learned: bool  # the reward is a model's, which has to be made
+    learned: bool  # the reward is a model's, which has to be trained
     measuring: Lock = field(default_factory=Lock)  # one run at a time: two threads must not import transformers at once
 
     def common(self, cell: Cell) -> list[str]:
@@ -416,7 +417,8 @@ class Study:
         return [*common, *cell.overrides(learning_rate, penalised=self.learned), *kept]
 
     def prepare(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-        """Makes models, warm starts and reward models; returns what became of the latter. Mistakes show before anything starts."""
+        """Makes models, warm starts and reward models, and returns how good the reward models are. Wrong settings show before anything
+        starts."""
 
         settings = load_config(self.config, self.overrides)
         judge_of(settings)
@@ -432,7 +434,7 @@ class Study:
         return list(map(self._make_reward_model, judges))
 
     def _make_reward_model(self, cell: Cell) -> dict[str, Any]:
-        """The share of held-out pairs that it orders rightly, beside a plain PyTorch run's."""
+        """Makes a reward model. Returns the share of held-out pairs that it orders rightly, and the share of a plain PyTorch run."""
         import plain_reward_model as plain
 
         folder = self.reward_model(cell)
@@ -452,7 +454,7 @@ class Study:
         return _read(path)
 
     def result(self, cell: Cell) -> dict[str, Any]:
-        """Of the run, which is made if it is not complete. Raises RuntimeError if it fails."""
+        """The run's result. The run is made if it is not complete. Raises RuntimeError if it fails."""
         path = self.folder(cell) / RESULT
         if not path.exists():
             print(cell.name, file=sys.stderr, flush=True)
@@ -472,7 +474,7 @@ class Study:
 
         tokenizer = load_tokenizer(config.model)
         prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
-        assert config.data.eval is not None  # judge_of has seen it
+        assert config.data.eval is not None  # judge_of has checked it
         rows = load_rows(config.data.eval, "data.eval", config.seed, "none", tokenizer.source)
         shown = [rows[place].demonstration for place in range(len(prompts))]
         held_out = HeldOut(prompts, [each if isinstance(each, str) else each[-1] for each in shown], tokenizer, judge_of(config))
@@ -496,7 +498,8 @@ class Study:
 def run(
     config: str, overrides: Sequence[str], runs: Path, parts: Sequence[str], seeds: int, lanes: int, as_json: bool, picture: str | None
 ) -> None:
-    """Prints tables, or one JSON object. `lanes`: runs side by side. Raises ConfigError; RuntimeError, at the end, if runs have failed."""
+    """Prints tables, or one JSON object. `lanes` runs go side by side. Raises ConfigError; RuntimeError, at the end, if runs have
+    failed."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigError(f"--parts {','.join(unknown)}: must be of {', '.join(PARTS)}")
     settings = load_config(config, overrides)
@@ -513,10 +516,10 @@ def run(
     def make(cell: Cell) -> None:
         try:
             found[cell.name] = study.result(cell)
-        except (RuntimeError, OSError) as error:  # one run that fails must not end a night's work
+        except (RuntimeError, OSError) as error:  # one failed run must not end the study
             failures.append(f"{cell.name}: {error}")
 
-    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():  # the outer one: of a second Ctrl-C while the runs end
+    with ending_runs(), ThreadPoolExecutor(lanes) as pool, ending_runs():  # the outer one catches a second Ctrl-C while the runs end
         list(pool.map(make, cells.values()))
     by_part = {part: [found[cell.name] for seed in range(seeds) for cell in PARTS[part](seed) if cell.name in found] for part in chosen}
     given = {"config": config, "overrides": list(overrides)}
@@ -529,7 +532,7 @@ def run(
 
 
 def _of_reward_model(cell: Cell) -> Cell:
-    """The policy that the run's reward model begins with."""
+    """The policy with which the run's reward model begins."""
     return Cell("online_dpo", policy=cell.reward_model, reward_model=cell.reward_model, seed=cell.seed)
 
 

@@ -1,4 +1,4 @@
-"""A reward model by plain PyTorch on one process: what `megarl reward-model` is held against, pair by pair and step by step."""
+"""A reward model in plain PyTorch on one process: the reference for `megarl reward-model`, pair by pair and step by step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megarl.data.rows import Pair
 from megarl.data.tokenizer import load_tokenizer
 from megarl.plan.resolve import find_spec
 
-AT_ONCE = 512  # pairs that are scored
+AT_ONCE = 512  # pairs that are scored at a time
 
 
 def train(config: RunConfig, initial: Path) -> Any:
-    """A model of transformers that has learned the pairs of `config.reward_model` in their order, from the causal model in `initial`. Its
-    head begins with zeros."""
+    """Trains the causal model in `initial` on the pairs of `config.reward_model`, in their order. The head begins with zeros. Returns a
+    model of transformers."""
     settings = config.reward_model
     pairs = load_pairs(config, settings.data, "reward_model.data", find_spec(config))
     model = load(initial).train()
@@ -57,7 +57,7 @@ def _adamw(model: Any, settings: AdamConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(settings: AdamConfig, step: int, steps: int) -> float:
-    """Of step 1, 2, … of so many."""
+    """The learning rate of step 1, 2, … of a run's steps."""
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
     if settings.schedule == "constant":
@@ -77,7 +77,7 @@ def accuracy(model: Any, config: RunConfig) -> float:
 
 
 def differences(model: Any, config: RunConfig, pairs: Sequence[Pair]) -> torch.Tensor:
-    """Score of the chosen response minus the other's, less the margin: [B]."""
+    """[B]: the chosen response's score minus the other's, minus the margin."""
     tokenizer, context = load_tokenizer(config.model), model.config.max_position_embeddings
     both = [pair_tokens(pair, tokenizer, context) for pair in pairs]
     found = scores(model, [chosen for chosen, _ in both] + [rejected for _, rejected in both])

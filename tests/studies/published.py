@@ -1,7 +1,7 @@
 """`python tests/studies published`: published asynchronous and synchronous runs, simulated.
 
-Rows of LlamaRL and NeMo-RL have the planner's times, with their real scheduler's rules in place of means. Rows of Async RLHF have the times
-of both phases that the paper measured in turns, of which the step side by side follows.
+Rows of LlamaRL and NeMo-RL have the planner's times, and follow the real scheduler's rules instead of means. For Async RLHF the paper gives
+the times of both phases in turns. The simulation predicts the step with both side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.plan.weights import Weights
 from megarl.simulation.engines import Speed
 from megarl.simulation.run import KnownLengths, Models, simulate, speed_of
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))  # pytest has it, `python tests/studies` has not
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # pytest adds this path; `python tests/studies` does not
 
 from planner_published import FIT, MODELS, TABLES, RlRow, Sides
 
@@ -45,7 +45,7 @@ def run(as_json: bool) -> None:
 
 
 def planned_rows() -> list[Compared]:
-    """LlamaRL's are scaled by the factor of its fitted rows, as only ratios count."""
+    """LlamaRL's rows are scaled by the factor of its fitted rows, because only ratios count."""
     found: list[Compared] = []
     for table in TABLES[:2]:
         sides = [row.sides(FIT) for row in table if isinstance(row, RlRow)]
@@ -65,7 +65,7 @@ def _factor(table: Sequence, times: Sequence[float]) -> float:
 
 
 def simulated_s(sides: Sides) -> float:
-    """The mean step."""
+    """The mean time of a step."""
     work = sides.work
 
     def models(plan: RunPlan, unit: int) -> Models:
@@ -97,14 +97,14 @@ def mean_step_s(config: RunConfig, models, lengths=None) -> float:
     return statistics.fmean(row["time/step_s"] for row in rows)
 
 
-# Async RLHF (arXiv 2410.18252), appendices A.2 and A.4: seconds of generation and of training in turns; of a step in turns, and side by
-# side.
+# Async RLHF (arXiv 2410.18252), appendices A.2 and A.4: seconds of generation and of training in turns; seconds of a step in turns, and of
+# a step with both side by side.
 ASYNC_RLHF = {"8B chat, 8 H100": (21.0, 33.0, 209 * 60 / 233, 151 * 60 / 233), "1B math, 4 L40S": (12.3, 12.8, 25.5, 15.1)}
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All responses are equally long: the paper says how long a batch takes, not its lengths."""
+    """All responses are equally long: the paper gives a batch's time, not its lengths."""
 
     longest: int = 100
 

@@ -1,9 +1,11 @@
-"""`python tests/studies simulated`: the scheduler in virtual time against the same in real time.
+"""`python tests/studies simulated`: compares the scheduler in virtual time with the scheduler in real time.
 
-Cells of `megarl bench overlap` run in real time, by two processes with sockets between them, and are simulated with the same lengths and
-the same phase times. `--runs FOLDER…`: runs that were made are simulated instead, with the lengths, times and failures that they had.
-`--kills CONFIG FOLDER key=value…` makes such a run, and kills engines and a trainer rank meanwhile. Compared are the mean step, the
-trainer's and the generator's waits, the distribution of the tokens' ages, and the time from the first step to the end of the last.
+Cells of `megarl bench overlap` run in real time, in two processes with sockets between them. They are also simulated, with the same lengths
+and phase times. With `--runs FOLDER…`, earlier runs are simulated instead, with their lengths, times and failures. `--kills CONFIG FOLDER
+key=value…` makes such a run, and kills engines and a trainer rank during it.
+
+The comparison covers the mean step, the waits of trainer and generator, the distribution of the tokens' ages, and the time from the first
+step to the end of the last.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class Compared:
     real_step_s: float
     simulated_step_s: float
     step_error: float
-    wait_error: float  # the larger one of the two waits', as a share of the step
+    wait_error: float  # the larger error of the two waits, as a share of the step
     age_distance: float  # total variation of the tokens' ages
-    end_error: float | None = None  # of the time from the first step to the end of the last; None for cells
+    end_error: float | None = None  # error of the time from the first step to the end of the last; None for cells
 
 
 def run(steps: int, step_s: float, lanes: int, folders: Sequence[str], kills: Sequence[str], as_json: bool) -> None:
@@ -69,7 +71,7 @@ def of_cells(steps: int, step_s: float, lanes: int) -> list[Compared]:
 
 
 def of_run(folder: Path) -> Compared:
-    """With the times and lengths that it had."""
+    """Simulates a run with its own times and lengths."""
     samples = folder / "rollouts" / "samples.jsonl"
     config = load_config(folder / "config.yaml", [f"plan.simulation.lengths={samples}"])
     events = RunReader(folder, 1).read()
@@ -88,7 +90,7 @@ def of_run(folder: Path) -> Compared:
 
 
 def failures_of(events: dict[str, Any]) -> Failures:
-    """Those in the trace of a run, whose simulation begins with the first update of weights."""
+    """The failures in a run's trace. Times count from the first weight update, where the simulation begins."""
     origin_s = _first_update_s(events, -math.inf)
     away = {(lane, round(began, 1)): took for lane, spans in events["lanes"].items() for kind, began, took, *_ in spans if kind == "away"}
     lost = [(mark["who"], mark["at"]) for mark in events["marks"] if mark["what"] == "lost"]
@@ -102,7 +104,7 @@ def _first_update_s(events: dict[str, Any], after_s: float) -> float:
 
 
 def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
-    """Makes the run of `config` in `folder`. Kills each process of KILLS at its step, and starts the run again when that ends it."""
+    """Makes the run of `config` in `folder`. Kills each process of KILLS at its step. If that ends the run, starts it again."""
     command = [sys.executable, "-P", "-m", "megarl", "train", config, f"run_dir={folder}", *overrides]
     kills = list(KILLS)
     for _ in range(MOST_STARTS):
@@ -113,7 +115,7 @@ def make_with_kills(config: str, folder: str, overrides: Sequence[str]) -> None:
             time.sleep(0.1)
         if run.returncode == 0 and not kills:
             return
-        if run.returncode in (0, 2):  # it ended too early, or its settings are refused
+        if run.returncode in (0, 2):  # it ended too early, or refused its settings
             break
     raise SystemExit(f"{folder}: did not finish in {MOST_STARTS} starts, or was not killed by {kills}")
 
@@ -124,7 +126,7 @@ def _steps(folder: Path) -> int:
 
 
 def _kill(launcher: int, command: str) -> None:
-    """Kills the first of the launcher's processes with this in its command."""
+    """Kills the first of the launcher's processes that has this text in its command."""
     for process in psutil.Process(launcher).children(recursive=True):
         if command in " ".join(process.cmdline()):
             process.kill()
@@ -163,7 +165,7 @@ def plan_of(cell: Cell) -> RunPlan:
     plan, places = cell.plan(), cell.async_.max_in_flight or cell.prompts_per_step
     config = replace(
         plan.config,
-        async_=replace(cell.async_, max_in_flight=cell.engines * places),  # a cell's places are those of one engine
+        async_=replace(cell.async_, max_in_flight=cell.engines * places),  # a cell counts the places of one engine
         generator=GeneratorConfig(engines=cell.engines, max_concurrency=cell.slots),
         plan=PlanConfig(prompt_tokens=16, response_tokens=cell.lengths.mean, simulation=SimulationConfig(steps=cell.steps)),
     )

@@ -1,13 +1,14 @@
-"""`python tests/studies staleness CONFIG`: does the reward depend on how far generation runs ahead? Real runs over settings and seeds.
+"""`python tests/studies staleness CONFIG`: does the reward depend on how far generation runs ahead? It makes real runs over settings and
+seeds.
 
-Every run is a `megarl train` by the shipped program; runs with the same seed begin from the same warm start. Complete runs are not
-repeated and interrupted ones go on, so the same command continues an interrupted table.
+Every run is a `megarl train` with the shipped program. Runs with the same seed begin from the same warm start. The same command continues
+an interrupted table: it keeps complete runs and continues interrupted ones.
 
-With capacity 0 nothing is ever stale, and with capacity 1 nothing is older than 1 step whatever the bound, so these have one row each;
-capacity 0 is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start: *difference* is the mean
-over the pairs, *noise* its standard error, and *at most* is |difference| + 2 noise (with three seeds a one-sided 91 % bound by Student's
-t). A setting reaches the baseline's reward within noise if *at most* does not exceed the range of the baseline's own seeds. So noise counts
-against a setting: a run that collapses increases the noise, and is not excused by it.
+With capacity 0 no sample is stale, and with capacity 1 no sample is older than 1 step, whatever the bound. So each has one row; capacity 0
+is the baseline. Runs are compared in pairs with the same seed, which share data, order and warm start. *difference* is the mean over the
+pairs, and *noise* its standard error. *at most* is |difference| + 2 noise: with three seeds a one-sided 91 % bound by Student's t. A
+setting reaches the baseline's reward within noise if *at most* does not exceed the range of the baseline's own seeds. So noise counts
+against a setting: a run that collapses increases the noise.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megarl.evaluation.scores import read_results
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 from megarl.plan.resolve import RunPlan, resolve
 
-LAST = 10  # the mean reward of so many last steps counts
+LAST = 10  # the reward is the mean of the last steps
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ SETTINGS = (SYNCHRONOUS, Setting(1, 1), *(Setting(capacity, bound) for capacity 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run."""
+    """The result of one run."""
 
     capacity: int | None
     max_staleness: int | None
     seed: int
     reward: float  # mean of the last steps
-    pass_at_1: float  # held-out, greedy, of the last weights
-    staleness_mean: float  # steps, over all samples trained on
+    pass_at_1: float  # of the last weights, on held-out prompts, greedy
+    staleness_mean: float  # in steps, over all samples trained on
     staleness_max: float
-    rejected: float  # groups too old, generated again
+    rejected: float  # groups that were too old and generated again
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting beside the baseline: differences of reward between runs with the same seed."""
+    """A setting compared with the baseline: differences of reward between runs with the same seed."""
 
     capacity: int | None
     max_staleness: int | None
@@ -79,7 +80,7 @@ class Comparison:
 def run(config: str, overrides: Sequence[str], runs: Path, seeds: int, as_json: bool) -> None:
     """Prints a table, or one JSON object. `runs`: the folder of all runs. Raises ConfigError; RuntimeError if a run fails."""
     jobs = [(setting, seed) for seed in range(seeds) for setting in SETTINGS]
-    plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # mistakes show before anything starts
+    plans = {job: _plan(config, overrides, runs, *job) for job in jobs}  # wrong settings show before anything starts
     settings = load_config(config, overrides)
     check_settings(runs, settings)
     note_settings(runs, settings)
@@ -120,7 +121,8 @@ def _result(setting: Setting, seed: int, plan: RunPlan) -> Result:
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """One for every setting but the baseline, in the order of `results`. Raises KeyError if a run has no baseline with its seed."""
+    """A comparison for each setting except the baseline, in the order of `results`. Raises KeyError if a run has no baseline with its
+    seed."""
     rewards: dict[Setting, dict[int, float]] = {}
     for result in results:
         rewards.setdefault(Setting(result.capacity, result.max_staleness), {})[result.seed] = result.reward
@@ -138,7 +140,7 @@ def _comparison(setting: Setting, differences: Sequence[float], spread: float) -
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """A Markdown table with a row per setting, and a verdict."""
+    """A Markdown table with a row and a verdict for each setting."""
     by_setting: dict[tuple, list[Mapping[str, Any]]] = {}
     for result in facts["runs"]:
         by_setting.setdefault((result["capacity"], result["max_staleness"]), []).append(result)

@@ -1,4 +1,4 @@
-"""Runs of the shipped program, for benchmarks that compare whole runs."""
+"""Runs the shipped program, for studies that compare whole runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.config.load import dump_config, load_config
 from megarl.config.schema import RunConfig
 from megarl.plan.checkpoints import differences
 
-PROGRAM = ["-P", "-m", "megarl"]  # what Python runs
+PROGRAM = ["-P", "-m", "megarl"]  # arguments of Python
 SETTINGS = "settings.yaml"
 _WITHOUT_EFFECT = ("run_dir", "sft.output", "reward_model.output", "checkpoint.", "observe.", "timeouts.", "launch.", "plan.")  # on results
 _running: set[subprocess.Popen[bytes]] = set()
 
 
 def check_settings(runs: Path, config: RunConfig) -> None:
-    """Raises ConfigError if the runs in the folder `runs` were made with other settings, since complete ones are not repeated, or if it
-    cannot be written."""
+    """Raises ConfigError if the folder `runs` cannot be written, or if its runs were made with other settings, since complete runs are not
+    repeated."""
     if problems := list(folder_problems("--runs ", str(runs))):
         raise ConfigError(problems)
     if not (runs / SETTINGS).is_file():
@@ -36,18 +36,19 @@ def check_settings(runs: Path, config: RunConfig) -> None:
 
 
 def note_settings(runs: Path, config: RunConfig) -> None:
-    """Writes down, for `check_settings`, what the runs in the folder are made with."""
+    """Writes down the settings of the folder's runs, for `check_settings`."""
     runs.mkdir(parents=True, exist_ok=True)
     write_whole(runs / SETTINGS, dump_config(config))
 
 
 def run_megarl(command: str, config: str, overrides: Sequence[str], run_dir: Path) -> None:
-    """Runs `megarl COMMAND CONFIG …`; what it prints goes to `run_dir`/COMMAND.log. Raises RuntimeError if it fails. Left by another
-    exception, it ends the command first."""
+    """Runs `megarl COMMAND CONFIG …`, with its output in `run_dir`/COMMAND.log. Raises RuntimeError if it fails. Any other exception first
+    ends the command."""
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / f"{command}.log"
     arguments = [sys.executable, *PROGRAM, command, config, *overrides]
-    # In a group of its own it does not get Ctrl-C from the terminal, but one SIGTERM from here: a second signal would keep it from saving.
+    # In a process group of its own it does not get the terminal's Ctrl-C, but one SIGTERM from here. A second signal would keep it from
+    # saving.
     with open(log, "ab") as output, subprocess.Popen(arguments, stdout=output, stderr=output, process_group=0) as process:
         _running.add(process)
         try:
@@ -61,7 +62,7 @@ def run_megarl(command: str, config: str, overrides: Sequence[str], run_dir: Pat
 
 @contextlib.contextmanager
 def ending_runs() -> Iterator[None]:
-    """If the block is left by an exception, all runs are told to end. A run of megarl train saves first, unless it is told again."""
+    """If an exception leaves the block, all runs get a signal to end. A run of megarl train first saves, unless a second signal comes."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
 """How much shorter responses become with async.partial_rollout=abort: the table of docs/asynchrony.md.
 
-Responses decode a token a tick. An update is due so many ticks after the last. It lets nothing begin until the responses on their second
-turn have ended, and has all others begin again, with a length that is drawn anew.
+Every response decodes one token a tick. An update is due `every` ticks after the last one. It waits for responses that were already begun
+again once; until they end, no response begins. Then all other responses begin again, each with a newly drawn length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mean_length(every: int, sigma: float, abort: bool = True, updates: int = 4000, slots: int = 64) -> tuple[float, float]:
-    """(mean length, share of responses that were drawn again). Lengths are lognormal with mean 64, cut at 256."""
+    """Returns the mean length and the share of responses that began again. Lengths are lognormal with mean 64, cut at 256."""
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Which share of the elements that engines hold an optimizer step changes, by learning rate: `python tests/tools/changed_by_lr.py`.
+"""The share of an engine's elements that one optimizer step changes, by learning rate: `python tests/tools/changed_by_lr.py`.
 
-Random weights of standard deviation 0.02, as models begin; AdamW (betas 0.9 and 0.95) on float32 masters, at gradients of noise with a part
-that stays, so that updates have about the size that they have in training. The share is that of the last step of STEPS, in bfloat16, and of
-codes and scales in fp8 by block, quantised from the bfloat16 values.
+Weights are random with standard deviation 0.02, like a new model's. AdamW (betas 0.9 and 0.95) updates float32 masters. Gradients are noise
+plus a constant part, so that updates are about as large as in training. The share is that of the last of STEPS steps: in bfloat16, and in
+fp8 by block, whose codes and scales are quantised from the bfloat16 values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.kernels.quantise_rules import BLOCK
 
 STEPS = 20
 RATES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 1e-4)
-MODELS = {  # matrices of the quickstart's model, and rows of one as wide as an 8B's
+MODELS = {  # matrices of the quickstart's model, and rows as wide as an 8B model's
     "quickstart": [(256, 128), (128, 128), (768, 128), (128, 384)],
     "wide": [(512, 4096)],
 }
@@ -39,7 +39,7 @@ def changed(shapes: list[tuple[int, int]], lr: float) -> tuple[float, float]:
 
 
 def states(masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """In bfloat16, and in fp8 by block: codes and scales."""
+    """The tensors in bfloat16, and in fp8 by block: codes and scales."""
     halves = [values.bfloat16() for values in masters]
     return halves, [part.contiguous() for values in halves for part in quantise(values, BLOCK, "w")]
 

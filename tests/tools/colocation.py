@@ -1,7 +1,7 @@
-"""What colocating would gain: trainer and engines on the same GPUs in turn, beside each on its own (docs/planner.md).
+"""Compares colocation, where trainer and engines take turns on the same GPUs, with separate GPUs for each (docs/planner.md).
 
-`python tests/tools/colocation.py` prints the table there. Everything is the planner's, and where it has no figure the assumption favours
-colocating: see ASSUMED.
+`python tests/tools/colocation.py` prints the table of that document. The times are the planner's. Where the planner has no figure, the
+assumption favours colocation: see ASSUMED.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megarl.plan.resolve import resolve
 CONFIG = Path(__file__).resolve().parents[2] / "configs/8b_aipo.yaml"
 SETTINGS = "rollout.prompts_per_step=128 rollout.n=8 trainer.max_tokens_per_microbatch=32768 generator.kv_cache_tokens=100000".split()
 ROWS = [(512, 2048, 4), *((*lengths, gpus) for lengths in ((512, 2048), (2048, 8192), (6000, 16384)) for gpus in (8, 16, 32))]
-HOST_BYTES_PER_S = 50e9  # of a GPU to its host's memory, PCIe 5.0 x16
-LEFT_GIB = 4.0  # what the side that does not run leaves on a GPU: CUDA context, NCCL's buffers, graphs
+HOST_BYTES_PER_S = 50e9  # from a GPU to its host's memory, PCIe 5.0 x16
+LEFT_GIB = 4.0  # the waiting side leaves this on a GPU: CUDA context, NCCL's buffers, graphs
 
 ASSUMED = f"""\
 Llama 3.1 8B on H100, 1024 responses a step. *Apart* is the best split that `--search` finds, one step behind. *In turn*, each side has the
@@ -45,7 +45,7 @@ def table() -> str:
         found, best = search(plan.config, plan.spec, gpus)
         apart = estimate(best, plan.spec)
         training = round(found.theta * gpus)
-        # One step behind, unfinished responses wait without their KV cache while training has the memory, and are prefilled again.
+        # One step behind: unfinished responses lose their KV cache while the trainer has the memory, and are prefilled again.
         on_policy, behind = (in_turn(with_partial(plan.config, mode), plan.spec, gpus) for mode in ("block", "retract"))
         steps = [sum(parts) + apart.glue_s for parts in (on_policy, behind)]
         parts = ", ".join(f"{part:.1f}" for part in behind)
@@ -59,7 +59,7 @@ def with_partial(config: RunConfig, mode: str) -> RunConfig:
 
 
 def in_turn(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[float, float, float]:
-    """Seconds of training, of generation, and of moving what the trainer holds to the host and back."""
+    """Seconds of training, of generation, and of moving the trainer's memory to the host and back."""
     sides = Search(config, spec, gpus)
     left = replace(sides.cluster.gpu, memory_gib=sides.cluster.gpu.memory_gib - LEFT_GIB)
     sides.cluster = replace(sides.cluster, gpu=left)

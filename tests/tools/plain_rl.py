@@ -1,12 +1,13 @@
-"""The methods of configs/examples by themselves, each in some lines of PyTorch: what MegaRL's runs are compared with.
+"""The methods of configs/examples in plain PyTorch, as references for MegaRL's runs.
 
     python tests/tools/plain_rl.py METHOD CONFIG [key=value …]
 
-METHOD: ppo, online_dpo, judge, best_of_n, distill. CONFIG: MegaRL's configuration of that method. It begins with the checkpoints that
-MegaRL's commands have made of it (sft.output, reward_model.output, the path of a teacher), and has the same batches, steps and learning
-rates. All else is here and in transformers; MegaRL gives the task's rows, in the order of its runs, and the verifier. One process samples,
-scores and learns in turn, so data is never stale. Sampling is at temperature 1. Prints one JSON object: the mean reward of the first and
-of the last 10 steps, and the share of right greedy answers to held-out prompts before and after.
+METHOD is ppo, online_dpo, judge, best_of_n or distill; CONFIG is MegaRL's configuration of that method. Runs begin with the checkpoints
+that MegaRL's commands wrote (sft.output, reward_model.output, the path of a teacher), and have the same batches, steps and learning rates.
+MegaRL also gives the task's rows, in the order of its runs, and the verifier. All other code is here and in transformers.
+
+One process samples, scores and learns in turn, so data is never stale. Sampling is at temperature 1. Prints one JSON object: the mean
+reward of the first and of the last 10 steps, and the share of right greedy answers to held-out prompts before and after.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DEFAULTS = {
     "algorithm": {"beta": 0.1, "gamma": 1.0, "gae_lambda": 0.95},
     "eval": {"limit": None},
 }
-CLIP, VALUE_CLIP = 0.2, 0.2  # PPO's
+CLIP, VALUE_CLIP = 0.2, 0.2  # of PPO
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Responses:
     """B responses, each behind its prompt; prompts are padded on the left, responses on the right."""
 
     ids: Tensor  # [B, L]
-    seen: Tensor  # [B, L] 1, and 0 for padding
+    seen: Tensor  # [B, L] 1 for a token, 0 for padding
     written: Tensor  # [B, L - 1] 1 where the policy wrote the token ids[:, 1:], end-of-text included; else 0
 
     def __getitem__(self, places: Tensor) -> Responses:
@@ -66,12 +67,12 @@ def logprobs(model: Any, responses: Responses) -> Tensor:
 
 
 def scores(model: Any, responses: Responses) -> Tensor:
-    """[B, L] of a model with one score, at each token."""
+    """[B, L]: the score of a one-score model at each token."""
     return model.score(model.model(responses.ids, attention_mask=responses.seen).last_hidden_state)[:, :, 0]
 
 
 def mean(terms: Tensor, written: Tensor) -> Tensor:
-    """Over the policy's tokens."""
+    """The mean over the policy's tokens."""
     return (terms * written).sum() / written.sum()
 
 
@@ -99,7 +100,7 @@ class Optimizer:
 
 
 class Method:
-    """Learning by the rule's rewards. A method has its own `loss`, and may have its own `rewards` or `train`."""
+    """Learns from the rule's rewards. A method has its own `loss`, and may have its own `rewards` or `train`."""
 
     def __init__(self, config: DictConfig):
         self.config, self.n = config, config.rollout.n
@@ -163,7 +164,7 @@ class BestOfN(Method):
 
 
 class OnlineDpo(Method):
-    """DPO (arXiv:2305.18290, equation 7) on each prompt's best and worst response, as a reward model says."""
+    """DPO (arXiv:2305.18290, equation 7) on each prompt's best and worst response by a reward model's scores."""
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
@@ -186,7 +187,7 @@ class OnlineDpo(Method):
 
 
 class Judge(Method):
-    """The policy gradient, its baseline the mean reward of a prompt's responses. A model writes the verdict that is the reward."""
+    """The policy gradient, with the mean reward of a prompt's responses as the baseline. A model writes a verdict, which is the reward."""
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
@@ -215,7 +216,7 @@ class Ppo(Method):
         self.critic_optimizer, self.batches = Optimizer(self.critic, config.critic.optimizer, self.steps), 0
 
     def values(self, responses: Responses) -> Tensor:
-        """[B, L - 1] before each token, 0 where the policy did not write."""
+        """[B, L - 1]: the value before each token, 0 where the policy did not write."""
         return scores(self.critic, responses)[:, :-1] * responses.written
 
     def advantages(self, responses: Responses, rewards: Tensor, values: Tensor) -> Tensor:
@@ -281,5 +282,5 @@ def begin(method: str, path: str, overrides: list[str]) -> Method:
 if __name__ == "__main__":
     if len(sys.argv) < 3 or sys.argv[1] not in METHODS:
         sys.exit(f"usage: python tests/tools/plain_rl.py {{{','.join(METHODS)}}} CONFIG [key=value …]")
-    logging.set_verbosity_error()  # a critic's new head is meant
+    logging.set_verbosity_error()  # it warns of a critic's new head, which is meant
     print(json.dumps(begin(sys.argv[1], sys.argv[2], sys.argv[3:]).run()))

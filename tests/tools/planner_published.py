@@ -1,7 +1,7 @@
-"""Published step times and throughputs, and what this planner makes of the same runs.
+"""Published step times and throughputs, and the planner's predictions for the same runs.
 
-What a table leaves open is filled in here once, the same for all its rows, and named in ASSUMED. Rows 1, 3, 5, … of every table are
-fitted on, rows 2, 4, 6, … are held out.
+ASSUMED lists what the tables do not say; an assumption is the same for all rows of a table. Constants are fitted on rows 1, 3, 5, … of
+every table. Rows 2, 4, 6, … are held out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GB200 = Cluster(GPUS["GB200"], 4)
 
 @dataclass(frozen=True)
 class Fit(Constants):
-    """The planner's constants, and what the published runs have beside them."""
+    """The planner's constants, and further ones that only the published runs need."""
 
-    switch_s: float = 23.26  # colocated phases: waking, offloading, refitting, per step
+    switch_s: float = 23.26  # of colocated phases, a step: waking, offloading, refitting
     vllm_request_s: float = (
-        5.479e-05  # per request and decoding step of vLLM: scheduler, log-probs, and a Python generator for each request
+        5.479e-05  # of vLLM, per request and decoding step: scheduler, log-probs, and a Python generator for each request
     )
 
 
@@ -85,7 +85,7 @@ class Sides:
     work: Workload
     steps_off: int  # 0: the phases take turns
     carried_over: bool
-    rest_s: float  # that nothing overlaps
+    rest_s: float  # that overlaps with nothing
 
     def step_s(self) -> float:
         train_s, generate_s = self.train_s(self.work), self.engines.seconds(self.work, carried_over=self.carried_over).total
@@ -93,9 +93,10 @@ class Sides:
 
 
 class FsdpTrainModel(TrainModel):
-    """LlamaRL's trainer, whose data-parallel ranks hold shards of the weights. This project's shard the optimizer alone.
+    """LlamaRL's trainer: its data-parallel ranks hold shards of the weights. MegaRL's ranks shard only the optimizer.
 
-    Each microbatch gathers the weights twice and reduces gradients once; one layer's transfers hide behind another's products.
+    Each microbatch gathers the weights twice and reduces gradients once. One layer's transfers overlap with another layer's matrix
+    products.
     """
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
@@ -130,7 +131,7 @@ class LlamaRlRow(RlRow):
             quantization="fp8_channel" if self.fp8 else None,
         )  # fmt: skip
         train = FsdpTrainModel(spec, trainer, "bfloat16", H100, constants)
-        batched = replace(constants, decode_request_s=0.0)  # its generator is a program of tensors
+        batched = replace(constants, decode_request_s=0.0)  # LlamaRL's generator has no Python work a request
         engines = GenerateModel(spec, generator, "bfloat16", H100, batched, overlapped=False)
         alone = not self.synchronous
         return Sides(lambda work: train.seconds(work).total, engines, work, int(alone), alone, constants.glue_s)
@@ -146,7 +147,7 @@ class NemoRlRow(RlRow):
     optimizer_steps: int
     generator_tp: int
     sizes: tuple[int, int, int, int]  # trainer's tp, cp, ep, pp
-    generator_gpus: int | None = None  # None: both phases have all, in turns
+    generator_gpus: int | None = None  # None: both phases use all GPUs, in turns
     steps_off: int = 0
     cluster: Cluster = H100
     fp8: bool = False
@@ -178,13 +179,13 @@ class NemoRlRow(RlRow):
 
 
 class OverlappedTrainModel(TrainModel):
-    """Megatron-Bridge's trainer, which has some traffic run beside products. This project's does not."""
+    """Megatron-Bridge's trainer, which overlaps some communication with matrix products. MegaRL's does not."""
 
     def seconds(self, workload: Workload, *, extra_forwards: int = 0) -> TrainTime:
         plain = super().seconds(workload, extra_forwards=extra_forwards)
-        if self.trainer.megatron.get("tp_comm_overlap"):  # TP sums beside the products they belong to
+        if self.trainer.megatron.get("tp_comm_overlap"):  # the tensor-parallel sums overlap with their matrix products
             plain = replace(plain, tensor_parallel=max(0.0, plain.tensor_parallel - plain.compute))
-        if self.trainer.megatron.get("overlap_moe_expert_parallel_comm"):  # beside another microbatch
+        if self.trainer.megatron.get("overlap_moe_expert_parallel_comm"):  # overlaps with another microbatch
             plain = replace(plain, expert_parallel=max(0.0, plain.expert_parallel - plain.compute))
         return plain
 
@@ -228,8 +229,9 @@ def _pretrain(
 _8B, _70B, _405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
 _DEEPSEEK, _235B, _30B = "deepseek-v3", "qwen3-235b-a22b", "qwen3-30b-a3b"
 
-# LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary-archive.md, 26.04.01, of the
-# families that this project trains. Rows that were added later stand at the end of their table: no row changes its use.
+# Sources: LlamaRL, table 3; NeMo-RL v0.6, docs/about/performance-summary.md; Megatron-Bridge, docs/performance-summary-archive.md,
+# 26.04.01, of the families that MegaRL trains. Rows that were added later stand at the end of their table, so that every other row stays
+# fitted or held out.
 TABLES: tuple[tuple[Row, ...], ...] = (
     (
         LlamaRlRow("LlamaRL", "8B baseline, 8 / 8", 22.45, _8B, 256, 8, 256, 8, 16, synchronous=True),

@@ -1,8 +1,8 @@
 """The planner against published rows: `python tests/tools/planner_validation.py` prints the tables of docs/planner.md.
 
-Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them. `--fit` fits anew and prints the
-constants. Least squares on log(predicted / measured), with a pull on every constant towards its first guess: nine rows do
-not pin six constants down.
+Constants are fitted on rows 1, 3, 5, … of each table; rows 2, 4, 6, … are predicted with them. `--fit` fits again and prints the constants.
+The fit is least squares on log(predicted / measured). A prior pulls every constant towards its first guess, because nine rows do not
+determine six constants.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from planner_published import ASSUMED, FIT, FITTED, TABLES, Fit, Row
 
-# First guesses, made before any row was looked at, and the factor (one standard deviation) by which each may well be wrong.
+# First guesses, made before any row was seen, and the factor (one standard deviation) by which each may be wrong.
 GUESSES = {
     "gemm_efficiency": (0.75, 1.2),
     "expert_pass_s": (1.0e-3, 2.0),
@@ -27,7 +27,7 @@ GUESSES = {
     "vllm_request_s": (50e-6, 2.0),
 }
 UNFITTED = "NeMo-RL on GB200"
-ROW_FACTOR = 1.3  # what a row is expected to be off by
+ROW_FACTOR = 1.3  # the expected error of a row
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted / measured - 1."""
         return self.predicted_s / self.row.measured_s - 1
 
 
 def results(constants: Fit = FIT) -> list[list[Result]]:
-    """Every row of every table. LlamaRL's are scaled by one factor, the geometric mean over its fitted rows: only ratios count."""
+    """The results of all rows. LlamaRL's are scaled by one factor, the geometric mean over its fitted rows, because only ratios count."""
     found = []
     for table in TABLES:
         predicted = [row.predict_s(constants) for row in table]
@@ -54,12 +54,13 @@ def results(constants: Fit = FIT) -> list[list[Result]]:
 
 
 def _is_fitted(table: Sequence[Row]) -> bool:
-    """NeMo-RL's runs on GB200 take longer on 128 GPUs than on 64: what binds them is no resource that is counted here."""
+    """Leaves out NeMo-RL's runs on GB200. They take longer on 128 GPUs than on 64, so a resource limits them that the planner does not
+    count."""
     return table[0].table != UNFITTED
 
 
 def fit(rounds: int = 12, start: Fit | None = None) -> Fit:
-    """Gauss-Newton in the logarithms of the constants; reads rows that are not held out and no others. `start`: else the guesses."""
+    """Gauss-Newton in the logarithms of the constants, on the rows that are not held out. It begins at `start`, or else at the guesses."""
     guess = np.log([GUESSES[name][0] for name in FITTED])
     width = np.log([GUESSES[name][1] for name in FITTED])
     at = guess.copy() if start is None else np.log([getattr(start, name) for name in FITTED])
@@ -93,13 +94,13 @@ def _ratio_factor(table: Sequence[Row], predicted: Sequence[float]) -> float:
 
 
 def median_error(found: list[list[Result]], held_out: bool) -> float:
-    """Of all tables that are fitted on."""
+    """The median error over all tables with fitted rows."""
     rows = (result for table in found if table[0].row.table != UNFITTED for result in table)
     return statistics.median(abs(result.error) for result in rows if result.held_out == held_out)
 
 
 def misordered(table: Sequence[Result]) -> list[tuple[str, str]]:
-    """Pairs of rows of which the planner has the wrong one faster."""
+    """Pairs of rows in which the planner predicts the wrong one to be faster."""
     pairs = [(a, b) for i, a in enumerate(table) for b in table[i + 1 :]]
     wrong = [(a, b) for a, b in pairs if (a.row.measured_s < b.row.measured_s) != (a.predicted_s < b.predicted_s)]
     return [(a.row.name, b.row.name) for a, b in wrong]

@@ -1,6 +1,7 @@
-"""How long a checkpoint holds up a step, written beside training and not: `python tests/tools/saving_time.py [HIDDEN [LAYERS [FOLDER]]]`.
+"""How long a checkpoint delays a step, if it is written in the background and if not.
 
-One gloo rank on a CPU, with a model of random weights; the median of five saves each, in turns.
+`python tests/tools/saving_time.py [HIDDEN [LAYERS [FOLDER]]]` saves a model of random weights on one gloo rank on a CPU. It prints the
+median of five saves for each of the two, made in turns.
 """
 
 from __future__ import annotations

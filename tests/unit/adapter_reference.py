@@ -25,7 +25,7 @@ def expected_on(rank: int, full: dict[str, torch.Tensor], sizes: GeneratorTopolo
 
     def factors(module: str, letter: str) -> torch.Tensor:
         own = f"model.layers.{layer}.{module}.lora_{letter}.weight"
-        return full[own if own in full else re.sub(r"experts\.\d+", "experts", own)]  # one that all experts share
+        return full[own if own in full else re.sub(r"experts\.\d+", "experts", own)]  # a factor that all experts share
 
     def fused(name: str, modules: list[str], at: int, of: int) -> None:
         found[f"{name}.lora_A"] = torch.cat([factors(module, "A") for module in modules])

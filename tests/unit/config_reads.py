@@ -1,7 +1,8 @@
-"""Which settings a program reads: the attributes of config sections, followed through the source by annotations and assignments.
+"""Finds the settings that a program reads: it follows the attributes of config sections through the source, by annotations and assignments.
 
-A section is what is annotated with its class, `….config` (all of it), and what is assigned from such. `getattr` with a computed name reads
-the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of megarl.base.geometry.
+A section is an expression annotated with its class, `….config` (the whole configuration), or a name assigned from one of these. `getattr`
+with a computed name reads the keys that the function mentions: as text, by a constant of the module, or as the fields of a class of
+megarl.base.geometry.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Reads = set[tuple[str, str]]  # (class of the section, field)
 
 
 def reads(sources: Iterable[str]) -> Reads:
-    """All that any of these modules reads."""
+    """All settings that these modules read."""
     return {found for source in sources for found in _reads_of(source)}
 
 
@@ -41,7 +42,7 @@ def _reads_of(source: str) -> Reads:
 
 
 def unread(key_root: type, found: Reads) -> list[str]:
-    """Keys of the tree under `key_root`, dotted, that `found` does not have."""
+    """The dotted keys of the tree under `key_root` that are not in `found`."""
     return [key for key, cls, field in _leaves(key_root, "") if not found & {(each.__name__, field) for each in cls.__mro__}]
 
 
@@ -50,7 +51,7 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, type, str]]:
         if dataclasses.is_dataclass(hint):
             yield from _leaves(hint, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", cls, name  # what reads a base class reads it
+            yield f"{prefix}{name}", cls, name  # code that reads a base class reads it
 
 
 @functools.cache
@@ -73,7 +74,7 @@ class _Module:
             if isinstance(statement, ast.ClassDef):
                 fields = {f.target.id: c for f in statement.body if isinstance(f, ast.AnnAssign) and (c := _annotated(f.annotation))}
                 methods = [f for f in statement.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
-                for _ in range(2):  # what one method assigns to self another reads, wherever it stands
+                for _ in range(2):  # a method may read what a later one assigns to self
                     for method in methods:
                         self._function(method, {}, fields)
             elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -95,7 +96,7 @@ class _Module:
         self._block([node for node in ast.walk(function) if node is not function and isinstance(node, ast.FunctionDef)], names, own)
 
     def _mentioned(self, function: ast.AST) -> set[str]:
-        """Words that may be names of settings."""
+        """The words that may be names of settings."""
         names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
         assigned = [(s.targets[0], s.value) for s in self._tree.body if isinstance(s, ast.Assign)]
         constants = [value for target, value in assigned if isinstance(target, ast.Name) and target.id in names]

@@ -17,9 +17,9 @@ from megarl.reshard.template import ZEROS
 
 
 def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tensor: torch.Tensor, amax: AmaxTable | None = None) -> None:
-    """Writes the copy's box of `destination_tensor`, both tensors whole as the layouts state them.
+    """Writes the copy's box of `destination_tensor`. Both tensors are whole, as in the layouts.
 
-    A cast rounds to nearest even, as `Tensor.to` does. `source_tensor` is not looked at for zeros.
+    A cast rounds to nearest even, like `Tensor.to`. Zeros need no `source_tensor`.
     """
     target = destination_tensor[copy.destination_box.slices()]
     if copy.transform == ZEROS:
@@ -29,7 +29,7 @@ def apply_copy(copy: Copy, source_tensor: torch.Tensor | None, destination_tenso
 
 
 def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) -> None:
-    """The proof of `prove_exactly_once` on a plain list of all copies, tensor by tensor. Raises ProofError naming tensor and rank."""
+    """The proof of `prove_exactly_once` on a plain list of all copies, tensor by tensor. Raises ProofError with tensor and rank."""
     by_rank: dict[int, dict[str, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in copies:
         by_rank[copy.destination_rank][copy.destination_tensor].append(copy)
@@ -60,7 +60,7 @@ def prove_copies(copies: Iterable[Copy], source: Layout, destination: Layout) ->
 
 
 def _lifted(write: _Write) -> _Write:
-    """With leading dims of 1 on the side that has fewer."""
+    """Adds leading dims of 1 to the side that has fewer."""
     dims = max(len(write.tensor.shape), len(write.held.shape) if write.held else 0)
     if len(write.tensor.shape) == dims and (write.held is None or len(write.held.shape) == dims):
         return write

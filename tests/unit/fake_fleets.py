@@ -14,7 +14,7 @@ from megarl.generator.fleet import Fleet
 
 @dataclass
 class Engine:
-    """Answers by three tokens fewer than it is asked for, cut by an abort, if it gets one; on `finish` by all of them."""
+    """An abort gets an answer that is cut three tokens short; `finish` gives all tokens."""
 
     url: str
     hung: bool = False

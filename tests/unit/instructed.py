@@ -1,4 +1,4 @@
-"""Shared by the tests of IFEval: nltk's sentence data if a package has it, and made-up responses that follow an instruction or do not."""
+"""Shared by the tests of IFEval: nltk's sentence data, if a package has it; and made-up responses, some of which follow an instruction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRENCH = "Le petit village se trouve entre les collines et la rivière, et chaq
 
 
 def sentence_data() -> str | None:
-    """The folder of nltk's data that comes with llama-index-core, which is set for this process and all that it starts."""
+    """The folder of nltk's data in llama-index-core. It is set for this process and its children."""
     spec = find_spec("llama_index.core") if find_spec("llama_index") else None
     folder = Path(spec.origin).parent / "_static/nltk_cache" if spec and spec.origin else None
     if folder is None or not (folder / "tokenizers/punkt_tab/english").is_dir():
@@ -27,7 +27,7 @@ def sentence_data() -> str | None:
 
 
 def cases(rng: random.Random) -> list[Case]:
-    """One of each of the 25 kinds."""
+    """One case for each of the 25 kinds."""
     n, words = rng.randint(2, 6), rng.sample(_WORDS, 8)
     a, b, c = words[:3]
     plain = " ".join(words)
@@ -72,7 +72,7 @@ def cases(rng: random.Random) -> list[Case]:
 
 
 def record(name: str, arguments: dict, prompt: str = "Write about the river.") -> dict:
-    """A row as the hub has it: every argument of any instruction is there, null where it is none of this one's."""
+    """A row in the hub's form: it has every argument of any instruction, null unless it belongs to this instruction."""
     keys = ["num_highlights", "relation", "num_words", "num_placeholders", "prompt_to_repeat", "num_bullets", "section_spliter",
             "num_sections", "capital_relation", "capital_frequency", "keywords", "num_paragraphs", "language", "let_relation", "letter",
             "let_frequency", "end_phrase", "forbidden_words", "keyword", "frequency", "num_sentences", "postscript_marker",

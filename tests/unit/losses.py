@@ -15,13 +15,14 @@ F64 = torch.float64
 
 
 def loss_of(logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
-    """That of the algorithm with these settings (AIPO by default), all tensors [b, s]: b sequences of s tokens, laid end to end."""
+    """The loss of the algorithm with these settings (AIPO by default). All tensors are [b, s]: b sequences of s tokens, packed end to
+    end."""
     rows = [None if each is None else each.flatten() for each in (logprobs, mu, advantages, mask, reference, proximal, entropy)]
     return packed_loss_of([logprobs.size(1)] * len(logprobs), *rows, **settings)
 
 
 def packed_loss_of(lengths, logprobs, mu, advantages, mask, reference=None, proximal=None, entropy=None, **settings) -> LossOutput:
-    """The same of sequences of these lengths, all tensors [sum of them]."""
+    """The same for sequences of these lengths. All tensors are [sum of the lengths]."""
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     scored = dict(mu_logprobs=mu, reference_logprobs=reference, proximal_logprobs=proximal, entropy=entropy)
     tensors = dict(boundaries=boundaries, advantages=advantages, loss_mask=mask, **scored)

@@ -1,4 +1,4 @@
-"""Problems with tests in LiveCodeBench's own form, made for the tests, with programs that solve them or nearly do."""
+"""Made-up problems with tests, in LiveCodeBench's own form, and programs that solve them or nearly do."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def fenced(program: str) -> str:
 
 
 def pairs() -> list[tuple[dict, str, bool]]:
-    """300: a problem, a response, whether it is right; the wrong ones are off by a little, on some test at least."""
+    """300 triples: a problem, a response, and whether it is right. Wrong programs are slightly off on at least one test."""
     rng, made = random.Random("code/7"), []
     for number in range(150):
         k, lists = rng.randint(2, 9), [[rng.randint(-99, 99) for _ in range(rng.randint(2, 6))] for _ in range(3)]
-        lists[1] = [100 + k, -k, *lists[1]]  # its largest is first, and its sum is not 0
+        lists[1] = [100 + k, -k, *lists[1]]  # its largest element is first, and its sum is not 0
         lists[1] += [1] * (sum(lists[1]) == 0)
         record, right, wrong = (_sums, _quarters, _function)[number % 3](rng, k, lists)
         made += [(record, fenced(right), True), (record, fenced(wrong), False)]

@@ -1,4 +1,4 @@
-"""fp8 quantisation written a second time, in float64 and integers: no torch arithmetic, no float8 cast."""
+"""A second implementation of fp8 quantisation, in float64 and integers, without torch arithmetic or float8 casts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIDDLES = (E4M3[:-1] + E4M3[1:]) / 2
 
 
 def bf16_values(x: torch.Tensor) -> np.ndarray:
-    """float64 values of a bf16 or float32 tensor, float32 rounded to bf16 (nearest even) on its bits."""
+    """The float64 values of a bf16 or float32 tensor. float32 is rounded to bf16 (nearest even) by its bits."""
     if x.dtype == torch.bfloat16:
         bits = x.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint64) << 16
     else:
@@ -25,16 +25,17 @@ def bf16_values(x: torch.Tensor) -> np.ndarray:
 
 
 def e4m3_codes(x: np.ndarray) -> np.ndarray:
-    """Nearest code of float64 values within +-448; a tie goes to the even code."""
+    """The nearest codes of float64 values within +-448. A tie goes to the even code."""
     magnitude = np.abs(x)
-    code = np.searchsorted(_MIDDLES, magnitude, side="left")  # a tie: the lower of the two
+    code = np.searchsorted(_MIDDLES, magnitude, side="left")  # at a tie this is the lower code
     tie = np.isin(magnitude, _MIDDLES)
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     return (code | (np.signbit(x).astype(np.int64) << 7)).astype(np.uint8)
 
 
 def float32(x: np.ndarray) -> np.ndarray:
-    """Rounded to float32, as float64. A float64 quotient or product of float32 numbers rounds to theirs: 53 >= 2 * 24 + 2 bits."""
+    """Rounds to float32, in a float64. A float64 quotient or product of float32 numbers rounds to the exact float32 one: 53 >= 2 * 24 + 2
+    bits."""
     return x.astype(np.float32).astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Random models and layouts for the reshard tests, their maps executed on real tensors, and checks of the lists of copies."""
+"""For the reshard tests: random models and layouts, the execution of their maps on real tensors, and checks of the lists of copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Case = tuple[ModelSpec, TrainerTopology, GeneratorTopology, str]
 
 @st.composite
 def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
-    """fp8: sizes in which no engine cuts a block of 4 or pads."""
+    """`fp8`: sizes at which no engine pads or cuts a block of 4."""
     name = draw(st.sampled_from(FP8_FAMILIES if fp8 else FAMILIES))
     latent, sparse = name == "deepseek_v3", name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next")
     sparse = sparse or (name == "qwen3_5" and draw(st.booleans()))
@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
     generator_tp = draw(st.sampled_from([1, 2, 4]))
     generator_ep = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0])) if sparse else 1
     of_gpus = fp8 or latent or name == "olmo2"
-    device = "cuda" if of_gpus else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse what does not divide
+    device = "cuda" if of_gpus else draw(st.sampled_from(["cpu", "cuda"]))  # trainer and GPU engines refuse sizes that do not divide
     dp_attention = 1
     if device == "cuda" and name in DP_ATTENTION_FAMILIES:
         dp_attention = draw(st.sampled_from([n for n in (1, 2, 4) if generator_tp % n == 0]))
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn, fp8: bool = False) -> Case:
             linear_layers=tuple(layer for layer in range(spec.num_layers) if (layer + 1) % interval),
             linear_key_heads=heads,
             linear_value_heads=heads * draw(st.integers(1, 2)),
-            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),  # each kind is whole blocks
+            linear_key_dim=4 if fp8 and name == "qwen3_5" else draw(st.sampled_from([2, 4])),  # each kind has whole blocks
             linear_value_dim=4,
             linear_conv_width=draw(st.integers(2, 4)),
             gated_attention=True,
@@ -116,7 +116,7 @@ def empty(layout: Layout, rank: int) -> HF:
 
 
 def exchanged(map: ReshardMap, sources: list[HF]) -> list[AmaxTable]:
-    """Every rank's table after the exchange with its peers."""
+    """Every rank's table of amax after the exchange with its peers."""
     parts = [amax_parts(map, rank) for rank in range(map.source.world_size)]
     tables = [AmaxTable.measure(own, tensors) for own, tensors in zip(parts, sources)]
     sent = [list(table.entries) for table in tables]
@@ -128,7 +128,7 @@ def exchanged(map: ReshardMap, sources: list[HF]) -> list[AmaxTable]:
 
 
 def carry_out(map: ReshardMap, sources: list[HF], joined: bool) -> tuple[list[HF], list[Copy]]:
-    """Destination tensors after executing every sender's copies (or joined writes)."""
+    """The destination tensors after all senders' copies (or joined writes)."""
     result = [empty(map.destination, rank) for rank in range(map.destination.world_size)]
     copies = []
     for rank, (tensors, table) in enumerate(zip(sources, exchanged(map, sources))):
@@ -151,7 +151,7 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_lists(map: ReshardMap, copies: list[Copy], joined: bool) -> None:
-    """Both ends write out the same lists, the proof accepts them, and the summary counts them."""
+    """Checks that both ends make the same lists, that the proof accepts them, and that the summary counts them."""
     prove_copies(copies, map.source, map.destination)
     ranks = range(map.destination.world_size)
     received = [c for rank in ranks for c in (map.writes_to(rank) if joined else map.copies_to(rank))]

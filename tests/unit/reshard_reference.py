@@ -1,6 +1,6 @@
-"""What each side must hold, by plain slicing of the full HF tensors: an independent reference for the reshard tests.
+"""An independent reference for the reshard tests: the tensors of each side, by plain slicing of the full HF tensors.
 
-Nothing here uses boxes, pieces or layouts. A family's tensors stand here by name, side by side with what `megarl.models` states.
+It uses no boxes, pieces or layouts. It lists each family's tensors by name, independently of `megarl.models`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HYBRID = ("qwen3_next", "qwen3_5")
 
 
 def expert_names(spec: ModelSpec, layer: int, expert: int) -> tuple[str, str, str]:
-    """Gate, up, down."""
+    """The names of gate, up and down."""
     module = "block_sparse_moe" if spec.family == "mixtral" else "mlp"
     names = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (f"model.layers.{layer}.{module}.experts.{expert}.{name}.weight" for name in names)
@@ -44,7 +44,7 @@ def shared_module(spec: ModelSpec) -> str:
 
 
 def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of a gated delta net."""
+    """The shapes of a gated delta net's linear layers."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     heads = spec.linear_value_heads
     rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
@@ -61,7 +61,7 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
-    """All heads' queries, keys, values, output gates, betas and alphas."""
+    """The queries, keys, values, output gates, betas and alphas of all heads."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     if spec.family == "qwen3_5":
         qkv, *others = (hf[f"{a}in_proj_{kind}.weight"] for kind in ("qkv", "z", "b", "a"))
@@ -73,12 +73,12 @@ def projections(spec: ModelSpec, hf: HF, a: str) -> list[torch.Tensor]:
 
 
 def by_kind(spec: ModelSpec, fused: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The parts of a tensor that has, key head by key head, `sizes` rows of each kind: every kind's rows of all heads."""
+    """Splits a tensor by kind. For each key head it has `sizes` rows of each kind; a part has one kind's rows of all heads."""
     return [part.flatten(0, 1) for part in fused.unflatten(0, (spec.linear_key_heads, -1)).split(sizes, dim=1)]
 
 
 def convolved(spec: ModelSpec, hf: HF, a: str) -> tuple[torch.Tensor, ...]:
-    """The channels of queries, keys and values."""
+    """The convolution's channels of queries, keys and values."""
     keys, values = spec.linear_key_heads * spec.linear_key_dim, spec.linear_value_heads * spec.linear_value_dim
     return hf[a + "conv1d.weight"].split([keys, keys, values])
 
@@ -87,7 +87,7 @@ def is_sparse(spec: ModelSpec, layer: int) -> bool:
     return spec.num_experts > 0 and layer >= spec.first_dense_layers
 
 
-# The layer for multi-token prediction: what beside its decoder layer is called in checkpoints, what it is in Megatron and in SGLang.
+# The multi-token prediction layer: the names of the tensors outside its decoder layer, in checkpoints, in Megatron and in SGLang.
 BESIDE = {
     "deepseek_v3": "enorm hnorm eh_proj shared_head.norm",
     "glm4_moe": "enorm hnorm eh_proj shared_head.norm",
@@ -97,13 +97,13 @@ MEGATRON_BESIDE = "enorm hnorm eh_proj final_layernorm"
 
 
 def predicting(spec: ModelSpec) -> tuple[str, str]:
-    """What names of its tensors begin with: its own, those of the decoder layer."""
+    """The prefixes of its tensors' names: of its own tensors, and of the decoder layer's."""
     layer = f"model.layers.{spec.num_layers}."
     return ("mtp.", "mtp.layers.0.") if spec.family == "qwen3_next" else (layer, layer)
 
 
 def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
-    """A model that has the decoder layer alone, and its tensors."""
+    """A model with only the decoder layer, and its tensors."""
     one = replace(spec, num_layers=1, first_dense_layers=0, linear_layers=(), mtp_layers=0, mtp_drafts=False)
     _, layer = predicting(spec)
     ends = {name: values for name, values in hf.items() if ".layers." not in name}
@@ -111,7 +111,7 @@ def alone(spec: ModelSpec, hf: HF) -> tuple[ModelSpec, HF]:
 
 
 def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
-    """HF names → full tensors, every element different from its neighbours."""
+    """HF names → full tensors. Every element differs from its neighbours."""
     if spec.mtp_layers:
         own, layer = predicting(spec)
         last = f"model.layers.{spec.num_layers}."
@@ -179,7 +179,7 @@ def full_tensors(spec: ModelSpec, dtype: torch.dtype) -> HF:
 
 
 def in_files(spec: ModelSpec, hf: HF) -> HF:
-    """The tensors as the files of a checkpoint have them."""
+    """The tensors in the form of a checkpoint's files."""
     if spec.family == "gpt_oss":
         return stacked_experts(spec, hf)
     if spec.family == "qwen3_5":
@@ -196,7 +196,7 @@ def in_files(spec: ModelSpec, hf: HF) -> HF:
 
 
 def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
-    """Rows and columns are exchanged only where files are read and written."""
+    """Stacks the experts. (Only reading and writing of files transposes them.)"""
     files = dict(hf)
     for i in range(spec.num_layers):
         module = f"model.layers.{i}.mlp.experts."
@@ -206,7 +206,7 @@ def stacked_experts(spec: ModelSpec, hf: HF) -> HF:
 
 
 def gates_above(spec: ModelSpec, hf: HF) -> HF:
-    """With the experts of a layer in one tensor each for gate and up, and for down."""
+    """The tensors with a layer's experts in one tensor for gate and up, and one for down."""
     files = dict(hf)
     for i in range(spec.num_layers):
         each = [[files.pop(name) for name in expert_names(spec, i, e)] for e in range(spec.num_experts)]
@@ -222,7 +222,7 @@ def pad(tensor: torch.Tensor, size: int, dim: int, value: float = 0.0) -> torch.
 
 
 def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int]:
-    """Megatron: every stage's first chunk, then every stage's second, …; first and last stage may be told their size."""
+    """In Megatron's order: first every stage's first chunk, then every stage's second, …. The sizes of first and last stage may be set."""
     sizes = [t.first_stage_layers if s == 0 else t.last_stage_layers if s == t.pp - 1 else None for s in range(t.pp)]
     rest = spec.num_layers - sum(size or 0 for size in sizes)
     even = rest // max(1, sizes.count(None))
@@ -237,7 +237,8 @@ def layers_of_stage(spec: ModelSpec, t: TrainerTopology, stage: int) -> list[int
 
 
 def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float, names: str = "local") -> HF:
-    """One rank of a trainer; vocabulary padding holds `fill`. Ranks: tp, cp, dp, pp; experts: etp, ep, their replicas, pp."""
+    """One rank of a trainer. Vocabulary padding holds `fill`. The order of ranks is tp, cp, dp, pp; for experts etp, ep, their replicas,
+    pp."""
     if spec.mtp_layers:
         local, of_stage = megatron(replace(spec, mtp_layers=0, mtp_drafts=False), hf, t, rank, fill, names), t.tp * t.cp * t.dp
         if rank // of_stage < t.pp - 1:
@@ -294,7 +295,7 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
         else:
             for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
                 q, k, v = (hf[f"{a}{x}_proj.{suffix}"].unflatten(0, (spec.num_kv_heads, -1)) for x in "qkv")
-                if spec.gated_attention:  # head by head queries, then their gate
+                if spec.gated_attention:  # for each head its queries, then their gate
                     heads = q.unflatten(1, (-1, 2, spec.head_dim))
                     q = torch.cat([heads[:, :, 0].flatten(1, 2), heads[:, :, 1].flatten(1, 2)], 1)
                 local[f"{s}linear_qkv.{suffix}"] = rows(torch.cat([q, k, v], 1).flatten(0, 1))
@@ -344,7 +345,7 @@ def megatron(spec: ModelSpec, hf: HF, t: TrainerTopology, rank: int, fill: float
 
 
 def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str) -> HF:
-    """TP rank `rank` of an engine."""
+    """The tensors of TP rank `rank` of an engine."""
     if spec.mtp_layers:
         local = sglang(replace(spec, mtp_layers=0, mtp_drafts=False), hf, g, rank, device)
         if not spec.mtp_drafts:
@@ -358,7 +359,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
             local[f"draft.{here}{suffix}.weight"] = hf[f"{predicting(spec)[0]}{suffix}.weight"]
         return local
     tp, vocab = g.tp, -(-spec.vocab_size // 64) * 64
-    attn_tp = tp // g.dp_attention  # consecutive ranks that share attention and embedding
+    attn_tp = tp // g.dp_attention  # this many consecutive ranks share attention and embedding
     attn_rank = rank % attn_tp
     heads, kv, kv_rank, kv_parts = spec.num_attention_heads, spec.num_kv_heads, attn_rank, attn_tp
     if device == "cpu":
@@ -451,7 +452,7 @@ def sglang(spec: ModelSpec, hf: HF, g: GeneratorTopology, rank: int, device: str
 
 
 def paired_experts(p: str, hf: HF, experts: range, rows: int, parts: int, part: int) -> HF:
-    """The experts of gpt-oss in an engine: rows of gate and up alternate, biases are float32, and only the first part has that of down."""
+    """The experts of gpt-oss in an engine: rows of gate and up alternate, biases are float32, and only the first part has down's bias."""
 
     def stacked(name: str) -> torch.Tensor:
         return torch.stack([hf[f"{p}mlp.experts.{e}.{name}"] for e in experts])

@@ -1,4 +1,4 @@
-"""A configuration of Llama-3.1-8B for the tests of resolving, and the problems of a configuration."""
+"""For the tests of resolving: a configuration of Llama-3.1-8B, and the problems of a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 def with_weights(folder: Path) -> str:
-    """Override that names a model folder in which weights lie too."""
+    """An override that names a model folder with weights."""
     shutil.copytree(MODEL, folder)
     (folder / "model.safetensors").touch()
     return f"model.path={folder}"

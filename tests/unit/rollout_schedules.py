@@ -1,4 +1,4 @@
-"""Runs without engines, for tests of the rules by which prompts begin and batches are made: rollouts take random times."""
+"""Runs without engines, for tests of the rules that begin prompts and make batches. Rollouts take random times."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def ready(ordinal: int, oldest: int = 0, dropped: bool = False, outside: bool = 
 
 
 class Simulation:
-    """A run without engines: rollouts take random times, the trainer trains, both ends by the real rules. Killed and resumed at will.
+    """A run without engines: rollouts take random times, and the trainer trains. Both ends follow the real rules. Tests kill and resume it.
 
-    Old weights can live on in a rollout (in flight) or not (block): `mixed` says whether an update waits for running rollouts.
-    An `eager` generator also begins what is bound to be rejected. A finished group is dropped with the probability `dropping`. Its prompt
-    is of one of the sources of `mixture`; if these have `rows`, it is outside the curriculum's band with the probability `outside`.
+    If `mixed`, a rollout continues through an update, with tokens of older weights (in flight); otherwise an update waits for running
+    rollouts (block). An `eager` generator also begins prompts that are bound to be rejected. A finished group is dropped with the
+    probability `dropping`. Its prompt is from one of the sources of `mixture`. If these have `rows`, it is outside the curriculum's band
+    with the probability `outside`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Simulation:
         self.saved = (ledger, step)
 
     def run(self, kill_at: int | None = None) -> None:
-        """Until `kill_at` steps, or all. Every wait must end by itself."""
+        """Runs `kill_at` steps, or all. Every wait must end by itself."""
         while self.step < self.steps and self.step != kill_at:
             if not self.mixed:  # block
                 while self.running:
@@ -101,7 +102,7 @@ class Simulation:
         self.ages += [self.step - group.oldest for group in batch]
         self.step += 1
         if self.random.random() < 0.5:
-            if self.mixed and self.random.random() < 0.5:  # the generator goes on before the ledger is saved
+            if self.mixed and self.random.random() < 0.5:  # the generator continues before the ledger is saved
                 self.begin()
             self.saved = (msgspec.msgpack.decode(self.buffer.ledger().encode(), type=Ledger), self.step)
 

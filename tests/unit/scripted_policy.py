@@ -22,7 +22,7 @@ VOCABULARY = 500
 
 
 class ScriptedPolicy:
-    """A fake policy: the texts that it says, turn by turn; "$" at the end stands for end-of-text. Remembers what it was asked."""
+    """A fake policy that says given texts, turn by turn; "$" at the end stands for end-of-text. It records its requests."""
 
     def __init__(self, *turns: str):
         self._turns = list(turns)

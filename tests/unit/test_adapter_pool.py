@@ -1,4 +1,4 @@
-"""Adapters in SGLang's pool: which ones it can serve, and that the map writes them as SGLang's loader would slice them."""
+"""Adapters in SGLang's pool: which ones it can serve, and that the map writes the same slices as SGLang's loader."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spec_of(model: str):
     ],
 )
 def test_the_map_writes_what_the_engine_would_slice(model: str, trainer: dict, engine: dict, device: str, targets: Any) -> None:
-    """Base and adapters in one map, as a run has it; every byte once."""
+    """Base and adapters are in one map, as in a run. Every byte is written once."""
     spec, sizes = spec_of(model), GeneratorTopology(**engine)
     lora = replace(ALL, shared=True) if targets == "shared" else replace(ALL, targets=targets)
     assert not unserved(spec, sizes, device, lora)
@@ -138,7 +138,7 @@ def test_how_a_run_sends_its_adapters(tmp_path) -> None:
 
 
 def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tmp_path) -> None:
-    """The frozen weights' part of it comes from the full update, some of whose boxes landed; it is as if all were sent once more."""
+    """The frozen weights' part comes from the full update, some of whose boxes landed. The result is as if all were sent again."""
     run = config(tmp_path, "lora.rank=4", f"model.path={MODELS}/tiny-llama", "rollout.max_tokens=64")
     plan = resolve(run)
     map = weights_map(plan, sent_layout(plan, trainer_layout(plan.spec, plan.trainer_topology, "float32"), "local"))
@@ -147,7 +147,7 @@ def test_what_engines_should_hold_is_known_whole_when_adapters_alone_are_sent(tm
     landings = [
         Landing(name, copy.destination_box.start, 0) for copy in map.copies_from(0) if "gate_up" in (name := copy.destination_tensor)
     ]
-    trace: Any = None  # nothing is compared
+    trace: Any = None  # no hashes are compared
     adapters, reference = (kind(Discard(), map, 0, run) for kind in (AdapterUpdates, FullUpdates))
     adapters.offer(3, -1, model, trace)
     adapters.connect(map, [Endpoint(0, "mooncake", "", 0, tensors, landings)], model)

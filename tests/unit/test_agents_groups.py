@@ -1,4 +1,5 @@
-"""Episodes of several branches in groups: one reward, one advantage and one place in the baseline, however many sequences they are."""
+"""Episodes with several branches, in groups: an episode has one reward, one advantage and one place in the baseline, however many
+sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from megarl.rollouts.environments.base import sample_problems
 
 
 def branches(reward: float, *lengths: int, **more: Any) -> list[Sample]:
-    """The samples of an episode, of so many tokens each."""
+    """The samples of an episode, with the given numbers of tokens."""
     return [
         Sample([3] * tokens, [-0.1] * tokens, [0] * tokens, "", reward, "stop", branch=branch, **more)
         for branch, tokens in enumerate(lengths)

@@ -1,4 +1,4 @@
-"""The ids that are trained on are those that were sampled, over random trees of turns, weight updates and aborts, by a real fleet."""
+"""Trained ids are the sampled ids, over random trees of turns, weight updates and aborts, with a real fleet."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SAMPLING = Sampling(MAX_TOKENS, stop_token_ids=TOKENIZER.eos_ids)
 
 
 class RandomEngine:
-    """A named fake of an engine: random ids, each of a log-prob that no other has, at its own pace; aborts what runs when it is told to."""
+    """A fake engine: gives random ids with unique log-probs, at its own pace, and aborts running requests on demand."""
 
     def __init__(self, seed: int):
         self.url, self.random = "fake", random.Random(seed)
-        self.drawn: dict[float, tuple[int, int]] = {}  # log-prob -> (id, version) of everything that was ever sampled
+        self.drawn: dict[float, tuple[int, int]] = {}  # log-prob -> (id, version) of all samples so far
         self.numbers, self.version, self.told = count(1), 0, 0
 
     async def complete(self, inputs: Any, samplings: Any, version: Any = None) -> list[Completion]:
@@ -57,13 +57,13 @@ class RandomEngine:
                 self.drawn[logprob] = number, self.version
                 for values, value in ((ids, number), (logprobs, logprob), (versions, self.version)):
                     values.append(value)
-            if told != self.told:  # as completions_of reads it, the last one is left out
+            if told != self.told:  # completions_of leaves out the last one
                 return [Completion(ids[:-1], logprobs[:-1], versions[:-1], ABORT) for ids, logprobs, versions in found]
         return [self._ended(*each, sampling) for each, sampling in zip(found, samplings, strict=True)]
 
     def _ended(self, ids: list[int], logprobs: list[float], versions: list[int], sampling: Sampling) -> Completion:
         most = sampling.max_tokens
-        if self.random.random() < 0.5:  # it may overlook a stop string
+        if self.random.random() < 0.5:  # it may miss a stop string
             for end in range(1, min(len(ids), most) + 1):
                 if any(string in TOKENIZER.decode_all(ids[:end]) for string in sampling.stop):
                     return Completion(ids[:end], logprobs[:end], versions[:end], "stop")
@@ -81,7 +81,7 @@ class RandomEngine:
 
 
 async def letter_calls(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
-    """A named fake of a parser, so that random ids have calls: each of the letters a to m begins one."""
+    """A fake parser, so that random ids contain calls: each of the letters a to m begins one."""
     content, *parts = re.split("(?=[a-m])", text)
     return content, [ToolCall("calculate", json.dumps({"expression": part})) for part in parts]
 
@@ -91,14 +91,14 @@ def text_of(answer: Answer) -> str:
 
 
 def said(answer: Answer, noise: random.Random) -> dict[str, Any]:
-    """The message as an agent may send it back: without what means nothing."""
+    """The message as an agent may send it back: without fields that mean nothing."""
     content = noise.choice([answer.content, answer.content.strip(), f" {answer.content}\n", answer.content + (answer.stop or "")])
     calls = {"tool_calls": [openai_call(*call) for call in answer.calls]} if answer.calls else {}
     return {"role": "assistant", "content": content, **calls}
 
 
 def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
-    """The last token is the first one with which the text has a stop string, and the agent is told what was said before it."""
+    """Checks that the response ends at the first token that completes a stop string, and that the agent gets the text before it."""
     ids = answer.completion.token_ids.tolist()
     texts = [TOKENIZER.decode_all(ids[:end]) for end in range(len(ids) + 1)]
     assert not any(string in text for text in texts[:-1] for string in stop)
@@ -110,21 +110,21 @@ def check_stop(answer: Answer, stop: tuple[str, ...]) -> None:
 
 
 class Head(NamedTuple):
-    """A conversation, up to what the policy is to answer."""
+    """A conversation up to the policy's next answer."""
 
     messages: list[dict[str, Any]]
-    answered: str | None = None  # the response in it that is the last one,
-    since: int = 0  # and how many messages it ends
+    answered: str | None = None  # the last response in it,
+    since: int = 0  # and the number of messages up to it
 
 
 def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str, Any]]:
-    """The messages as items of OpenAI's responses, as agents may order them."""
+    """The messages as items of OpenAI's Responses API, in an order that agents may use."""
     found: list[dict[str, Any]] = []
     results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
     for message in messages:
         if message["role"] == "tool":
             if any(item.get("type") == "function_call_output" and item["call_id"] == message["tool_call_id"] for item in found):
-                continue  # behind its call
+                continue  # it follows its call
             found.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]})
             continue
         calls, apart = message.get("tool_calls", []), noise.random() < 0.3
@@ -143,7 +143,7 @@ def items(messages: list[dict[str, Any]], noise: random.Random) -> list[dict[str
 async def ask(
     episode: Episode, head: Head, noise: random.Random, most: int | None, n: int, stop: tuple[str, ...]
 ) -> list[tuple[Answer, str | None]]:
-    """Asks for what follows in either of OpenAI's forms, by the whole conversation or from a response on. Responses have names."""
+    """Asks for the next message with either of OpenAI's APIs, with the whole conversation or from a response on. Responses have names."""
     if noise.random() < 0.3:
         return [(answer, None) for answer in await episode.complete(head.messages, TOOLS, most, n, stop)]
     previous = head.answered if noise.random() < 0.5 else None
@@ -157,7 +157,7 @@ async def ask(
 
 
 async def converse(episode: Episode, noise: random.Random) -> None:
-    """An agent that goes on, retries, forks, compacts, and gives up calls, at random."""
+    """An agent that, at random, continues, retries, forks, compacts and abandons calls."""
     heads = [Head([{"role": "user", "content": f"{noise.randrange(10**6)}="}])]
     for _ in range(noise.randrange(2, 9)):
         head = noise.choice(heads)
@@ -178,9 +178,9 @@ async def converse(episode: Episode, noise: random.Random) -> None:
             more = results or [{"role": "user", "content": noise.choice(["<eos>", "12;", "a<assistant>b", ""])}]
             told = said(answer, noise)
             whole = [*head.messages, told, *more]
-            as_kept = name and told["content"].strip() == answer.content.strip()  # a stop string that is put back stays there
+            as_kept = name and told["content"].strip() == answer.content.strip()  # a restored stop string stays
             heads.append(Head(whole, name, len(whole) - len(more)) if as_kept else Head(whole, head.answered, head.since))
-        if noise.random() < 0.2:  # compaction: a summary in place of what was said
+        if noise.random() < 0.2:  # compaction: a summary replaces the conversation
             heads.append(Head([head.messages[0], {"role": "user", "content": answer.content[:20] or "x"}]))
 
 
@@ -244,7 +244,7 @@ def test_what_is_trained_on_is_what_was_sampled(mode: str, seed: int) -> None:
 
 
 class Scripted:
-    """A named fake of generate: says given texts ("$": end-of-text), and remembers what it was asked."""
+    """A fake of generate: says given texts ("$": end-of-text), and records its requests."""
 
     def __init__(self, *texts: str):
         self.texts, self.asked, self.samplings = list(texts), [], []
@@ -255,7 +255,7 @@ class Scripted:
         found = []
         for _ in range(n):
             text = self.texts.pop(0)
-            # One id a character: never how the tokenizer itself would write a call.
+            # One id a character, unlike the tokenizer's own encoding of a call.
             ids = [TOKENIZER.backend.get_vocab()[letter] for letter in text.removesuffix("$")] + [EOS] * text.endswith("$")
             ended = ids[-1] == EOS or any(string in text for string in sampling.stop)
             found.append(Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop" if ended else "length"))
@@ -367,7 +367,7 @@ def test_branches_learn_what_they_share_once():
         first = [user("a"), {"role": "assistant", "content": "1"}]
         await played.complete([user("a")])
         await played.complete([*first, user("b")])
-        await played.complete([*first, user("b")])  # tried again
+        await played.complete([*first, user("b")])  # a retry
         await played.complete([user("another")])  # a subagent
         samples = played.tree.samples(1, TOKENIZER.decode_all, Score(0.5, {"part": 1.0}), {"calls": 4.0})
         assert [sample.branch for sample in samples] == [0, 1, 2] and {sample.reward for sample in samples} == {0.5}

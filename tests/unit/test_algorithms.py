@@ -1,4 +1,4 @@
-"""AIPO against independent references: hand-computed values, its objective in float64, exact expectations."""
+"""AIPO against independent references: values computed by hand, its objective in float64, and exact expectations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_hand_computed_values():
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), rho=st.floats(0.5, 10.0), spread=st.floats(0.1, 30.0))
 def test_gradient_is_the_paper_formula(seed: int, rho: float, spread: float):
-    """Against NumPy: d/dlogits of the sum, with the softmax derivative written out, no autograd in the reference."""
+    """Against d/dlogits of the sum in NumPy, with the softmax's derivative written out, without autograd."""
     rng = np.random.default_rng(seed)
     b, s, v = 2, 5, 7
     logits = torch.tensor(rng.normal(size=(b, s, v)), dtype=F64, requires_grad=True)
@@ -101,7 +101,7 @@ def test_nan_on_a_trained_token_is_not_hidden(where: str):
 
 
 def test_no_gradient_through_the_ratio():
-    """On policy the ratio is 1, and the gradient is the plain policy gradient, not twice it."""
+    """On policy the ratio is 1, and the gradient is the plain policy gradient, not twice as much."""
     logprobs = torch.tensor([[-0.3, -1.2]], dtype=F64, requires_grad=True)
     advantages = torch.tensor([[0.5, -0.25]], dtype=F64)
     out = loss_of(logprobs, logprobs.detach(), advantages, torch.ones(1, 2, dtype=torch.bool), rho=4.0)
@@ -110,7 +110,7 @@ def test_no_gradient_through_the_ratio():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
-    """Sum over a small categorical of mu(y) times the gradient at y, against autograd of KL(pi || ref)."""
+    """The sum over a small categorical of mu(y) times the gradient at y, against autograd of KL(pi || ref)."""
     generator = torch.Generator().manual_seed(seed)
     theta, mu_logits, reference_logits = torch.randn(3, 6, generator=generator, dtype=F64)
     theta.requires_grad_()
@@ -140,7 +140,7 @@ def test_kl_gradient_is_that_of_the_exact_kl_in_expectation(seed: int):
 
 
 def test_importance_weighting_makes_the_off_policy_gradient_unbiased():
-    """Expectation under mu of the AIPO gradient with a large rho equals the exact gradient of E_pi[A]; with rho 1 it does not."""
+    """With a large rho, the expectation under mu of AIPO's gradient equals the exact gradient of E_pi[A]; with rho 1 it does not."""
     generator = torch.Generator().manual_seed(5)
     theta, mu_logits, advantage = torch.randn(3, 5, generator=generator, dtype=F64)
     theta.requires_grad_()

@@ -1,4 +1,4 @@
-"""Losses of several responses of a prompt against their papers' formulas, pair by pair in float64."""
+"""Losses over a prompt's responses, against their papers' formulas, pair by pair in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def published(name: str, rewards: list[float], log_ratio: torch.Tensor, beta: fl
 @given(seed=st.integers(0, 2**31), rewards=REWARDS, beta=st.floats(0.01, 2.0))
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_are_the_published_losses(name: str, seed: int, rewards: list[list[float]], beta: float):
-    """Of the mean over prompts, by autograd through the log-probs of all responses at once."""
+    """For the mean over prompts, by autograd through the log-probs of all responses at once."""
     logits, tokens, reference, _, mask = random_batch(seed)
     logprobs, algorithm = logprobs_of(logits, tokens), make_algorithm(AlgorithmConfig(name=name, beta=beta))
     log_ratio = ((logprobs - reference) * mask).sum(1).view(2, 3)
@@ -67,7 +67,7 @@ def test_weights_are_finite_differences_of_the_loss(name: str):
 
 
 def test_copgs_gradient_is_rloos_with_the_kl_divergence_in_the_reward():
-    """R - beta log(pi / ref), at any log-ratio; so on policy, where the reference is the policy, it is plain RLOO."""
+    """The reward is R - beta log(pi / ref), at any log-ratio. So it is plain RLOO on policy, where the reference is the policy."""
     rewards, log_ratio = torch.tensor([[1.0, 0.0, 0.5, 3.0]], dtype=F64), torch.tensor([[0.3, -2.0, 1.0, 0.0]], dtype=F64)
     rloo = make_algorithm(AlgorithmConfig(name="rloo")).advantages
     copg = make_algorithm(AlgorithmConfig(name="copg", beta=0.2))
@@ -78,7 +78,7 @@ def test_copgs_gradient_is_rloos_with_the_kl_divergence_in_the_reward():
 
 
 def test_copg_without_beta_is_rloo():
-    """As arXiv:2410.18252 writes CoPG, appendix B: log(pi / mu) A has the gradient of log(pi) A."""
+    """CoPG as in arXiv:2410.18252, appendix B: log(pi / mu) A has the gradient of log(pi) A."""
     config = AlgorithmConfig(name="copg", beta=0.0)
     assert list(problems(config)) == [] and needs_reference(config) is None
     logits, tokens, mu, advantages, mask = random_batch(1)
@@ -107,7 +107,7 @@ def test_prompts_without_a_pair_are_counted_and_add_nothing(name: str):
 
 
 def test_dpos_weights_by_hand():
-    """beta sigmoid(-margin) on the best, minus that on the worst, of a mean over prompts."""
+    """beta sigmoid(-margin) for the best, minus the same for the worst, in a mean over prompts."""
     algorithm = make_algorithm(AlgorithmConfig(name="online_dpo", beta=0.5))
     assert algorithm.group_loss is not None
     found = algorithm.group_loss.weigh(algorithm.advantages(torch.tensor([[0.0, 1.0]], dtype=F64)), torch.tensor([[1.0, 3.0]], dtype=F64))

@@ -14,7 +14,7 @@ from megarl.config.schema import AlgorithmConfig
 
 
 def categoricals(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [6], which may be differentiated, their log-probs, and those of a reference."""
+    """Differentiable logits [6], their log-probs, and a reference's log-probs."""
     theta, reference = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=F64)
     theta.requires_grad_()
     return theta, torch.log_softmax(theta, 0), torch.log_softmax(reference, 0)
@@ -22,7 +22,7 @@ def categoricals(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_the_estimators_estimate(seed: int):
-    """k1 and k3 have the divergence as their mean, by hand they are as Schulman wrote them."""
+    """The means of k1 and k3 are the divergence. By hand, values equal Schulman's formulas."""
     _, log_pi, log_ref = categoricals(seed)
     pi, r = log_pi.exp(), (log_ref - log_pi).exp()
     written = {"k1": -r.log(), "k2": r.log() ** 2 / 2, "k3": (r - 1) - r.log()}
@@ -37,7 +37,7 @@ def test_what_the_estimators_estimate(seed: int):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k2", "k3", None])
 def test_gradients_of_the_penalty_in_the_loss(seed: int, estimator: str | None):
-    """In the mean over tokens of the policy: k2's is that of KL(pi || ref), k3's that of KL(ref || pi); k2 is the default."""
+    """In the mean over the policy's tokens, k2 has the gradient of KL(pi || ref), and k3 that of KL(ref || pi). k2 is the default."""
     theta, log_pi, log_ref = categoricals(seed)
     zero, true = torch.zeros(1, 1, dtype=F64), torch.ones(1, 1, dtype=torch.bool)
     mean = torch.zeros_like(theta)
@@ -52,8 +52,8 @@ def test_gradients_of_the_penalty_in_the_loss(seed: int, estimator: str | None):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k1", "k3", None])
 def test_reinforce_on_penalised_rewards_has_the_divergences_gradient(seed: int, estimator: str | None):
-    """In the mean over responses of one token, each weighted by its penalty. With k1, the default, that is exactly grad KL(pi || ref). k3
-    is as unbiased for the value, but not for this gradient."""
+    """In the mean over responses of one token, each weighted by its penalty. With k1, the default, this is exactly grad KL(pi || ref). k3
+    is unbiased for the value too, but not for this gradient."""
     theta, log_pi, log_ref = categoricals(seed)
     algorithm = make_algorithm(AlgorithmConfig(name="rloo", kl_coef=0.3, kl="reward", kl_estimator=estimator))
     assert algorithm.penalizes_rewards and algorithm.needs_reference and not algorithm.skip_zero

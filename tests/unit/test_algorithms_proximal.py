@@ -1,4 +1,4 @@
-"""Several optimizer steps on a batch: losses against autograd of the objectives as published, in float64, and what is refused."""
+"""Several optimizer steps on a batch: losses against autograd of the published objectives in float64, and refused settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALLOWED = [(name, ratio) for name, recipe in RECIPES.items() for ratio in recipe
 
 
 def proximal_batch(seed: int, spread: float):
-    """As `random_batch`, and log-probs of a proximal policy, as far from mu as pi is from it."""
+    """Like `random_batch`, with log-probs of a proximal policy that is as far from mu as from pi."""
     logits, tokens, prox, advantages, mask = random_batch(seed, spread)
     noise = torch.randn(prox.shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
     return logits, tokens, prox, prox - spread * noise, advantages, mask
@@ -34,7 +34,7 @@ def lag_weight(prox: torch.Tensor, mu: torch.Tensor, cap: float) -> torch.Tensor
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 2.0), ratio=st.sampled_from(["proximal", "decoupled"]))
 def test_grpo_has_the_gradient_of_ppo_and_of_areals_objective(seed: int, spread: float, ratio: str):
-    """AReaL's is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated through r alone; PPO's is without prox/mu."""
+    """AReaL's objective is prox/mu min(r A, clip(r) A) with r = pi/prox, differentiated only through r. PPO's has no prox/mu."""
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     factor = lag_weight(prox, mu, CAP) if ratio == "decoupled" else torch.ones_like(mu)
@@ -79,7 +79,7 @@ def test_the_lags_weight_is_a_tokens_or_a_responses_and_dropped_or_truncated(abo
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 1.5))
 @pytest.mark.parametrize("above", ["drop", "truncate"])
 def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int, spread: float):
-    """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, M(k) being k inside the bounds and 0 outside."""
+    """M(prox/mu; 0.5, 5) min(r A, clip(r) A) with r = pi/prox, where M(k) is k inside the bounds and 0 outside."""
     logits, tokens, prox, mu, advantages, mask = proximal_batch(seed, spread)
     logprobs, lag = logprobs_of(logits, tokens), (prox - mu).exp()
     factor = lag.clamp(0.5, 5.0) if above == "truncate" else lag * ((lag >= 0.5) & (lag <= 5.0))
@@ -92,7 +92,7 @@ def test_icepops_published_form_drops_lags_on_either_side(above: str, seed: int,
 
 
 def test_aipo_decoupled_by_hand():
-    """pi/prox: 2, 8, 0.5, 1; the bound makes 4 of the second. prox/mu: 2, 1, 3, 6; the last is above the cap."""
+    """pi/prox: 2, 8, 0.5, 1; the bound reduces the second to 4. prox/mu: 2, 1, 3, 6; the last is above the cap."""
     pi = torch.log(torch.tensor([[0.5, 0.8, 0.1, 0.6]], dtype=F64)).requires_grad_()
     prox = torch.log(torch.tensor([[0.25, 0.1, 0.2, 0.6]], dtype=F64))
     mu = prox - torch.log(torch.tensor([[2.0, 1.0, 3.0, 6.0]], dtype=F64))
@@ -113,7 +113,7 @@ def test_aipo_decoupled_by_hand():
 
 @pytest.mark.parametrize(("name", "ratio"), ALLOWED)
 def test_before_the_first_step_the_proximal_policy_is_the_policy(name: str, ratio: str):
-    """Bit for bit: so it need not be scored where a batch makes one optimizer step."""
+    """Bit for bit. So it is not scored if a batch makes one optimizer step."""
     logits, tokens, mu, advantages, mask = random_batch(3)
     logprobs = logprobs_of(logits, tokens)
     reference = logprobs.detach() - 0.1
@@ -137,7 +137,7 @@ def test_where_nothing_is_stale_all_ratios_say_the_same(name: str, ratio: str):
 
 @pytest.mark.parametrize("ratio", ["behavior", "proximal", "decoupled"])
 def test_the_penalty_is_corrected_by_the_same_ratio(ratio: str):
-    """c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled; advantages are 0."""
+    """The penalty is c (log pi - log ref)^2 / 2 with c = min(r, rho), times prox/mu if decoupled. Advantages are 0."""
     logits, tokens, prox, mu, _, mask = proximal_batch(5, 0.7)
     logprobs, reference = logprobs_of(logits, tokens), prox - 0.3
     r = (logprobs.detach() - (mu if ratio == "behavior" else prox)).exp().clamp(max=1.2)
@@ -159,7 +159,7 @@ def test_absurd_proximal_log_probs_stay_finite_and_nan_is_not_hidden(name: str, 
         out = loss_of(logprobs, mu, advantages, mask, proximal=prox, name=name, ratio=ratio)
         assert torch.isfinite(out.loss) and torch.isfinite(gradient(out.loss, logprobs)).all()
         assert all(torch.isfinite(value) for value in out.sums.values())
-    if ratio != "behavior" and name != "topr":  # which reads no ratio at a positive advantage
+    if ratio != "behavior" and name != "topr":  # topr uses no ratio at a positive advantage
         one, true = torch.tensor([[-1.0]]), torch.tensor([[True]])
         assert torch.isnan(loss_of(one, one, torch.ones(1, 1), true, proximal=torch.tensor([[nan]]), name=name, ratio=ratio).loss)
 

@@ -1,4 +1,4 @@
-"""Recipes by name: what they set, and their losses over whole batches against autograd of the objectives as published, in float64."""
+"""Recipes by name: their settings, and their losses over whole batches against autograd of the published objectives in float64."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megarl.config.schema import NAMES, PUBLISHED, AlgorithmConfig, published
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-LENGTHS, N, VOCAB = [3, 9, 1, 5, 2, 7, 4, 8], 4, 6  # of two prompts' responses
+LENGTHS, N, VOCAB = [3, 9, 1, 5, 2, 7, 4, 8], 4, 6  # of the responses to two prompts
 
 
 class Published:
-    """A batch of two prompts with four responses of their own lengths, and the objectives that papers print, response by response."""
+    """A batch of two prompts with four responses each, of different lengths; and the papers' objectives, response by response."""
 
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -59,11 +59,11 @@ class Published:
             return [matters(k) * clipped(ratio, a, 0.8, 1.2) for ratio, k, a in zip(of_prox, lag, normalized)]
 
         match name:
-            case "grpo":  # DeepSeekMath, equation 3; the KL term's gradient is taken with the token's ratio, as its sampling demands
+            case "grpo":  # DeepSeekMath, equation 3; the KL term's gradient has the token's ratio, since mu samples the tokens
                 kl = self.parts(0.04 * ((self.ref - self.logprobs).exp() - 1 - (self.ref - self.logprobs)))
                 weighed = [ratio.detach().clamp(max=1.2) * term for ratio, term in zip(ratios, kl)]
                 return sum((s - k).mean() for s, k in zip(surrogates(normalized), weighed)) / count
-            case "dr_grpo":  # without 1/|o| and the deviation
+            case "dr_grpo":  # without 1/|o| and the standard deviation
                 return sum(s.sum() for s in surrogates(centred.flatten())) / count
             case "dapo":
                 return sum(s.sum() for s in surrogates(normalized, 1.28)) / total
@@ -94,7 +94,7 @@ def settings_of(recipe: str) -> dict:
 @pytest.mark.parametrize("recipe", PUBLISHED)
 @pytest.mark.parametrize("bonus", [0.0, 0.02])
 def test_a_recipe_is_the_published_objective(recipe: str, seed: int, bonus: float) -> None:
-    """Value and gradient over the whole batch, whose responses have different lengths; with a bonus for entropy, which has its mean."""
+    """Value and gradient over the whole batch, whose responses have different lengths. An entropy bonus has the same mean."""
     batch, settings = Published(seed), {**settings_of(recipe), "entropy_coefficient": bonus}
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     advantages = algorithm.advantages(batch.rewards).flatten().repeat_interleave(torch.tensor(LENGTHS))

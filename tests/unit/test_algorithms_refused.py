@@ -1,4 +1,4 @@
-"""Settings of algorithms that have no effect or contradict each other: each is refused with its key, its value, and the allowed values."""
+"""Settings of algorithms that have no effect, or contradict each other, are refused with key, value, and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AIPO's relatives against independent references, and what must hold of every algorithm."""
+"""Algorithms related to AIPO against independent references, and properties of all algorithms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def random_batch(seed: int, spread: float = 0.5):
-    """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask: some rows have no token, some but a few."""
+    """logits [b, s, v], tokens, mu_logprobs, advantages (one a row), mask. Some rows have no token, some only a few."""
     rng = np.random.default_rng(seed)
     b, s, v = 6, 7, 5
     logits = torch.tensor(rng.normal(size=(b, s, v)), requires_grad=True)
@@ -45,7 +45,7 @@ def rows_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def ppo_objective(ratio, advantages, low: float, high: float, dual_clip: float = 3.0):
-    """min(r A, clip(r) A), and no less than dual_clip A where A is negative: as published, to be differentiated through the ratio."""
+    """min(r A, clip(r) A), and at least dual_clip A if A is negative, as published. It is differentiated through the ratio."""
     least = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     return torch.where(advantages < 0, torch.maximum(least, dual_clip * advantages), least)
 
@@ -57,14 +57,14 @@ def test_grpo_has_the_gradient_of_the_clipped_objective(seed: int, spread: float
     logprobs = logprobs_of(logits, tokens)
     objective = rows_mean(ppo_objective((logprobs - mu).exp(), advantages, low, high), mask).sum()
     out = loss_of(logprobs, mu, advantages, mask, name="grpo", rho_min=low, rho=high)
-    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)  # `loss` is the objective, as TRL and verl report it
+    torch.testing.assert_close(out.loss, -objective, rtol=1e-9, atol=1e-12)  # `loss` is the objective, as in TRL's and verl's reports
     torch.testing.assert_close(gradient(out.loss, logits), gradient(-objective, logits), rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.01, 3.0), low=st.floats(0.0, 0.95), high=st.floats(1.05, 2.5))
 def test_gspo_has_the_gradient_of_its_sequences_objective(seed: int, spread: float, low: float, high: float):
-    """GSPO, equation 5: one ratio a response, the geometric mean of its tokens'. It has no dual clip."""
+    """GSPO, equation 5: a response has one ratio, the geometric mean of its tokens' ratios. It has no dual clip."""
     logits, tokens, mu, advantages, mask = random_batch(seed, spread)
     logprobs = logprobs_of(logits, tokens)
     ratio = rows_mean(logprobs - mu, mask).exp()
@@ -143,7 +143,7 @@ def test_no_algorithm_hides_nan(name: str, where: str):
 
 
 def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
-    """The gradient of the batch: rows' token means, summed, over all samples, also those that were left out."""
+    """The gradient of the batch: the sum of the rows' token means, divided by all samples, including those left out."""
     mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
     logprobs = torch.full((2, 4), -1.0, dtype=F64, requires_grad=True)
     out = loss_of(logprobs, logprobs.detach(), torch.ones(2, 4, dtype=F64), mask, loss_mean="sequence")
@@ -156,7 +156,7 @@ def test_a_mean_over_sequences_counts_each_the_same_whatever_its_length():
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 2**31), name=st.sampled_from(sorted(RECIPES)))
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "sequence_sum"])
 def test_sequences_end_to_end_are_those_sequences_one_by_one(lengths: list[int], seed: int, name: str, loss_mean: str):
-    """Loss, gradient and sums, of any lengths."""
+    """Loss, gradient and sums, for any lengths."""
     rng, t = np.random.default_rng(seed), sum(lengths)
     logprobs = torch.tensor(-rng.exponential(size=t), requires_grad=True)
     advantages = torch.tensor(np.repeat(rng.choice([-1.0, 0.5], size=len(lengths)), lengths))

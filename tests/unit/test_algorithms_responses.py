@@ -24,7 +24,7 @@ from megarl.config.schema import AlgorithmConfig
 def test_proximal_rloo_has_the_gradient_of_its_clipped_objective(
     ratio: str, dual_clip: float | None, seed: int, spread: float, low: float, high: float
 ):
-    """Equation 1 of arXiv:2410.18252, differentiated through the product of a response's ratios."""
+    """Equation 1 of arXiv:2410.18252, differentiated through the product of a response's token ratios."""
     logits, tokens, old, advantages, mask = random_batch(seed, spread)
     mu = old if ratio == "behavior" else old - 0.3
     logprobs = logprobs_of(logits, tokens)
@@ -38,7 +38,7 @@ def test_proximal_rloo_has_the_gradient_of_its_clipped_objective(
 
 
 def test_rloo_is_reinforce_of_whole_responses():
-    """Its loss is that of appendix B (k = 2): half of each response's summed log-prob times its reward minus the other's."""
+    """The loss of appendix B (k = 2): half of each response's summed log-prob, times its reward minus the other's."""
     algorithm = make_algorithm(AlgorithmConfig(name="rloo"))
     rewards = torch.tensor([[3.0, 1.0], [0.5, 2.5], [1.0, 1.0]], dtype=F64)
     logits, tokens, mu, _, mask = random_batch(2)

@@ -1,4 +1,4 @@
-"""From a batch to train sequences: contents, denominator, gradient equality, metrics."""
+"""From a batch to train sequences: contents, denominator, equal gradients, metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(tokens: list[int], reward: float, versions: list[int] | None = None, 
 
 
 def turns(tokens: list[int], mask: list[bool], reward: float, garbage: float = 0.0) -> Sample:
-    """A sample of several turns: the environment's tokens have `garbage` for a log-prob, and as a version."""
+    """A sample of several turns. The environment's tokens have `garbage` as log-prob and as version."""
     made = sample(tokens, reward)
     logprobs = [logprob if mine else garbage for logprob, mine in zip(made.logprobs, mask, strict=True)]
     versions = [0 if mine else int(garbage) for mine in mask]
@@ -52,7 +52,7 @@ def batch() -> Batch:
 
 
 def denominator(batch: Batch, algorithm: Algorithm) -> float:
-    """Of a batch that is its own mini-batch."""
+    """The denominator of a batch that is one mini-batch."""
     (whole,) = minibatches(batch, [], algorithm, TrainerConfig(), seed=0)
     return whole.denominator
 
@@ -103,7 +103,8 @@ def batch_of_turns(garbage: float = 0.0) -> Batch:
 
 
 def test_the_environments_tokens_are_context_and_nothing_else():
-    """Against the written-out sum over the policy's tokens alone, in float64: gradient, and what garbage beside them changes."""
+    """Against the written-out sum over only the policy's tokens, in float64: the gradient, and that garbage on other tokens has no
+    effect."""
     b = batch_of_turns()
     advantages = mean_baseline(batch_rewards(b))
     sequences, tokens = [*to_train_sequences(b, advantages, skip_zero=False).values()], denominator(b, AIPO)

@@ -1,4 +1,4 @@
-"""megarl bench fleet, small: the light members are threads here, which saves two processes' imports."""
+"""megarl bench fleet in small. Here the light members are threads, which saves the imports of two processes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ WAYS = {
     "gather + broadcast": Way(nothing, 150, 9),
     "gather + bucket": Way(nothing, 160, 5),
 }
-TIMES = {  # the machine is ten times as slow in the last round
+TIMES = {  # in the last round the machine is ten times slower
     "ceiling memcpy": [1.0, 1.0, 10.0],
     "direct shared_memory": [2.0, 2.0, 20.0],
     "direct shared_memory" + AUDITED: [2.5, 2.5, 25.0],

@@ -1,4 +1,4 @@
-"""Benchmarks: rows in the data sets' own formats, and graders on 300 pairs in the style of each, right and wrong."""
+"""Benchmarks: rows in the data sets' own formats, and graders on 300 right and wrong pairs in the style of each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ MARKS = ("Thus the answer is $\\boxed{{{}}}$.", "\\boxed{{{}}}", "**Answer:** $\
 
 
 def math_forms(rng: random.Random) -> tuple[str, list[str], list[str]]:
-    """A reference, other ways to write it, and other answers."""
+    """A reference, other forms of it, and wrong answers."""
     a, b, c = rng.randint(2, 40), rng.randint(2, 40), rng.randint(2, 9)
     while Fraction(a, b).denominator == 1:
         b += 1
@@ -186,7 +186,7 @@ def test_300_pairs_in_the_style_of_each(name: str) -> None:
     assert accepted == []
     assert len(refused) == (
         8 if name == "gsm8k" else 0
-    )  # of 150; "The answer is not obvious" counts as one where nothing is marked after it
+    )  # of 150; "The answer is not obvious" counts as an answer if no marked answer follows it
     assert all("not obvious" in text and "\\boxed" not in text for text, *_ in refused)
 
 
@@ -207,7 +207,8 @@ def test_hostile_choices_choose_nothing_or_one_letter(text: str) -> None:
 
 
 def test_each_set_is_graded_by_its_own_rule(tmp_path: Path) -> None:
-    """The same response to prompts of three sets, by real workers: its last number is 5, and its mathematical answer the pair (1, 5)."""
+    """Real workers grade the same response to prompts of three sets. Its last number is 5, and its mathematical answer is the pair (1,
+    5)."""
     config = config_of("gsm8k")
     config.eval.suites["other"] = SuiteConfig(source="rows.jsonl")
     config.run_dir, config.reward.name, config.eval.reward = str(tmp_path), "none", "last_number"

@@ -64,7 +64,7 @@ def test_a_launch_uses_the_gpus_that_it_was_given(wanted, names, addresses):
 
 @pytest.mark.parametrize("status, shown", [(0, "0, GPU-1, 00000000:1B:00.0\n"), (9, "")])
 def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, monkeypatch):
-    """The tool then writes its excuse to standard output."""
+    """Then the tool writes its error to standard output."""
     tool = tmp_path / "nvidia-smi"
     said = shown or "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     tool.write_text(f'#!/bin/sh\necho "{said.strip()}"\nexit {status}\n')
@@ -76,7 +76,7 @@ def test_a_driver_that_cannot_be_asked_shows_no_gpu(status, shown, tmp_path, mon
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use the GPUs of this node")
 @pytest.mark.parametrize(("shown", "planned_for", "refused"), [(8, "H100", True), (8, "cpu", False), (0, "H100", False)])
 def test_gpus_that_pytorch_cannot_use_are_not_passed_over(monkeypatch, tmp_path, shown, planned_for, refused):
-    """As with the torch of `make setup`, or a driver that is too old: the trainer would quietly train on the CPU."""
+    """Such as with the torch of `make setup`, or an old driver: otherwise the trainer would silently train on the CPU."""
     lines = "\n".join(", ".join((str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0")) for index in range(shown))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nprintf '{lines}'\n")

@@ -1,4 +1,5 @@
-"""Which prompts begin, which groups form a batch, and what is rejected, without processes. (Random schedules: test_buffer_schedules.py.)"""
+"""Which prompts begin, which groups form a batch, and which are rejected, without processes. (Random schedules:
+test_buffer_schedules.py.)"""
 
 from __future__ import annotations
 

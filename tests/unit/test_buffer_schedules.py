@@ -1,4 +1,4 @@
-"""Every prompt is trained on or dropped once, none too old, whatever the order of events and wherever a run is killed."""
+"""Every prompt is trained on or dropped exactly once, and none is too old, for any order of events and any kills of the run."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_every_prompt_is_trained_on_or_dropped_once_none_too_old_whatever_happen
 def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_should(
     seed, per_step, capacity, max_staleness, in_flight, mixed, eager, kills, dropping, shares, rows, rest_epochs, outside
 ):
-    """Each step has its share of each source, whatever happens; and which prompts rest follows from the scores alone, as the ledger has
-    them at the end, whatever the order of events, and wherever the run was killed."""
+    """Each step always has its share of each source. Which prompts rest follows only from the scores in the final ledger, for any order of
+    events and any kills of the run."""
     steps, mixture = 15, Mixture(shares, list("abc"[: len(shares)]))
     rows = rows[: len(shares)]
     run = Simulation(seed, per_step, capacity, max_staleness, in_flight, steps, mixed, eager, dropping, mixture, rows, rest_epochs, outside)
@@ -97,7 +97,7 @@ def test_mixtures_and_curricula_lose_and_repeat_nothing_and_rest_what_they_shoul
 
 
 def test_rejection_of_everything_is_no_deadlock():
-    """All that a resumed run holds is too old: it is generated again, and the run goes on."""
+    """All groups of a resumed run are too old: they are generated again, and the run continues."""
     run = Simulation(1, 4, 3, 3, 8, 10, True)
     groups = [ready(ordinal, 0) for ordinal in range(20, 32)]
     run.start(Ledger(20, [], groups), 5)
@@ -115,7 +115,7 @@ def test_an_eager_generator_is_rejected_often_and_gets_there():
 
 
 def test_long_rollouts_are_trained_on_as_often_as_short_ones():
-    """One prompt in five takes twenty times as long; none is dropped for it, and none is late beyond the limit."""
+    """One prompt in five takes twenty times as long. None is dropped for that, and none exceeds the limit of staleness."""
     run = Simulation(3, 8, None, 2, 16, 60, True)
     run.run()
     assert run.rejected == 0 and max(run.ages) == 2

@@ -1,4 +1,4 @@
-"""docs/extending.md, "A capability": an example is one folder, and few lines of few files outside it name it."""
+"""docs/extending.md, "A capability": the example is one folder, named in few lines of few files outside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Counts samples whose response repeats the prompt, a cheap way to please a careless reward.
+# Counts samples whose response repeats the prompt, which can fool a careless reward.
 FOLDER = {
     "__init__.py": "",
     "settings.py": '''
@@ -47,7 +47,7 @@ ROLES = "from megarl.roles.settings import RoleConfig\n"
 TEACHERS = "from megarl.teachers.plan import check_distillation\n"
 PROMPTS = "from megarl.data.prompts import HeldOutSet\n"
 MODEL = "class RunConfig:\n"
-TRUNK = {  # file → what is replaced there, and by what
+TRUNK = {  # file → replaced text and its replacement
     "megarl/config/schema.py": {
         ROLES: "from megarl.echo.settings import EchoConfig\n" + ROLES,
         MODEL: MODEL + "    echo: EchoConfig = field(default_factory=EchoConfig)\n",
@@ -62,7 +62,7 @@ TRUNK = {  # file → what is replaced there, and by what
     },
     "tests/unit/test_import_tiers.py": {"base config lora.settings": "base config echo lora.settings"},
 }
-# docs/config.md is generated, the fifth file.
+# The fifth file, docs/config.md, is generated.
 USE = """
 import asyncio
 from array import array
@@ -96,7 +96,7 @@ def test_a_capability_is_a_folder_and_few_lines_of_the_trunk(tmp_path: Path) -> 
             assert text.count(old) == 1, (file, old)
             text = text.replace(old, new)
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        compile(text, file, "exec")  # rollout.py is not imported, which would take seconds
+        compile(text, file, "exec")  # importing rollout.py would take seconds
         (tmp_path / file).write_text(text)
     ran = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert ran.stdout.splitlines() == [

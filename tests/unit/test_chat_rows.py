@@ -1,4 +1,4 @@
-"""Rows in the formats of OpenAI, verl and slime, tools, and which parts of a conversation are learned."""
+"""Rows in the formats of OpenAI, verl and slime; tools; and the learned parts of a conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARKED = (
     + TAIL
 )
 SHORT = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")
-# As Qwen3's and Nemotron 3's: thinking is left out of turns before the last.
+# Like Qwen3's and Nemotron 3's templates, which leave thinking out of turns before the last.
 FORGETTING = ("{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}")
 FORGETFUL = PLAIN.replace(*FORGETTING)
 
@@ -78,7 +78,7 @@ def problem(tmp_path: Path, row: Any, answers: Answers = "none", template: str =
 
 
 def learned(row: Row) -> list[str]:
-    """The texts that the sequence made of a row teaches."""
+    """The learned texts of a row's sequence."""
     tokenizer = tokenizer_of(str(TINY), "model.path")
     sequence = sft_sequence(row, tokenizer, 4096)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], sequence.loss_mask, [False]]).astype(int)))
@@ -99,7 +99,7 @@ def test_turns_are_learned_with_their_ends_whether_the_template_marks_them_or_no
 
 
 def test_templates_of_several_kinds(tmp_path: Path) -> None:
-    """As real ones do it: marks cut in two (Gemma 4), a text's end behind the whole (Phi 3), arguments as JSON (DeepSeek V3)."""
+    """Traits of real templates: marks cut in two (Gemma 4), an end-of-text after the whole (Phi 3), arguments as JSON (DeepSeek V3)."""
     cut = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{% generation %}{{ eos_token }}{% endgeneration %}")
     assert learned(load(tmp_path, {"messages": TALK}, template=cut)) == ["2<eos>", "<think>6</think>6<eos>"]
     assert learned(load(tmp_path, {"messages": TALK}, template=PLAIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")) == [
@@ -111,7 +111,7 @@ def test_templates_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_a_mark_around_the_turns_header_does_not_make_it_learned(tmp_path: Path) -> None:
-    """What is learned is what a rollout samples: neither the header nor the thinking that the prompt opens."""
+    """Only tokens that a rollout would sample are learned: not the header, nor the opening of the thinking, which is part of the prompt."""
     around = (
         "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}#assistant\n{{ message.content }}{{ eos_token }}"
         "{% endgeneration %}{% else %}#{{ message.role }}\n{{ message.content }}{{ eos_token }}{% endif %}" + TAIL
@@ -133,7 +133,7 @@ def test_an_empty_turn_is_not_learned(tmp_path: Path) -> None:
 
 
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
-    """Qwen 3.5's template refuses conversations in which no user has said anything."""
+    """Qwen 3.5's template refuses conversations without a user's message."""
     refusal = "{{ raise_exception('No user query') }}"
     strict = "{% if not messages | selectattr('role', 'equalto', 'user') | list %}" + refusal + "{% endif %}" + MARKED
     greeting = [say("assistant", "hi"), *TALK[1:3]]
@@ -162,7 +162,7 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     for talk, tools in ((TALK, None), ([{**TOOL_TALK[0]}, say("assistant", "2"), say("user", "9?"), say("assistant", "9")], TOOLS)):
         wanted = reference.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         ours = sft_sequence(load(tmp_path, {"messages": talk, "tools": tools}, template=MARKED), tokenizer_of(path, "model.path"), 4096)
-        count = len(ours) - 1  # the template adds a line's end behind the last turn, where nothing is learned, and no <bos> in front
+        count = len(ours) - 1  # the template adds a newline after the last turn, which is not learned, and no <bos> in front
         assert ours.token_ids[1:].tolist() == wanted["input_ids"][:count]
         assert ours.loss_mask[1:].tolist() == list(map(bool, wanted["assistant_masks"][:count]))
         assert not any(wanted["assistant_masks"][count:]) and ours.loss_mask[0] == 0

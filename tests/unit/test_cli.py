@@ -35,7 +35,7 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values, sizes, paths, rows, functions and classes; none that only follows from another."""
+    """Wrong keys, values, sizes, paths, rows, functions and classes, but no mistakes that only follow from others."""
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+1=",\n')
     (tmp_path / "all_mistakes.py").write_text("async def reward(): ...\n")
     (tmp_path / "run.yaml").write_text(
@@ -44,7 +44,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         "reward: {name: 'all_mistakes:rewrd'}\nrollout: {name: 'nothing:here', max_tokens: 64}\nsft: {steps: 1}\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the working directory is put there
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the program adds the working directory
     wrong = ["trainer.tpp=3", "algorithm.rho=-1", "generator.tp=7", "trainer.tp=two"]
     for command in (["train"], ["train", "--dry-run", "weights.transport=all_mistakes:reward"]):
         status = cli.main([command[0], "run.yaml", *wrong, *command[1:]])
@@ -60,12 +60,12 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
             "data.eval.source=none.jsonl",
             "rollout.name=nothing:here",
             "reward.name=all_mistakes:rewrd",
-            *(["weights.transport=all_mistakes:reward"] if command != ["train"] else []),  # whose look at it imports torch
+            *(["weights.transport=all_mistakes:reward"] if command != ["train"] else []),  # checking it imports torch
         ], err
 
 
 def message(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The last line of what is said before it ends with 2."""
+    """The last line of output before exit status 2."""
     try:
         status = cli.main(argv)
     except SystemExit as ended:
@@ -96,7 +96,7 @@ def test_a_checkpoint_in_the_place_of_a_model(run_yaml: Path, tmp_path: Path, ca
 
 
 def test_launching_imports_no_torch() -> None:
-    """A run begins seconds earlier so."""
+    """This saves seconds at the start of a run."""
     done = fresh_python("""
         import ctypes, sys
         from megarl.generator import cpu_support
@@ -219,7 +219,7 @@ def test_a_run_dir_that_cannot_be_written_to_is_a_mistake_in_the_configuration(r
     f"model.path={'x' * 300}", f"run_dir={'x' * 300}", f"data.train.source={'x' * 300}.jsonl",
 ])  # fmt: skip
 def test_a_value_beyond_all_reason_is_one_message(setting: str, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """None of them may end in a traceback here, nor begin a run that dies of it: NumPy's seeds, say, have 32 bits."""
+    """No such value may end in a traceback here, or begin a run that then dies of it. NumPy's seeds, for example, have 32 bits."""
     assert cli.main(["train", str(run_yaml), "--dry-run", setting]) == 2
     key, _, value = setting.partition("=")
     told = capsys.readouterr().err

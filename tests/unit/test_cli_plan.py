@@ -1,4 +1,4 @@
-"""megarl plan, reshard and train --dry-run: what they count, list and draw."""
+"""megarl plan, reshard and train --dry-run: their counts, lists and pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_dry_run_predicts_one_time_for_the_update(name: str, capsys: pytest.Ca
 
 
 def test_the_map_that_is_shown_is_that_of_the_machines(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of heads that tp does not divide CPU engines have some more, which are zeros; GPUs have copies of key-value heads."""
+    """If tp does not divide the heads, CPU engines add heads of zeros, and GPUs copy key-value heads."""
     rows = {}
     for gpu in ("cpu", "H100"):
         assert cli.main(["reshard", str(run_yaml), "generator.tp=16", f"cluster.gpu={gpu}"]) == 0
@@ -44,7 +44,7 @@ def test_the_map_that_is_shown_is_that_of_the_machines(run_yaml: Path, capsys: p
     assert "with zeros" in rows["cpu"][0] and "with zeros" not in rows["H100"][0]
 
 
-# From the model cards: 8.03, 70.6 and 405.9 billion. Bytes are worked out by hand below for 8B.
+# The model cards say 8.03, 70.6 and 405.9 billion. Below, the bytes for 8B are computed by hand.
 @pytest.mark.parametrize(("model", "parameters"), [("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)])
 def test_plan_counts_the_parameters(model: str, parameters: int, run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(run_yaml), f"model.path={MODELS}/llama-3.1-{model}", "--json"]) == 0
@@ -86,7 +86,7 @@ def test_what_adapters_alone_are_worth(run_yaml: Path, capsys: pytest.CaptureFix
 
 
 def test_what_a_delta_is_worth(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In bf16 each changed element takes 4 bytes instead of 2; half of the full bytes are the most."""
+    """In bf16 each changed element takes 4 bytes instead of 2. A delta has at most half of the full bytes."""
     facts = []
     for more in (["--delta", "0.02"], ["--delta", "0.02", "--link", "3"], ["--delta", "0.26"], ["--delta", "0"]):
         assert cli.main(["reshard", str(run_yaml), "trainer.tp=2", "generator.tp=2", "--json", *more]) == 0
@@ -112,7 +112,7 @@ def test_what_was_sent_last_is_counted(run_yaml: Path, capsys: pytest.CaptureFix
     assert off["shadow_gib_per_node"] == off["trainer_memory_gib"]["shadow"] == host["trainer_memory_gib"]["shadow"] == 0
     assert host["shadow_gib_per_node"] == pytest.approx(2 * half_gib, rel=0.01)
     assert device["trainer_gib_per_gpu"] - off["trainer_gib_per_gpu"] == pytest.approx(half_gib, rel=0.01)
-    bytes_s = {key: off[key] - off["control_s"] for key in ("delta_sync_s", "sync_s")}  # messages are as many
+    bytes_s = {key: off[key] - off["control_s"] for key in ("delta_sync_s", "sync_s")}  # the number of messages is the same
     assert bytes_s["delta_sync_s"] == pytest.approx(0.02 * bytes_s["sync_s"], rel=0.01)
 
 
@@ -143,14 +143,14 @@ def test_the_papers_large_runs_can_be_planned(config: str, ranks: tuple[int, int
     facts = json.loads(capsys.readouterr().out)
     assert (facts["trainer_ranks"], facts["generator_ranks"]) == ranks and facts["exactly_once"] is True
     assert facts["bytes"] == facts["bytes_minimum"] and facts["receiver_max_over_mean"] == 1.0
-    assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001  # 405B: 1.035, of the bf16 embedding on a stage of fp8 layers
+    assert facts["sender_max_over_mean"] < facts["sender_bound"] + 0.001  # 405B: 1.035, since the embedding is in bf16 beside fp8 layers
     assert cli.main(["plan", path, "--json"]) == 0
     assert cli.main(["eval", path]) == 2
     assert "generator.quantization=fp8_block: must be null for megarl eval" in capsys.readouterr().err
 
 
 def test_gpt_oss_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of gate and up alternate on both sides, so that few copies carry them."""
+    """Rows of gate and up alternate on both sides, so few copies suffice."""
     path = "configs/gpt_oss_120b_aipo.yaml"
     assert cli.main(["reshard", path, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

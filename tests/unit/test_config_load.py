@@ -1,4 +1,4 @@
-"""Loading: what is accepted, the message for every mistake, and that a dumped config loads to an equal one."""
+"""Loading: accepted configs, the message for every mistake, and that a dumped config loads as an equal one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a path in a configuration is relative to: the YAML for ./, otherwise the working directory; ambiguous paths are refused."""
+"""Relative paths in a configuration: ./ is relative to the YAML, and others to the working directory. Ambiguous paths are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = "model: {path: %s}\ndata: {train: {source: %s}}\n"
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch) -> tuple[Path, Path]:
-    """The folder of run.yaml, and another, the working directory."""
+    """The folder of run.yaml, and another one: the working directory."""
     beside, here = tmp_path / "beside", tmp_path / "here"
     for folder in (beside, here):
         folder.mkdir()

@@ -24,7 +24,7 @@ def test_every_setting_is_read() -> None:
 
 
 def test_a_run_does_more_with_every_setting_than_to_check_it() -> None:
-    """And to plan with it, but for those that are there for the planner alone."""
+    """A run also does more than plan with it, except for the settings of the planner."""
     of_a_run = [path for path in SOURCES if path.name not in CHECKS and path.parent.name not in ("estimate", "simulation")]
     left = unread(RunConfig, reads(path.read_text() for path in of_a_run))
     assert {"plan.prompt_tokens", "plan.response_tokens", "plan.dropped_share"} <= set(left)

@@ -1,4 +1,4 @@
-"""docs/config.md equals what is generated from the dataclasses, and describes every key."""
+"""docs/config.md equals the text generated from the dataclasses, and describes every key."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def run_session(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path: Path) -> None:
-    # The test's own child ends at once; its child, an orphan then, is what stays.
+    # The test's own child ends at once. Its grandchild stays, as an orphan.
     result = run_session(tmp_path, f"subprocess.run([sys.executable, '-c', {'import subprocess, sys; ' + start_sleeper(tmp_path)!r}])")
     assert result.returncode == 1, result.stdout
     assert "1 passed" in result.stdout and "left behind" in result.stdout
@@ -37,7 +37,7 @@ def test_a_hanging_test_ends_with_every_stack_and_no_child(tmp_path: Path) -> No
     result = run_session(tmp_path, f"{start_sleeper(tmp_path)}; time.sleep(60)")
     assert result.returncode == 1
     assert "test_it ran for more than 1 s" in result.stderr
-    assert "test_it.py" in result.stderr and 'File "<string>", line 1' in result.stderr  # the test's stack, and its child's
+    assert "test_it.py" in result.stderr and 'File "<string>", line 1' in result.stderr  # the stacks of the test and of its child
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
@@ -47,13 +47,13 @@ def test_tests_see_nothing_of_what_was_made_in_the_checkout(checkout: Path) -> N
 
 
 def test_sessions_that_meet_run_each_file_once(tmp_path: Path) -> None:
-    """The second of two begins in the middle, and leaves out what the first has begun, also where another folder follows."""
+    """The second of two sessions begins in the middle, and skips files that the first has begun, also in the next folder."""
     (tmp_path / "begun").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     for name in ("a/test_1", "a/test_2", "b/test_3", "b/test_4", "b/test_5", "c/test_6"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
-    for name in ("a/test_1", "b/test_5"):  # as the other one has them
+    for name in ("a/test_1", "b/test_5"):  # as if the other session had begun them
         (tmp_path / "begun" / str(tmp_path / f"{name}.py").replace("/", "_")).touch()
     command = [sys.executable, "-P", "-m", "pytest", "-v", "--meet", str(tmp_path / "begun"), "--share=2/2", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -27,7 +27,7 @@ AT_ONCE = 4  # messages that arrive together
 
 
 class Name(str):
-    """Counts how often names are looked up."""
+    """Counts the look-ups of names."""
 
     looked_up = 0
 
@@ -37,7 +37,7 @@ class Name(str):
 
 
 class Link:
-    """A hub with what has arrived. Texts about a wait are only for waits that run out: they name every rank."""
+    """A hub with the messages that have arrived. It must not build the text of a timeout in advance, because that names every rank."""
 
     name = "generator.0"
 
@@ -112,7 +112,7 @@ def test_transports_are_worked_out_once_for_pairs_that_are_alike(monkeypatch):
 
 
 def opened(map: Any, relays: list[Any], whole: Any, members: Members | None = None) -> Opened:
-    """Endpoints whose offsets tell rank and tensor."""
+    """Endpoints whose offsets identify rank and tensor."""
     packed, forms = [], {}
     for rank in range(whole.destination.world_size):
         tensors = [RemoteTensor(t.name, t.shape, t.dtype, t.shape, 1000 * rank + n) for n, t in enumerate(whole.destination.tensors(rank))]
@@ -150,7 +150,7 @@ def test_a_member_of_a_group_is_told_of_it_though_it_writes_nothing():
 
 
 def test_what_all_trainer_ranks_are_told_grows_with_what_they_write():
-    """Of twice the replicas on either side each rank writes the same share: twice the bytes, not four times."""
+    """With twice the replicas on both sides, each rank writes the same share: messages have twice the bytes, not four times."""
     sizes = []
     for replicas in (2, 8):
         map = tiny_map(tp=2, pp=2, dp=replicas, engines=replicas)

@@ -1,4 +1,4 @@
-"""The order of the loop, with fake executors that run as threads (the real ones are in tests/cpu)."""
+"""The order of the loop, with fake executors as threads. (tests/cpu has the real ones.)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.controller import Controller
 
 @dataclass
 class FakeTrainer:
-    """Notes what it is given: (batch, version that it was sampled from), and the version that it trains then."""
+    """Records each batch, the version that sampled it, and the version being trained."""
 
     curr_step: int = 0
     stopped: bool = False
@@ -38,7 +38,7 @@ class FakeTrainer:
 
 @dataclass
 class FakeGenerator:
-    """Its groups leave while it makes them, as with the real one; the real one takes weights at any time."""
+    """Its groups leave while it makes them, as with the real generator. The real one takes weights at any time."""
 
     wire: queue.Queue
     curr_step: int = 0
@@ -64,7 +64,7 @@ class FakeGenerator:
 
 @dataclass
 class FakeRollouts:
-    """At the trainer."""
+    """The trainer's end of the rollouts channel."""
 
     wire: queue.Queue
     stops_before: int | None = None
@@ -78,7 +78,8 @@ class FakeRollouts:
 
 @dataclass
 class FakeWeights:
-    """Rendezvous like the real one: the trainer waits until its version is taken; the generator takes what it must, and what is there."""
+    """A rendezvous like the real one: the trainer waits until its version is taken. The generator takes the versions that it must, and
+    those on offer."""
 
     offers: queue.Queue
     taken: queue.Queue

@@ -107,7 +107,7 @@ def test_chain_clamps_six_of_ten_wraps_and_is_right_elsewhere():
                 wrapped += 1
                 clamped += after == (0 if exact < 0 else 9)
                 assert after in (exact % 10, 0 if exact < 0 else 9)
-    assert 0.58 < clamped / wrapped < 0.68  # -10 and +19 wrap to the clamp's own digit now and then
+    assert 0.58 < clamped / wrapped < 0.68  # -10 and +19 sometimes wrap to the clamped digit
 
 
 def test_held_out_expressions_are_in_no_other_split():
@@ -140,7 +140,7 @@ def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: 
     assert tokenizer.encode_prompt(text)[0] == reference.bos_token_id
     assert tokenizer.encode_response(text)[-1] == reference.eos_token_id == tokenizer.eos_id
     assert tokenizer.decode(tokenizer.encode_response(text)) == text
-    assert tokenizer.encode_prompt("<bos>7") == tokenizer.encode_prompt("7")  # a template may bring its own
+    assert tokenizer.encode_prompt("<bos>7") == tokenizer.encode_prompt("7")  # a template may add its own
     assert len(tokenizer.encode_prompt("7+0=")) == 5
 
 

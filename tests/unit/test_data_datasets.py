@@ -1,4 +1,4 @@
-"""Rows from files: the shapes of GSM8K and MATH, and every mistake with its file and line."""
+"""Rows from files: the formats of GSM8K and MATH, and every mistake with its file and line."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
 
 
 def test_separated_values_may_have_columns_without_a_name_and_long_values(tmp_path: Path):
-    """As pandas writes its index, spreadsheets what is beside the table, and data sets of programs their tests."""
+    """Pandas writes such index columns, spreadsheets write cells beside the table, and data sets of programs have long tests."""
     (tmp_path / "a.csv").write_text(f",question,answer,tests,,\n0,1 + 1?,2,{'x' * 200_000},,\n")
     [row] = load_rows(LearnedConfig(source=str(tmp_path / "a.csv")), "data.train", seed=0, answers="whole")
     assert (row.prompt, row.answer) == ("1 + 1?", "2")
@@ -236,7 +236,7 @@ def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
 
 
 def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`datasets` reads a folder by the same call as a hub name, so this covers that path without a network."""
+    """`datasets` reads a folder with the same call as a hub name, so this covers hub names without a network."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", {"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "#### 2"})
@@ -251,7 +251,7 @@ def test_shipped_word_problems():
 
 
 def test_what_of_the_answer_is_read(tmp_path: Path):
-    """A reward function of one's own gets all of it, JSON where it is no text; demonstrations need none."""
+    """A user's reward function gets the whole answer, as JSON if it is not a text. Demonstrations need no answer."""
     long, cases = "So it goes. " * 100 + "#### 4", [["1 2", "3"]]
     source = write(tmp_path / "a.jsonl", *({"question": "q", "answer": answer, "cases": cases} for answer in (long, "#### 4")))
     assert [row.answer for row in load_rows(LearnedConfig(source=source), "data.train", 0, "whole")] == [long, "#### 4"]
@@ -283,7 +283,7 @@ TEMPLATE = """{%- if messages[0]['role'] == 'system' %}
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "by name"])
 def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
-    """As transformers renders it; nested columns as in verl's files."""
+    """As rendered by transformers. Columns may be nested, as in verl's files."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     settings = json.loads((model / "tokenizer_config.json").read_text())

@@ -26,7 +26,7 @@ def test_a_kill_is_put_down_to_the_kernel_only_where_it_has_ended_processes_for_
 
 
 def test_a_write_into_shared_memory_without_room_says_how_much_there_is(tmp_path):
-    """A real SIGBUS: the file is cut under the mapping."""
+    """A real SIGBUS: the mapped file is truncated."""
     code = "import mmap, sys; f = open(sys.argv[1], 'w+b'); f.truncate(9000); m = mmap.mmap(f.fileno(), 0); f.truncate(0); m[5000] = 1"
     cut = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "file")], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""The changed values of a copy, encoded in the form with the fewest bytes, and decoded bit for bit."""
+"""The changed values of a copy are encoded in the form with the fewest bytes, and decoded bit for bit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_compiled_loops_equal_the_reference(dtype, share):
     assert torch.equal(counts, reference[0]) and torch.equal(offsets, reference[1])
     assert torch.equal(positions_of(counts, offsets), places)
     memory = torch.randint(0, 100, (1031, 3000), dtype=dtype, generator=generator)
-    for rows, cols in ((1031, 1017), (3, 3000)):  # columns of a matrix, whole rows
+    for rows, cols in ((1031, 1017), (3, 3000)):  # columns of a matrix; whole rows
         target = memory[:rows, :cols]
         inside = places[places < rows * cols]
         expected = memory.clone()
@@ -129,11 +129,11 @@ def test_the_compiled_loops_equal_the_reference(dtype, share):
 
 
 def test_the_rule_on_the_counts():
-    """A pair in bf16 takes 4 bytes, a run 4 and 2 for each of its elements; a block 4, which the filling up may hide."""
+    """In bf16 a pair takes 4 bytes, and a run 4 bytes plus 2 for each element. A block takes 4, which padding may hide."""
     assert best_kind(1 << 20, 0, 0, 2) == NOTHING
     assert best_kind(1 << 20, 1000, 1000, 2) == best_kind(1 << 20, 1000, 501, 2) == PAIRS
     assert best_kind(1 << 20, 1000, 490, 2) == RUNS
-    assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE  # half of the elements, in pairs, with the blocks
+    assert best_kind(1 << 20, 1 << 19, 1 << 18, 2) == WHOLE  # half of the elements, in pairs, plus the blocks
     assert best_kind(1 << 20, (1 << 19) - 100, (1 << 19) - 100, 2) == PAIRS
     assert best_kind(1 << 20, 350_000, 350_000, 1) == WHOLE and best_kind(1 << 20, 349_000, 349_000, 1) == PAIRS
     assert best_kind(64, 64, 1, 4) == WHOLE
@@ -154,7 +154,7 @@ def test_a_blob_of_another_version_or_cut_short_is_refused_before_anything_is_sp
         with pytest.raises(RuntimeError, match=rf"the changes from trainer rank 3 .* not of version {version}"):
             spread_blob(wrong, version, old, "trainer rank 3")
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, before))
-    spread_blob(torch.cat([blob, torch.ones(64, dtype=torch.uint8)]), 7, old, "trainer rank 3")  # an inbox is larger than its blob
+    spread_blob(torch.cat([blob, torch.ones(64, dtype=torch.uint8)]), 7, old, "trainer rank 3")  # an inbox may be larger than its blob
     assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(old, new))
 
 
@@ -182,7 +182,7 @@ def test_after_an_update_that_was_not_confirmed_comes_a_full_one():
 
 
 def played(refresh: int, too_many: tuple[int, ...] = (), unconfirmed: tuple[int, ...] = ()) -> str:
-    """Eight updates: F full, d delta, D full though it has compared."""
+    """Eight updates: F is full, d a delta, D full after a comparison."""
     box = Box((0,), (64,))
     copies = [Copy(0, "x", box, rank, "y", box, "cast", "bfloat16", 0) for rank in (0, 1)]
     deltas, payloads, source = Deltas(WeightsConfig(delta="auto", delta_refresh=refresh)), Payloads(), torch.zeros(64)

@@ -1,4 +1,4 @@
-"""The commands of the documents: a test runs each unchanged, or it is listed with the reason (tests/documented.py). And their links."""
+"""The documents' commands and links. A test runs each command unchanged, or tests/documented.py lists it with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from documented import DOCUMENTS, LISTED, QUICK, ROOT, checkout, commands, comma
 from megarl.cli import EXAMPLES, main
 
 COMMANDS = {command.text: command.where for command in commands()}
-HELP = [text for examples in EXAMPLES.values() for text in examples]  # what megarl --help shows
+HELP = [text for examples in EXAMPLES.values() for text in examples]  # the examples in megarl --help
 COMPUTING = [text for text in dict.fromkeys((*COMMANDS, *HELP)) if text not in LISTED and QUICK.fullmatch(text)]
 
 
@@ -29,7 +29,7 @@ def test_every_command_is_run_or_listed_with_the_reason() -> None:
 
 @pytest.mark.parametrize("command", COMPUTING)
 def test_a_command_does_what_it_should_as_it_stands(command: str, folder: Path, monkeypatch, capsys) -> None:
-    """The program's own in this process, which saves their imports; none of them starts another."""
+    """Runs megarl's own commands in this process, which saves their imports. None of them starts another process."""
     program, *arguments = shlex.split(command)
     if program == "megarl":
         monkeypatch.chdir(folder)
@@ -46,7 +46,7 @@ def test_a_command_does_what_it_should_as_it_stands(command: str, folder: Path, 
 
 
 def test_the_program_is_always_called_by_the_same_name() -> None:
-    """README.md says once that it is in .venv/bin and how to get it from there."""
+    """Only README.md says, once, that the program is in .venv/bin, and how to activate it."""
     found = [f"{path.name}: {line}" for path in DOCUMENTS for line in path.read_text().splitlines() if ".venv/bin/megarl" in line]
     assert len(found) == 1 and found[0].startswith("README.md")
 
@@ -75,7 +75,7 @@ megarl sft z.yaml
 
 
 def test_the_readmes_ten_lines_pass_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine without GPUs and without the model, whose shape is in configs/models."""
+    """On a machine without GPUs and without the model. Its shape is in configs/models."""
     [settings] = snippets("../README.md", "yaml")
     assert len([line for line in settings.splitlines() if not line.startswith("#")]) == 10
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""Prompts whose samples all have the same reward: when they are dropped, what is said of them. (That each is dropped or trained on exactly
-once: test_buffer_schedules.py, and whole runs in tests/cpu/test_run_dynamic_sampling.py.)"""
+"""Prompts whose samples all have the same reward: when they are dropped, and how that is reported. (test_buffer_schedules.py, and
+tests/cpu/test_run_dynamic_sampling.py with whole runs, check that each prompt is dropped or trained on exactly once.)"""
 
 from __future__ import annotations
 

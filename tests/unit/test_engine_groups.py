@@ -1,4 +1,4 @@
-"""Different engines in one run (generator.groups): their map, the engine that each request is sent to, and what is refused."""
+"""Different engines in one run (generator.groups): their map, the engine for each request, and refused settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def two(tmp_path: Path, *more: str) -> RunPlan:
 @settings(max_examples=8, deadline=None)
 @given(case=cases(fp8=True), data=st.data(), joined=st.booleans(), rule=st.sampled_from(sorted(RULES)))
 def test_each_group_gets_what_it_would_get_alone(case, data, joined, rule):
-    """Engines in float32 are compared with plain slicing; those in fp8 with a map to them alone, which test_reshard_fp8.py compares so."""
+    """Engines in float32 are compared with plain slicing. Engines in fp8 are compared with a map to them alone, which test_reshard_fp8.py
+    compares with slicing."""
     spec, topology, largest, device = case
     fewer = data.draw(st.sampled_from([n for n in (1, 2, 4) if largest.tp % n == 0 and n % largest.ep == 0]), "tp")
     plain = dataclasses.replace(largest, tp=fewer, dp_attention=1, engines=data.draw(st.integers(1, 2), "engines"))
@@ -225,12 +226,12 @@ def test_a_plan_counts_each_group(mode, tmp_path):
     assert [(group.engines, group.gpus) for group in found.groups] == [(2, 8), (3, 3)]
     assert [group.memory for group in found.groups] == [each.generator for each in alone]
     assert big.share + small.share == pytest.approx(1) and found.generate.total == max(big.time.total, small.time.total)
-    if mode == "in_flight":  # each does what it can in the same time, so their rates add up
+    if mode == "in_flight":  # all work for the same time, so their rates add up
         assert big.time.total == pytest.approx(small.time.total, rel=0.01)
         rates = sum(1 / each.generate.total for each in alone)
         assert found.generate.total == pytest.approx(1 / rates, rel=0.01)
         assert found.generate.total < min(each.generate.total for each in alone)
-    else:  # all begin together, and go to engines by what these may run
+    else:  # all begin together, and are divided by the engines' max_concurrency
         assert big.share == pytest.approx(2 / 5)
     assert found.control_s < sum(each.control_s for each in alone)
 

@@ -1,4 +1,4 @@
-"""The sockets between SGLang's own processes, made by SGLang with our hooks."""
+"""The sockets between SGLang's own processes, which SGLang makes with our hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def network(monkeypatch):
 @pytest.fixture
 def context():
     context = zmq.Context()
-    context.linger = 0  # what strangers send is never taken
+    context.linger = 0  # strangers' messages are never received
     yield context
     context.destroy()
 
@@ -54,7 +54,7 @@ def test_only_who_has_the_engines_key_gets_a_message_through(network, context, t
     monkeypatch.setenv(hooks.SOCKET_KEY, hooks.socket_key("another key"))
     other = make(context, zmq.PUSH, address, False)
     for stranger in (without, other):
-        stranger.sndtimeo = 1000  # once it has been turned away, it would wait for ever for one that takes it
+        stranger.sndtimeo = 1000  # after its refusal it would wait for ever for another peer
         with contextlib.suppress(zmq.Again):
             stranger.send(payload)
     assert not bound.poll(NEVER_S * 1000)

@@ -1,4 +1,4 @@
-"""What a transcript keeps, which samples are refused, and turns with a tool, with a scripted policy."""
+"""The contents of transcripts, refused samples, and turns with a tool, with a scripted policy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_a_call_there_is_one_turn_and_no_mask():
         ("<2**3>", "error: not arithmetic;"),
         ("12*12>", "error: the call was not opened;"),
         ("<>", "error: not arithmetic;"),
-        ("<<6*7>", "42;"),  # the last opening counts
+        ("<<6*7>", "42;"),  # the last opening mark counts
         ("<1/0>", "error: division by zero;"),
     ],
 )
@@ -63,7 +63,7 @@ def test_calls_that_fail_are_answered_too(call: str, answer: str):
 
 
 def test_the_result_of_the_tool_is_not_the_policys_answer():
-    """The last turn alone is scored, and a sample that ends in a call has none."""
+    """Only the last turn is scored. A sample that ends in a call has no answer."""
     assert sample_of(ScriptedPolicy("<12*12>", "$")).reward == 0.0
     ended = sample_of(ScriptedPolicy("<12*12>", "144>"), max_calls=1)
     assert ended.reward == 0.0 and ended.text == "<12*12>144;144>" and ended.metrics["tool_calls"] == 1
@@ -166,7 +166,7 @@ def test_environment_text_is_never_the_policys_even_at_the_ends():
 
 
 def test_a_turn_may_have_a_limit_of_its_own():
-    """Cut there, the response goes on; it counts as cut only where it has no room left."""
+    """A turn that is cut there continues. The response counts as cut only if it has no space left."""
     transcript = Transcript(prompt(), TOKENIZER, 10)
     assert [transcript.turn(SAMPLING, max_tokens=limit).max_tokens for limit in (None, 3, 11)] == [10, 3, 10]
     transcript.add_policy(Completion([4, 5, 6], [-1.0] * 3, [3] * 3, "length"))
@@ -189,4 +189,4 @@ def test_numbers_may_be_given_in_any_form_and_nothing_else_passes_for_them():
         with pytest.raises(TypeError, match=f"Sample.{name}: "):
             replace(lists, **{name: values})
     with pytest.raises(TypeError):
-        _ = lists.token_ids + [6]  # to be told, not to be guessed at
+        _ = lists.token_ids + [6]  # to be reported, not guessed

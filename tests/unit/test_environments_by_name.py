@@ -1,4 +1,4 @@
-"""Rollouts and reward functions that a configuration names: what is refused before anything starts, and which arguments they get."""
+"""Rollouts and reward functions that a configuration names: refusals before anything starts, and their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that only evaluate: when a run has them, which versions they get, and what happens to versions that they do not get."""
+"""Engines that only evaluate: when a run has them, which versions they get, and what becomes of the other versions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_they_have_the_sizes_and_the_format_of_the_generators_and_are_written_wh
 
 @pytest.mark.parametrize("delta, alone", [("off", True), ("auto", False)])
 def test_adapters_reach_them_as_they_reach_the_generators(tmp_path: Path, delta: str, alone: bool) -> None:
-    """Engines serve adapters, or weights with adapters merged, from their start: both kinds of engines alike."""
+    """From their start, engines serve either adapters or merged weights, and evaluating engines do the same as others."""
     plan = resolve(config(tmp_path, HELD_OUT, "eval.engines=1", "lora.rank=8", f"weights.delta={delta}"))
     own = evaluation_plan(plan)
     assert sends_adapters(plan.config, plan.spec) == sends_adapters(own.config, own.spec) == alone
@@ -205,7 +205,7 @@ def test_the_checkpoint_of_a_version_stays_until_its_score_is_known_or_will_neve
 
 @dataclass
 class Link:
-    """To one trainer rank."""
+    """A link to one trainer rank."""
 
     told: list = field(default_factory=list)
 
@@ -215,7 +215,7 @@ class Link:
 
 @dataclass
 class Driver:
-    """Notes what it is to evaluate, and evaluates it until a test says that it is done."""
+    """Records its evaluations. Each lasts until a test says that it is done."""
 
     fleet: object
     begun: list[Version] = field(default_factory=list)
@@ -241,7 +241,7 @@ class Driver:
 
 
 class Receiver(EvaluationReceiver):
-    """Its engines take any version at once; offers come from a queue."""
+    """A receiver whose engines take any version at once. Offers come from a queue."""
 
     def __init__(self, fleet):
         timeouts = SimpleNamespace(rollouts_s=100.0, weights_s=10.0)
@@ -265,7 +265,7 @@ class Receiver(EvaluationReceiver):
         return Taken((0.0, 1.0), 1, session)
 
     def grants(self) -> list[tuple[Version, int, bool]]:
-        """(version, engines, whether it is to be offered again) of what was turned down."""
+        """(version, engines, whether to offer it again) of each refused offer."""
         return [(grant.version, grant.engines, grant.later) for grant in self._link.told if isinstance(grant, WeightsGrant)]
 
 

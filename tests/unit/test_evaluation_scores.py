@@ -1,4 +1,4 @@
-"""Confidence intervals against SciPy's and by simulation; majority votes against all draws."""
+"""Confidence intervals against SciPy's and against simulation; majority votes against all draws."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_with_one_sample_a_prompt_it_is_wilsons(right: int, prompts: int) -> Non
     ],
 )
 def test_it_covers_the_mean_of_all_prompts_there_might_be(prompts: int, samples: int, a: float, b: float) -> None:
-    """Prompts whose chances of a right answer have a beta distribution, from all alike to nearly always or never right."""
+    """The prompts' chances of a right answer have a beta distribution, from equal for all to nearly always 0 or 1."""
     rng, times = np.random.default_rng(5), 2000
     drawn = rng.binomial(samples, rng.beta(a, b, (times, prompts))) / samples
     inside = fmean(low <= a / (a + b) <= high for low, high in (interval(list(map(float, row)), samples) for row in drawn))

@@ -73,7 +73,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path: Path, ca
     for step in (1, 2, 3):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
     remnant = checkpoint_path(tmp_path, 1).with_suffix(".removing")
-    (remnant / ".nfs0001").mkdir(parents=True)  # of an earlier attempt
+    (remnant / ".nfs0001").mkdir(parents=True)  # left by an earlier attempt
     prune_checkpoints(tmp_path, keep=1)
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [1, 3]
     assert "step_000001 could not be removed" in capsys.readouterr().out

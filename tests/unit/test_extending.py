@@ -1,4 +1,4 @@
-"""docs/extending.md: each file of that page, written alone to a folder, is accepted by its setting and does what the page says."""
+"""docs/extending.md: each file of that page, alone in a folder, is accepted by its setting, and does what the page says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_LINES = 30
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The working directory, outside of the repository, with the files of the page."""
+    """The working directory, outside the repository, with the files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_an_algorithm_that_is_none(name, problem, folder):
 
 
 def test_the_transport():
-    """Both ends of it in one process: the file takes what was written, and gives it to live parameters of any strides."""
+    """Both ends in one process: the file takes the written values, and gives them to live parameters of any strides."""
     name = "my_transport:FileTransport"
     found = transport_class(name)
     assert transport_between(name, this_host(), this_host()) == name and found.lands and found.one_sided

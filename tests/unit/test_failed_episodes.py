@@ -1,4 +1,4 @@
-"""Episodes and scores that fail, and scores that are late: what is printed, and when. All with fakes."""
+"""Episodes and scores that fail, and scores that are late: what is printed, and when. All parts are fakes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_rollout_tells_of_failures_at_once_scores_before_it_ends():
 
 
 def test_the_last_failure_of_a_kind_is_written_though_another_was_just_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Otherwise the reason of the first would stand beside numbers of others for as long as nothing fails."""
+    """Otherwise the first failure's reason would stay beside the numbers of later ones until something fails again."""
     failures, tail = FailuresWriter(tmp_path), FailuresTail(tmp_path)
     for number in range(3):
         failures.tell(Failure("exit", f"status {number}", part="rollout.program"), number)
@@ -188,9 +188,9 @@ def test_scoring_is_timed_apart_from_decoding():
     one, other = RolloutClock(clock), RolloutClock(clock)
     with one.running(), other.running(), one.scoring():
         with one.decoding():
-            now.now_s = 1.0  # it decodes another response meanwhile
+            now.now_s = 1.0  # meanwhile it decodes another response
         assert clock.waited_s() == 0.0
-        now.now_s = 3.0  # one of two waits
+        now.now_s = 3.0  # one of two responses waits
         assert clock.waited_s() == 1.0
         with other.scoring(), other.scoring():
             now.now_s = 4.0
@@ -238,7 +238,7 @@ def test_an_async_function_that_holds_up_the_loop_is_warned_of():
         reward = RewardInLoop(RewardConfig(name="x:judge"), judge, ["response"], warn=told.append, now_s=now)
 
         async def one(response: str) -> float:
-            now.now_s += response == "rests"  # meanwhile the loop does something else
+            now.now_s += response == "rests"  # meanwhile the event loop does other work
             return (await reward.score(ScoreRequest(response, ""))).reward
 
         return [await one(response) for response in responses]

@@ -1,4 +1,4 @@
-"""A fleet of engines for its client: aborts, updates, lost engines, stop strings. The engines are fakes; real ones are in tests/cpu."""
+"""A client's view of a fleet of engines: aborts, updates, lost engines, stop strings. The engines are fakes; tests/cpu has real ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.generator.fleet import Fleet, watch_returns
 
 
 class FakeEngine:
-    """Answers each request by what `answer(inputs, samplings)` gives, and notes the versions it was asked under."""
+    """Answers each request with `answer(inputs, samplings)`, and records the requests' versions."""
 
     url = "engine"
 
@@ -53,7 +53,7 @@ def test_a_response_is_put_together_from_its_cuts():
 
 
 def test_an_update_cuts_requests_where_they_are():
-    """They keep what they have with `resume`, and begin anew with `abort`; a request that was still on its way is told again."""
+    """With `resume` they keep their tokens; with `abort` they begin again. A request that was still on its way is aborted again."""
 
     async def answer(inputs, samplings):
         seen.append([len(tokens) for tokens in inputs])
@@ -83,7 +83,7 @@ def test_an_update_cuts_requests_where_they_are():
 
 
 def test_the_last_token_of_an_aborted_answer_is_sampled_again():
-    """It may be the one that ends the response: an engine that is told to end a request does not look."""
+    """That token might end the response, but an engine does not check it when it aborts a request."""
     tokens = [[-0.5, token, None] for token in (5, 6, 7)]
     meta = {"weight_version": "3", "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]}
     finish = {"finish_reason": {"type": "abort"}}
@@ -131,7 +131,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
 
 
 def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
-    """The first cut of each response comes from the engine that is then lost; the rest from the other, which is told what there is."""
+    """The first part of each response comes from the engine that is then lost. The other engine gets that part, and gives the rest."""
 
     async def run():
         fleet = Fleet([first := FakeEngine(lost_at_the_second), second := FakeEngine(answer)], "resume", chunk_tokens=4, elastic=True)
@@ -163,7 +163,7 @@ def test_what_a_lost_engine_had_not_finished_goes_on_at_another():
 
 
 def test_what_waited_for_an_engine_that_was_lost_meanwhile_goes_to_another():
-    """It may run again by then, without the weights."""
+    """By then the lost engine may run again, but without the weights."""
 
     async def run():
         fleet = Fleet([first := FakeEngine(answer), second := FakeEngine(answer)], "in_flight", elastic=True)
@@ -210,7 +210,7 @@ def test_requests_wait_for_an_engine_to_come_back_when_none_is_left():
 
 @pytest.mark.parametrize("in_an_update, comes_back", [(False, True), (True, False)])
 def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an_update, comes_back, monkeypatch):
-    """But for one that may be half-written: it must be started again, and then has no weights of ours."""
+    """Except an engine that may be half-written: it must be restarted, and then lacks our weights."""
 
     async def run():
         fleet = Fleet([engine := FakeEngine(None), FakeEngine(None)], "in_flight", elastic=True)
@@ -236,7 +236,7 @@ def test_an_engine_whose_connection_broke_comes_back_though_it_never_ended(in_an
 
 
 def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
-    """Each connection is one; with an elastic fleet one engine after the other would count as lost."""
+    """Each connection takes a file descriptor. With an elastic fleet one engine after the other would count as lost."""
 
     async def run():
         client = EngineClient("http://127.0.0.1:9", "key", "key")
@@ -256,7 +256,7 @@ def test_a_lack_of_files_is_not_taken_for_the_loss_of_an_engine():
 
 
 def test_an_engine_that_has_left_is_unreachable_for_whoever_still_asks_it():
-    """aiohttp's own error would end the run."""
+    """Otherwise aiohttp's own error would end the run."""
 
     async def run():
         client = EngineClient("http://127.0.0.1:9", "key", "key")
@@ -277,7 +277,7 @@ def test_a_fleet_that_is_not_elastic_raises():
 
 
 def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
-    """Its parts may lie in two requests, and an engine may have gone on behind it; what is cut takes its log-probs and experts along."""
+    """It may be spread over two requests, and an engine may have continued after it. Cut tokens lose their log-probs and experts too."""
     texts = {1: "a", 2: "\n", 3: "En", 4: "d", 5: "End"}
     strings = "\nEnd", "zz"
 
@@ -309,7 +309,7 @@ def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
     [
         ("abc", ("x",), ("abc", None)),
         ("abXcY", ("Y", "X"), ("ab", "X")),
-        ("abcX", ("abcX", "c"), ("ab", "c")),  # a reader from left to right meets it first
+        ("abcX", ("abcX", "c"), ("ab", "c")),  # it comes first from left to right
         ("abcX", ("X", "cX"), ("ab", "cX")),
         ("Xab", ("X",), ("", "X")),
     ],

@@ -1,4 +1,4 @@
-"""The generator's answers to `megarl engines`, and engines that have left. The engines are fakes; a real run is in tests/cpu."""
+"""The generator's answers to `megarl engines`, and engines that have left. The engines are fakes; tests/cpu has a real run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.messaging.waiting import Background
 
 
 class Link:
-    """Hands out calls, and notes the answers."""
+    """Hands out calls, and records the answers."""
 
     def __init__(self):
         self.calls, self.answers = asyncio.Queue(), asyncio.Queue()
@@ -102,7 +102,7 @@ def test_a_fleet_that_cannot_change_says_so(on_failure, fixed, why, tmp_path, mo
 
 @pytest.mark.parametrize("on_failure, silence_s, why", [("restart", 0.1, "no sign of life"), ("drop", 60.0, "it was lost")])
 def test_a_lost_engine_that_nobody_starts_again_has_left(on_failure, silence_s, why, tmp_path, monkeypatch):
-    """Its launcher is silent, or drops it. One of the run's own launcher is lost until that ends the run."""
+    """Its launcher is silent, or drops it. But a lost engine of the run's own launcher stays lost, until the launcher ends the run."""
 
     async def body(fleet, link):
         await link.ask(FleetCall("join", urls=["http://a"]))
@@ -130,12 +130,12 @@ def test_launchers_end_an_engine_that_has_left_and_do_not_start_it_again(tmp_pat
 
 
 def test_engines_that_joined_outlast_the_generator_of_a_run_that_is_ending(tmp_path):
-    """Its last launcher may need longer than its generator: to save, to end processes, to write the summary."""
+    """The run's last launcher may take longer than the generator: it saves, ends processes, and writes the summary."""
     ending, silent = RunningRun("run", tmp_path, rendezvous=SimpleNamespace()), SimpleNamespace(drain=lambda kind: [])
 
     def membership(leave_s: float) -> Membership:
         found = Membership(ending, silent, [1], 0.0, leave_s)
-        found._beat_at, found._heard = math.inf, time.monotonic() - 1  # it asks nothing, and has heard nothing
+        found._beat_at, found._heard = math.inf, time.monotonic() - 1  # it asks nothing, and hears nothing
         return found
 
     with pytest.raises(RuntimeError, match="no sign of life"):

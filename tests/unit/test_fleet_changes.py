@@ -1,4 +1,4 @@
-"""Engines that join and leave a fleet. The engines are fakes; a real run is in tests/cpu."""
+"""Engines that join and leave a fleet. The engines are fakes; tests/cpu has a real run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_an_engine_that_leaves_had_begun_goes_on_at_others_from_the_tokens_
 
 @pytest.mark.parametrize("mode, from_token", [("block", 1), ("abort", 1), ("in_flight", 8), ("resume", 8)])
 def test_a_response_keeps_to_one_version_where_the_mode_says_so(mode, from_token):
-    """An engine leaves while an update holds requests: with block and abort what it had is of the version before."""
+    """An engine leaves while an update holds requests. With block and abort, its tokens are of the previous version."""
 
     async def body():
         fleet, (_, second) = of(2, mode)
@@ -151,7 +151,7 @@ def test_places_for_prompts_follow_the_number_of_engines():
 
 
 def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monkeypatch):
-    """One engine has left and another joined: as many as before, whose memory is opened anew, with or without relays."""
+    """One engine has left and another joined: their number is the same, and their memory is opened again, with or without relays."""
     whole, rule = tiny_map(tp=1, pp=1, dp=1, engines=4, generator_tp=1), RelayRule(INSIDE_HOSTS, 2)
     written, forwarding = relayed(whole, rule)
     assert forwarding.relays
@@ -168,11 +168,11 @@ def test_trainer_ranks_make_a_map_with_relays_from_the_whole_one_each_time(monke
         sender._connect(executor, updates, WeightsGrant(1, b"", (4,), way, map.plan_hash))
         made.append((updates._exchange, Counter(copy.destination_rank for copy in updates.copies)))
         assert sum(copy.bytes for copy in updates.copies) == sum(copy.bytes for copy in map.copies_from(0))
-    assert made[0] == made[1] and made[2][0] is not made[0][0]  # it is proven anew only where it is another map
+    assert made[0] == made[1] and made[2][0] is not made[0][0]  # only a different map is proven again
 
 
 def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(monkeypatch):
-    """A group of all trainer ranks for every engine that comes or goes would exhaust file descriptors."""
+    """A new group of all trainer ranks for every change of the fleet would exhaust file descriptors."""
     made: list[Any] = []
 
     def new_group(**_: Any) -> Any:
@@ -195,7 +195,7 @@ def test_maps_that_follow_each_other_share_a_group_for_the_amax_of_cut_tiles(mon
 
 @pytest.mark.parametrize("ways, left", [("mooncake", {2}), ("gloo", {1, 2, 3})])
 def test_an_engine_that_cannot_join_must_leave_and_others_join_all_the_same(ways, left, monkeypatch):
-    """They are tried together first. Engine 2 is laid out otherwise; engine 3 is lost once more while it is tried."""
+    """First they are tried together. Engine 2 has another layout; engine 3 is lost again during the trial."""
     lost: list[str] = []
 
     class Trial:

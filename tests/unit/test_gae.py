@@ -18,7 +18,7 @@ from megarl.critic.losses import Gae, Moments
 
 
 def by_definition(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """The double sum."""
+    """The definition's double sum."""
     length, following = len(rewards), [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
     return np.array([sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)])
@@ -36,7 +36,7 @@ def test_advantages_are_the_double_sum(lengths: list[int], gamma: float, lam: fl
 
 
 def test_limits_of_lambda() -> None:
-    """1: what is to come, less the value; 0: the next value alone."""
+    """lambda 1: the future rewards minus the value. lambda 0: only the next value counts."""
     rewards, values = np.array([0.0, 1.0, 2.0]), np.array([0.5, -1.0, 3.0])
     [monte_carlo] = Gae(1.0, 1.0, False).advantages([rewards], [values])
     np.testing.assert_allclose(monte_carlo, [3.0 - 0.5, 3.0 + 1.0, 2.0 - 3.0])

@@ -1,4 +1,4 @@
-"""CPU support of the engines: batched attention against one sequence at a time in float64; the import stand-ins."""
+"""CPU support of the engines: batched attention against one sequence at a time in float64; replacements of imports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarl.generator.cpu_support import attention, fp8, moe
 from megarl.kernels.quantise import quantise
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 8, 200
-KINDS = [(None, None), (4, None), (None, torch.linspace(-2, 3, HEADS)), (4, torch.linspace(3, -2, HEADS))]  # tokens back, sinks
+KINDS = [(None, None), (4, None), (None, torch.linspace(-2, 3, HEADS)), (4, torch.linspace(3, -2, HEADS))]  # window in tokens, sinks
 
 
 def setting(seed: int, totals: list[int], news: list[int]):
-    """Sequences whose tokens lie in shuffled cache slots; unused slots and table entries hold rubbish."""
+    """Sequences whose tokens are in shuffled cache slots. Unused slots and table entries hold garbage."""
     generator = torch.Generator().manual_seed(seed)
     k_cache, v_cache = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) * 3 for _ in range(2))
     req_to_token = torch.randint(0, SLOTS, (20, 64), generator=generator)
@@ -32,7 +32,7 @@ def setting(seed: int, totals: list[int], news: list[int]):
 
 
 def reference(query, k_cache, v_cache, req_to_token, rows, totals, news, scaling, window=None, sinks=None) -> torch.Tensor:
-    """softmax(q k / scale) v, written out, token by token."""
+    """softmax(q k / scale) v, written out token by token."""
     outputs, first = [], 0
     for row, total, new in zip(rows, totals.tolist(), news.tolist()):
         slots = req_to_token[row, :total]
@@ -137,7 +137,7 @@ def test_experts_of_other_ranks_add_nothing():
 
 
 def test_experts_of_gpt_oss_equal_its_formula():
-    """Rows of gate and up in turns, biases, and an activation within limits; some experts are of other ranks."""
+    """Rows of gate and up alternate; there are biases and a clamped activation. Some experts are on other ranks."""
     drawn, limit = torch.Generator().manual_seed(4), 0.7
     x, w13, w2, b13, b2 = (torch.randn(shape, generator=drawn) for shape in ((5, 8), (2, 12, 8), (2, 8, 6), (2, 12), (2, 8)))
     ids, weights = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0], [0, -1]]), torch.rand(5, 2, generator=drawn)
@@ -164,7 +164,7 @@ def test_dequantised_weights_are_within_the_rounding_of_their_blocks():
 
 
 def test_products_of_fp8_weights_are_those_of_their_values():
-    """As SGLang keeps them: linear layers transposed with scales [out, 1] or [], experts [E, out, in] with [E, out, 1] or [E]."""
+    """In SGLang's forms: linear layers transposed with scales [out, 1] or [], experts [E, out, in] with scales [E, out, 1] or [E]."""
     generator = torch.Generator().manual_seed(6)
     codes = torch.randn(3, 8, 5, generator=generator).to(torch.float8_e4m3fn)
     x, bias = torch.randn(4, 5, generator=generator), torch.randn(8, generator=generator)

@@ -1,4 +1,5 @@
-"""When weights are relayed inside the engines' hosts, and by how many ranks. Relays themselves: tests/cpu/test_transports_pairs.py."""
+"""When weights are relayed inside the engines' hosts, and by how many ranks. (tests/cpu/test_transports_pairs.py tests relays
+themselves.)"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ SPEC = ModelSpec("llama", 4, 12, 16, 8, 4, 2, 100, 64, False, 1e-6, 1e4)
         ("auto", 4, 2, "aaaabbbb", "mooncake", 4),  # two engines on each of two hosts
         ("auto", 2, 1, "aa", "nccl", 2),
         ("auto", 3, 1, "aab", "gloo", 2),  # the last host is not full
-        ("auto", 2, 2, "aabb", "mooncake", 0),  # one engine a host: no replicas there
+        ("auto", 2, 2, "aabb", "mooncake", 0),  # one engine a host: no replicas on a host
         ("auto", 2, 2, "aaaa", "shared_memory", 0),  # no network to spare
         ("auto", 3, 1, "abb", "gloo", 0),  # uneven
-        ("auto", 3, 1, "aba", "gloo", 0),  # not one after the other
-        ("auto", 2, 2, "aaab", "gloo", 0),  # an engine cut unevenly
+        ("auto", 3, 1, "aba", "gloo", 0),  # a host's engines are not consecutive
+        ("auto", 2, 2, "aaab", "gloo", 0),  # one engine has an uneven cut
         ("off", 4, 2, "aaaabbbb", "mooncake", 0),
     ],
 )

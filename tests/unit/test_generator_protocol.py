@@ -1,4 +1,4 @@
-"""The requests of launcher and controlling process to an engine, and the comparison of audit hashes. No engine runs here."""
+"""The requests of launcher and generator process to an engine, and the comparison of audit hashes. No engine runs here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_server_command_prefers_the_users_server_args():
 
 
 def test_server_command_of_replicas_of_attention():
-    """SGLang divides the requests by itself, but not the keys and values."""
+    """SGLang itself divides the requests, but not the keys and values."""
     argv, _ = server_command(dataclasses.replace(SETTINGS, dp_attention=2), EngineKeys("a", "b"))
     arguments = json.loads(argv[-1])
     assert (arguments["tp_size"], arguments["attn_dp_size"]) == (2, 2)
@@ -100,7 +100,7 @@ def test_no_gpu_engine_computes_in_float32(monkeypatch):
 
 
 def test_tensor_payload_is_the_same_where_megatron_is_imported(monkeypatch):
-    """It puts a function of its own in place of torch's, which pickle then refers to."""
+    """Megatron replaces a function of torch, and pickle would then refer to the replacement."""
     plain, replaced = tensor_payload(b"abc"), types.ModuleType("megatron.core.safe_globals")
     exec("def safe_load_from_bytes(b): ...", vars(replaced))
     monkeypatch.setitem(sys.modules, replaced.__name__, replaced)
@@ -117,7 +117,7 @@ def test_tensor_payload_is_plain_data_in_a_pickle():
 
 
 def test_a_command_is_read_from_the_device_that_sglang_has_put_it_on():
-    """Its WeightUpdater moves every tensor to the worker's GPU before it calls a loader; only memory of the CPU is NumPy's."""
+    """SGLang's WeightUpdater moves every tensor to the worker's GPU before it calls a loader, but NumPy reads only host memory."""
     on_gpu = SimpleNamespace(cpu=lambda: torch.frombuffer(bytearray(b"command"), dtype=torch.uint8))
     assert content_of([("command", on_gpu)]) == b"command"
 
@@ -149,7 +149,7 @@ def test_compare_adds_shares_modulo_2_64_and_names_what_differs():
     who = ", ".join(map(str, sorted(senders)))
     with pytest.raises(AuditError, match=f"failed:\n{name} on generator rank 1 is not what trainer rank {who} sent$"):
         compare([packed(each) for each in found], sent, tensors)
-    compare([packed(found[0]), None], sent, tensors)  # of a lost engine nothing is known
+    compare([packed(found[0]), None], sent, tensors)  # a lost engine gives no hashes
     digests: list[bytes | None] = [digest_of(packed(each)) for each in found]
     assert differing(digests, expected(sent, tensors), tensors) == [1] and not differing(
         [digests[0], None], expected(sent, tensors), tensors
@@ -169,7 +169,7 @@ def test_layout_check_names_each_difference():
         RemoteTensor("same", (4, 2), "float32", (2, 1)),
         RemoteTensor("transposed", (2, 4), "float32", (1, 2)),
         RemoteTensor("scalar", (), "float32", ()),
-        RemoteTensor("square", (3, 3), "float32", (3, 1)),  # planned transposed
+        RemoteTensor("square", (3, 3), "float32", (3, 1)),  # the plan has it transposed
         RemoteTensor("strided", (4, 2), "float32", (1, 4)),
         RemoteTensor("bf16", (4, 2), "bfloat16", (2, 1)),
         RemoteTensor("extra", (1,), "float32", (1,)),
@@ -241,7 +241,7 @@ def test_engines_of_other_sizes_than_planned_are_named():
 
 
 def test_answers_of_an_engine_that_was_lost_since_are_ignored():
-    """Its rank is another engine's now: what it had answered must not be taken for that one's."""
+    """Its rank now belongs to another engine, so its old answer must not count for that one."""
 
     class Engine:
         async def command(self, encoded: bytes, tp: int, timeout_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Names on the hub when it cannot be reached: the cache, or one message at once. With its own client, and a port that nobody serves."""
+"""Names on the hub when the hub cannot be reached: the cache serves them, or one message comes at once. The hub's own client talks to a
+port without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""IFEval: every kind of instruction, and agreement with lm-eval's own files, called by themselves in another process."""
+"""IFEval: every kind of instruction, and agreement with lm-eval's own files, which run alone in another process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.importorskip("lm_eval", reason="the extra ifeval is not installed")
 if sentence_data() is None:
     pytest.skip("nltk's data punkt_tab is in no package here", allow_module_level=True)
 
-# lm-eval's folder in a package of its own, without what the rest of it imports; its own dropping of nulls, its own aggregation.
+# lm-eval's folder as a package of its own, without the imports of the rest. It drops nulls and aggregates with its own code.
 LIBRARY = """
 import importlib.util, json, pathlib, shutil, sys
 folder = pathlib.Path(sys.argv[1], "lm_eval", "tasks")
@@ -54,7 +54,7 @@ def answer_of(row: dict) -> str:
 
 
 def pairs() -> list[tuple[dict, str, bool]]:
-    """300 responses in the style of the set, to one to three instructions, half of them right; a wrong one breaks one instruction."""
+    """300 responses in the style of the set, to one to three instructions. Half are right; a wrong one breaks one instruction."""
     rng, made = random.Random("ifeval/7"), []
     kinds = [name for name, *_ in cases(rng)]
     for number in range(150):
@@ -99,7 +99,7 @@ def test_300_pairs_are_graded_as_the_library_grades_them(tmp_path: Path) -> None
         assert ours["instruction_loose"] == fmean(their["inst_level_loose_acc"])
     rights = [right for *_, right in made]
     assert len(made) == 300 and sum(rights) == 150
-    assert [each["score"] for each in found] == list(map(float, rights))  # no false accept, no false refusal
+    assert [each["score"] for each in found] == list(map(float, rights))  # no wrong response accepted, no right one refused
     assert any(each["prompt_loose"] > each["prompt_strict"] for each in found) and {0.5} < {each["instruction_strict"] for each in found}
 
     groups = [group(row, [score]) for (row, *_), score in zip(made, found)]
@@ -125,10 +125,10 @@ def test_a_response_that_could_not_be_graded_has_followed_nothing() -> None:
 
 
 def test_a_mean_over_instructions_has_an_interval_that_covers_it() -> None:
-    """Prompts with one to three instructions, which are followed together more often than apart. With equal counts it is the other one."""
+    """Prompts have one to three instructions, whose outcomes are correlated. With equal counts the interval equals the usual one."""
     shares = [0.0, 1.0, 1.0, 0.0, 1.0]
     assert interval(shares, 1, [1.0] * 5) == interval(shares, 1)
-    assert interval([1.0] * 3, 1, [1.0, 1.0, 9.0])[0] < interval([1.0] * 3, 1)[0]  # one prompt is nearly all that was seen
+    assert interval([1.0] * 3, 1, [1.0, 1.0, 9.0])[0] < interval([1.0] * 3, 1)[0]  # one prompt has nearly all the weight
     rng, inside = np.random.default_rng(3), []
     for _ in range(2000):
         counts = rng.integers(1, 4, 200)
@@ -139,7 +139,7 @@ def test_a_mean_over_instructions_has_an_interval_that_covers_it() -> None:
 
 
 def test_verdicts_do_not_depend_on_chance_or_on_what_was_asked_before() -> None:
-    """Language detection draws by lot, and the authors' code draws a letter for what is none."""
+    """Language detection is random, and the authors' code draws a random letter if a keyword is none."""
     tongue = answer_of(record("language:response_language", {"language": "fi"}))
     hashes = answer_of(record("keywords:letter_frequency", {"letter": "#", "let_frequency": 4, "let_relation": "at least"}))
     texts = [
@@ -192,7 +192,7 @@ def test_a_row_that_would_be_graded_by_lot_is_refused(row: dict, problem: str, t
 
 
 HOSTILE = [
-    ("detectable_format:title", {}, "<<" * 130_000, "timeout"),  # the library's pattern takes time quadratic in them
+    ("detectable_format:title", {}, "<<" * 130_000, "timeout"),  # the library's pattern takes quadratic time on these
     ("detectable_format:json_format", {}, "[" * 200_000, "error"),
     ("keywords:existence", {"keywords": ["river"]}, "\x00\ud800 river", ""),
     ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "a b c " * 100_000, "long"),

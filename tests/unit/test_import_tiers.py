@@ -1,7 +1,8 @@
-"""The import rule: a file imports its own tier and lower ones only, no folders import each other, megatron and sglang have their places.
+"""The import rules: a file imports only its own tier and lower ones; no folders import each other; only some folders import megatron or
+sglang.
 
-Every import statement counts, wherever it stands: relative ones, ones inside functions, ones under `if TYPE_CHECKING`,
-and `importlib.import_module("…")` with a literal name.
+Every import counts: relative ones, ones inside functions, ones under `if TYPE_CHECKING`, and `importlib.import_module("…")` with a literal
+name.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"megarl": "megarl", "megarl.kernels": "kernels", "megarl.launch": "launch"}
 
-# The tiers of rooms, from the lowest. A capability is a room of its own; what the trunk asks of it stands lower than what it does, and is
-# named file by file. A new room takes its tier here, on purpose.
+# The tiers of folders, from the lowest. A capability is one folder. Its files that the trunk calls have a lower tier than the rest of it,
+# and are listed one by one. A new folder must be added here.
 TIERS = {
     name: tier
     for tier, names in enumerate(
@@ -44,7 +45,7 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    """Dotted module name -> file, for every Python file of the package."""
+    """Dotted module name → file, for every Python file of the package."""
     found = {}
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -54,7 +55,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything `source` imports; `from a import b` yields a.b, which names a too."""
+    """(line, absolute dotted name) of all imports in `source`. `from a import b` yields a.b, which also names a."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -70,7 +71,7 @@ def imports(module: str, is_package: bool, source: str) -> Iterator[tuple[int, s
 
 
 def tier(name: str) -> int | None:
-    """Tier of a dotted name under megarl, by its longest part that has one; None for the bare package and for other people's packages."""
+    """The tier of a dotted name under megarl, by its longest prefix with a tier. None for the bare package and for other packages."""
     top, _, part = name.partition(".")
     while top == "megarl" and part:
         if part in TIERS:
@@ -104,7 +105,7 @@ def test_every_file_keeps_the_import_rule() -> None:
 
 
 def test_few_files_import_lora() -> None:
-    """Others ask the plan of a run (docs/architecture.md)."""
+    """Other files ask the run's plan (docs/architecture.md)."""
     found = set()
     for module, path in modules().items():
         if any(name.startswith("megarl.lora.") for _, name in imports(module, path.name == "__init__.py", path.read_text())):
@@ -114,7 +115,7 @@ def test_few_files_import_lora() -> None:
 
 
 def circles(uses: dict[str, set[str]]) -> list[list[str]]:
-    """Files that import each other, over others or not."""
+    """Files that import each other, directly or through others."""
     order = TopologicalSorter(uses)
     try:
         order.prepare()
@@ -123,7 +124,7 @@ def circles(uses: dict[str, set[str]]) -> list[list[str]]:
     return []
 
 
-# A kernel's reference asks for the compiled form where it is called, and that form takes constants and types from the reference.
+# A kernel's reference imports the compiled form when it is called, and the compiled form imports constants and types from the reference.
 COMPILED = ("_numba", "_triton")
 
 

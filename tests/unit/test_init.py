@@ -1,4 +1,4 @@
-"""What megarl init writes: it is complete, its rows and its reward are correct, and existing files are not changed."""
+"""The files of megarl init are complete, their rows and reward are correct, and existing files stay unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRITTEN = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch, capsys) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    # Another test's folder may have a graders.py too: a process has one module of a name.
+    # Another test's folder may also have a graders.py, but a process has only one module of a name.
     monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "graders.py").exists()])
     sys.modules.pop("graders", None)
     assert main(["init", "deep/my first"]) == 0

@@ -1,4 +1,4 @@
-"""Processes of a run reach each other by IPv6 if hosts have only this. A whole run on such hosts is in tests/cpu."""
+"""Processes of a run reach each other over IPv6 if hosts have no IPv4. (tests/cpu has a whole run on such hosts.)"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_the_header_asks_for_the_nodes_that_the_plan_needs(script):
 
 @pytest.mark.parametrize("script", GPU_SCRIPTS, ids=lambda script: script.stem)
 def test_the_last_step_and_checkpoint_have_the_time_that_slurm_gives_them(script):
-    """The default of two minutes is too short to finish a step and save at these sizes: what came after the last checkpoint is lost."""
+    """At these sizes the default of two minutes is too short to finish a step and save: all since the last checkpoint would be lost."""
     (config,) = re.findall(r"megarl_job (\S+)", script.read_text())
     (ahead_s,) = re.findall(r"^B:USR1@(\d+)", directive(script, "signal"))
     assert load_config(ROOT / config, []).checkpoint.on_termination_s == int(ahead_s) - 60  # a minute to end and to requeue
@@ -57,7 +57,7 @@ def test_a_job_that_was_not_submitted_in_the_checkout_ends_at_once(script, tmp_p
 
 
 def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_path):
-    """With the real megarl, and an srun that only says what it was asked for."""
+    """With the real megarl, and an srun that only prints its arguments."""
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/sh\necho "$@"\n')

@@ -1,4 +1,4 @@
-"""Answers of an engine parsed directly into arrays, compared with json.loads: all numbers are equal, and only numbers are accepted."""
+"""An engine's answers, parsed directly into arrays, against json.loads: all numbers are equal, and only numbers are accepted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ written = st.one_of(
 @example([("-0.0", 0), ("-1e-45", 1), ("1e400", 2), ("16777217", 3), ("0.1000000014901161138", 4), ("1.00000005960464477539", 5)])
 @settings(max_examples=500, deadline=None)
 def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
-    """Each is read as it should be or left to the decoder; what engines write, a float32 of usual size, is always read."""
+    """Each number is read exactly, or left to the decoder. Numbers as engines write them, float32 of usual size, are always read."""
     for text, token in entries:
         found, decoded = read(f"[[{text},{token},null]]".encode()), float(text)
         with np.errstate(over="ignore"):
@@ -63,7 +63,7 @@ def test_numbers_are_those_of_a_json_decoder_rounded_to_float32(entries):
 @given(st.lists(float32, max_size=5), st.data())
 @settings(max_examples=500, deadline=None)
 def test_damage_is_never_read_as_something_else(logprobs, data):
-    """A list with a byte changed, taken away or put in, or cut off: read as a decoder reads it, or not at all."""
+    """A list with a byte changed, removed or inserted, or with its end cut off, is read like by a decoder, or not at all."""
     text = bytearray(json.dumps([[value, 7, None] for value in logprobs], separators=(",", ":")).encode())
     at = data.draw(st.integers(0, len(text) - 1))
     change = data.draw(st.sampled_from(["replace", "remove", "insert", "cut"]))
@@ -108,12 +108,12 @@ COMPLETION = Completion([5, 6, 7], [-0.25, -1.5, -0.1], [3, 3, 3], "stop")
     "body",
     [
         answer(THREE),
-        json.dumps(json.loads(answer(THREE)), indent=1).encode(),  # spaces: the decoder's work
-        answer([[-0.25, 5, "a"], [-1.5, 6, '"]]'], [-0.1, 7, None]]),  # with texts too
-        answer(THREE, text='\\","output_token_logprobs":[[-9.0,9,null]],"'),  # a model may write what it likes
+        json.dumps(json.loads(answer(THREE)), indent=1).encode(),  # spaces are left to the decoder
+        answer([[-0.25, 5, "a"], [-1.5, 6, '"]]'], [-0.1, 7, None]]),  # with texts among the numbers
+        answer(THREE, text='\\","output_token_logprobs":[[-9.0,9,null]],"'),  # a model may write anything
         answer(THREE, text='"output_token_logprobs":[[-9.0,9,null]]'),
         answer(THREE, {"output_token_logprobs_length": 3, "output_token_sampling_mask": [[5, 6]] * 3}),
-        answer(THREE, later={"output_token_logprobs": [[-9.0, 9, None]]}),  # where nobody asks for it
+        answer(THREE, later={"output_token_logprobs": [[-9.0, 9, None]]}),  # in an unexpected place
     ],
 )
 def test_answers_are_read_however_they_are_written(body):

@@ -1,4 +1,4 @@
-"""The sets from which tokens were drawn, from an engine's answer to the trainer's microbatch: packed, cut, joined, laid out in a row."""
+"""The sets from which tokens were drawn, from an engine's answer to the trainer's microbatch: packed, cut, joined, laid end to end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLING = Sampling(8, top_p=0.9)
 
 
 def kept(sets: list[list[int]], vocab_size: int = V, tokens: list[int] | None = None) -> KeptSets:
-    """By default each token is the first of its set."""
+    """Kept sets. By default each token is the first of its set."""
     sizes = np.array([len(each) for each in sets], np.int32)
     ids = np.array([token for each in sets for token in each], np.int32)
     return KeptSets.of(vocab_size, np.array(tokens if tokens is not None else [each[0] for each in sets], np.int32), sizes, ids)
@@ -44,7 +44,7 @@ def sets_of(known: KeptSets | None) -> list[list[int]]:
 
 @st.composite
 def sets(draw) -> tuple[int, list[list[int]]]:
-    """From vocabularies whose sets are written as ids of 2 or 4 bytes and as bits, in sizes where one form is as small as the other."""
+    """Random sets. They are packed as ids of 2 or 4 bytes, or as bits; the sizes are near the point where both forms are equally small."""
     vocab_size = draw(st.sampled_from([2, 31, 33, 64, 65, 500, 65_536, 65_537, 200_000]))
     seeds = draw(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 5, 9, 40, 4096, 9000])), max_size=6))
     rows = [np.random.default_rng(seed).permutation(vocab_size)[:size].tolist() for seed, size in seeds]
@@ -60,7 +60,7 @@ def test_what_is_packed_joined_and_cut_is_what_comes_out(made, other, cut) -> No
     assert sets_of(known) == wanted and sets_of(known.first(min(cut, len(rows)))) == wanted[:cut]
     ids_bytes, bits_bytes = 2 if vocab_size <= 65_536 else 4, 4 * math.ceil(vocab_size / 32)
     assert len(known.records) == sum(min(ids_bytes * len(row), bits_bytes) for row in rows), "whichever is smaller"
-    both = join(join(known, len(rows), None, 2), len(rows) + 2, later, len(more))  # the environment wrote two tokens in between
+    both = join(join(known, len(rows), None, 2), len(rows) + 2, later, len(more))  # two tokens of the environment lie between
     if rows or more:
         assert sets_of(both) == [*wanted, [], [], *(sorted(row) for row in more)]
     summary = known.summary()
@@ -100,7 +100,7 @@ THREE = {
 
 def test_a_completion_has_the_set_of_each_token() -> None:
     assert generation([[1]], [SAMPLING], 0)["return_sampling_mask"] is True
-    for how in ({}, {"separators": (", ", ": ")}):  # as SGLang writes it, and otherwise
+    for how in ({}, {"separators": (", ", ": ")}):  # in SGLang's form, and in another
         [found] = completions_of("e", answer(THREE, **how), [SAMPLING], None, V)
         assert sets_of(found.kept) == [[1, 5, 39], [6], list(range(V))] and found.logprobs.tolist() == [-0.25, 0.0, -1.0]
         [cut] = completions_of("e", answer(THREE, "abort", **how), [SAMPLING], None, V)
@@ -156,13 +156,13 @@ def test_turns_of_a_sample_and_what_the_environment_wrote_between_them() -> None
 
 
 def test_sets_travel_as_bytes_and_survive_a_resume() -> None:
-    """In the message, in the ledger of a checkpoint, in the batch, to the sequences that are trained on."""
+    """In messages, in a checkpoint's ledger, in the batch, up to the trained sequences."""
     samples = [two_turns(), msgspec.structs.replace(two_turns(), reward=0.0)]
     made = Group(Prompt(0, [5] * 3, "", ""), samples)
     without = Group(made.prompt, [msgspec.structs.replace(each, kept=None) for each in samples])
     ready = pack(made)
     sizes = [sum(map(len, each.pieces)) for each in (ready, pack(without))]
-    padding = 2  # without sets it makes a piece a multiple of 4 bytes
+    padding = 2  # without sets, it pads a piece to a multiple of 4 bytes
     assert sizes[0] - sizes[1] == 2 * (6 * 4 + 3 * 2 + 8 - padding), "sizes, two sets of ids, one of bits"
     [held] = msgspec.msgpack.decode(Ledger(groups=[ready]).encode(), type=Ledger).groups
     assert held == ready
@@ -181,9 +181,9 @@ def sequence(length: int, mask: list[int], known: KeptSets | None, tokens: list[
 
 
 def test_a_microbatch_has_the_sets_of_what_its_positions_predict() -> None:
-    whole = sequence(4, [0, 1, 0, 1], join(kept([[2, 0], [3]]), 2, kept([[4, 1], [5, 6, 7]]), 2), [2, 3, 4, 5])  # also of its first token
+    whole = sequence(4, [0, 1, 0, 1], join(kept([[2, 0], [3]]), 2, kept([[4, 1], [5, 6, 7]]), 2), [2, 3, 4, 5])  # its first token too
     turns = sequence(6, [0, 0, 0, 1, 0, 1], join(join(kept([[8, 9]]), 1, None, 1), 2, kept([[10]]), 1), [8, 1, 10])
-    plan = MicrobatchPlan((1, 0), (0, 6, 9))  # the first has a position of padding
+    plan = MicrobatchPlan((1, 0), (0, 6, 9))  # the first one has a position of padding
     rows = build(plan, [whole, turns], torch.device("cpu")).kept
     assert rows is not None and rows.sizes.tolist() == [0, 0, 2, 0, 1, 0, 1, 2, 3]
     sizes, ids = rows.of(np.array([2, 4, 6, 8]), torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""What a command prints at its start, and how it ends when its folder is full or read-only: first the reason, and without useless waits."""
+"""What a command prints at its start, and how it ends when its folder is full or read-only: it prints the reason first, and does not wait
+in vain."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from megarl.launch.tracking import Trackers
 from megarl.observe.metrics import MetricsWriter
 from megarl.plan.resolve import RunPlan, resolve
 
-READ_ONLY = Path("/proc/self")  # for root too
+READ_ONLY = Path("/proc/self")  # read-only even for root
 
 
 def test_a_run_that_thins_out_long_responses_says_so_at_its_start(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
     told_before_close: list[str] = []
 
     class SlowTrackers(Trackers):
-        """A fake of trackers that wait: notes what had been told by then."""
+        """Fake trackers that wait, and record what was printed by then."""
 
         def close(self) -> None:
             told_before_close.append(capsys.readouterr().err)
@@ -78,7 +79,7 @@ def test_the_reason_is_told_once_and_before_trackers_are_waited_for(
 
 
 def test_trackers_are_not_waited_for_where_their_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake of a tracker goes on reading for ever. The run's folder is gone, and nothing can be written there."""
+    """The fake tracker reads for ever. The run's folder is gone, so nothing can be written."""
     monkeypatch.setattr(tracking, "HOPELESS_S", 0.2)
     run_dir, told = tmp_path / "run", list[str]()
     settings = RunConfig(model=ModelConfig(path="none"))

@@ -1,4 +1,4 @@
-"""What a launcher writes to the trace: its start with the plan's expectations, and its end, whatever the reason."""
+"""A launcher writes to the trace: its start with the plan's expectations, and its end, whatever the reason."""
 
 from __future__ import annotations
 

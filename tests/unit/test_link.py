@@ -60,7 +60,7 @@ def test_strangers_are_refused(hub, key):
 
 
 def test_a_peer_that_connects_anew_is_heard_though_its_old_connection_still_stands(hub, key):
-    """As after a break that only its side has noticed."""
+    """As after a broken connection that only the peer has noticed."""
     before = Peer("trainer.0", key, hub.address)
     before.send(Hello("before"))
     assert hub.receive(Hello, 5, "x")[1] == Hello("before")
@@ -85,7 +85,7 @@ def test_key_file_is_private(tmp_path, key):
 
 
 def test_tasks_wait_side_by_side_each_for_its_own_type(hub, key):
-    """Messages that come while another is awaited, while nobody waits, and in the middle of sending, are all delivered."""
+    """All messages are delivered: those that come during a wait for another, without any wait, and during a send."""
     peer = Peer("trainer.0", key, hub.address)
 
     async def numbers(count: int) -> list[int]:
@@ -123,7 +123,7 @@ def test_a_task_that_waits_past_its_deadline_names_both_sides(hub):
 
 @pytest.mark.parametrize("frames", [[b"\xff\xff"], [b"\x81"], [b""], [b"a", b"b"], [encode(Hello("x")), b""]])
 def test_what_is_no_message_ends_every_wait_at_once_and_names_who_sent_it(hub, key, frames, capsys):
-    """Also of a peer that has not been heard before, and with nobody waiting for it: the event loop alone reads then."""
+    """Also from a new peer, and without a waiting task: then only the event loop reads."""
 
     async def main() -> list:
         waits = [hub.arrival(kind, None, "what does not come") for kind in (WeightsOffer, Hello)]
@@ -170,7 +170,7 @@ def test_noise_without_the_key_is_refused_and_told_and_disturbs_nobody(hub, key,
 
 
 def test_a_handshake_that_is_cut_short_is_not_called_one_without_the_key(hub, key, capsys):
-    """It may have been a member's, which was late among thousands and comes back."""
+    """It may be from a member that was late among thousands, and comes back."""
     host, port = hub.address.removeprefix("tcp://").split(":")
     with create_connection((host, int(port))):
         pass
@@ -197,7 +197,7 @@ def test_a_rush_of_messages_lets_other_tasks_have_their_turn(hub, key):
         for version in range(count):
             peer.send(WeightsOffer(version))
         assert hub.wait(30)
-        time.sleep(0.2)  # so that many are there at once
+        time.sleep(0.2)  # so that many arrive at once
         task, found = asyncio.ensure_future(look_on()), []
         while len(found) < count:
             batch = await hub.arrivals(WeightsOffer, 30, "offers")

@@ -1,4 +1,4 @@
-"""LiveCodeBench's rows, their packed tests, releases and dates, and the comparison of results."""
+"""LiveCodeBench: rows, packed tests, releases and dates, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def compressed(data: bytes) -> str:
     [
         (compressed(pickle.dumps(Evil())), "something other than a text: STACK_GLOBAL"),
         (compressed(pickle.dumps([1, 2])), "something other than a text"),
-        (compressed(b"]r\xff\xff\xff\x3f."), "something other than a text: EMPTY_LIST"),  # an unpickler makes room for a billion things
-        (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),  # a text of 2^64 bytes
+        (compressed(b"]r\xff\xff\xff\x3f."), "something other than a text: EMPTY_LIST"),  # an unpickler would allocate a billion objects
+        (compressed(b"\x80\x04\x8d" + b"\xff" * 8 + b"[]."), "neither JSON nor a text"),  # announces a text of 2^64 bytes
         (compressed(b"\x80\x09."), "a pickle of 0 texts"),
         (compressed(b"no pickle"), "neither JSON nor a text"),
         ("not base 64!", "neither JSON nor a text"),

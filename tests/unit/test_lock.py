@@ -1,4 +1,4 @@
-"""Two launches of one run: the second is refused, however earlier ones have ended."""
+"""Of two launches of one run the second is refused, however earlier ones have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `lora`: what it refuses, the layouts of adapters, and what planning counts of them."""
+"""The section `lora`: refused settings, the layouts of adapters, and their costs in the plan."""
 
 from __future__ import annotations
 

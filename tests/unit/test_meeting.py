@@ -1,4 +1,4 @@
-"""Launchers of several nodes: how they are identified, how they meet, and how the failure of one ends all."""
+"""Launchers of several nodes: how they are identified, how they meet, and how one failure ends all."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_silent_node_ends_the_run_and_a_finished_one_does_not(tmp_path, monkey
 
 
 def test_the_head_listens_to_all_nodes_and_the_others_to_the_head(tmp_path, monkeypatch):
-    """Else the signs of life of n nodes were read n * n times every other second, from one server of files."""
+    """Otherwise one file server would serve n * n reads of n nodes' heartbeats every other second."""
     monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
     head, second, third = meetings(tmp_path, count=3, silence_s=0.2)
     for each in (second, third, head, third):
@@ -129,7 +129,7 @@ def test_the_head_listens_to_all_nodes_and_the_others_to_the_head(tmp_path, monk
 
 
 def test_signs_of_life_are_overwritten_where_they_are(tmp_path, monkeypatch):
-    """A reader on NFS would be told of a stale handle, and its launcher end the run."""
+    """With a new file, a reader on NFS would get a stale handle, and its launcher would end the run."""
     monkeypatch.setattr(meeting_module, "BEAT_S", 0.0)
     first, second = meetings(tmp_path, silence_s=0.5)
     second.poll()
@@ -137,7 +137,7 @@ def test_signs_of_life_are_overwritten_where_they_are(tmp_path, monkeypatch):
         second.poll()
         assert reader.read() == "2"
     second._path_of_beats(1).unlink()
-    second._path_of_beats(1).mkdir()  # what cannot be read just now
+    second._path_of_beats(1).mkdir()  # it cannot be read now
     first.poll()
 
 

@@ -1,4 +1,5 @@
-"""`trainer.megatron`, `trainer.ddp`, `trainer.optimizer.megatron`: what is refused, by the classes of the installed Megatron."""
+"""`trainer.megatron`, `trainer.ddp`, `trainer.optimizer.megatron`: settings that the installed Megatron's classes do not allow are
+refused."""
 
 from __future__ import annotations
 

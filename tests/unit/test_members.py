@@ -1,4 +1,4 @@
-"""Process groups that strangers cannot join, and stores that they cannot reach, on real sockets of this host."""
+"""Strangers cannot join process groups, and cannot reach stores. The sockets are real ones of this host."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_listeners_of_before_are_left_alone():
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: it takes a second user")
 def test_a_stranger_who_came_before_the_group_was_closed_is_refused():
-    """Gloo would take it for the rank whose number it says."""
+    """Gloo would accept it as the rank whose number it sends."""
     refused = pytest.raises(RuntimeError, match=f"user {STRANGER} of this host has connected to a process group")
     with refused, members_only(), socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)

@@ -53,7 +53,7 @@ def test_plan(lengths: list[int], dp: int, max_tokens: int, alignment: Alignment
 
 
 def test_balance_is_of_cost_and_not_of_tokens() -> None:
-    """A long sequence has as many tokens as seven short ones. With the squares of attention it costs as much as eleven."""
+    """A long sequence has as many tokens as seven short ones. With attention's quadratic cost it costs as much as eleven."""
     lengths = [701] + [101] * 14
     by_tokens, by_cost = (plan_microbatches(lengths, 2, 10_000, squares=squares) for squares in (0.0, 1e-3))
     assert [sum(len(m.indices) for m in plan) for plan in by_tokens] == [5, 10]
@@ -63,7 +63,7 @@ def test_balance_is_of_cost_and_not_of_tokens() -> None:
 def test_microbatches_of_a_rank_cost_the_same_too() -> None:
     (plan,) = plan_microbatches([51, 41, 31, 31, 21, 21, 11], dp=1, max_tokens=110)
     assert [m.positions for m in plan] == [100, 100]
-    (fuller,) = plan_microbatches([61, 51, 41, 31, 31, 21], dp=1, max_tokens=130)  # the cheapest has no room for all: first fit
+    (fuller,) = plan_microbatches([61, 51, 41, 31, 31, 21], dp=1, max_tokens=130)  # no space for all in the cheapest one: first fit
     assert [m.positions for m in fuller] == [120, 110]
 
 
@@ -110,7 +110,7 @@ def test_build_lays_sequences_end_to_end(arrays: bool) -> None:
         fields = ("token_ids", "loss_mask", "mu_logprobs", "advantages")
         sequences = [TrainSequence(*(np.array(getattr(s, field)) for field in fields)) for s in sequences]
         reference = [np.array(row, np.float32) for row in reference]
-    batch = build(MicrobatchPlan((2, 0), (0, 2, 4)), sequences, CPU, reference)  # the last has a position of padding
+    batch = build(MicrobatchPlan((2, 0), (0, 2, 4)), sequences, CPU, reference)  # the last one has a position of padding
     assert batch.inputs.tolist() == [7, 8, 5, 0] and batch.targets.tolist() == [8, 9, 6, 0] and batch.inputs.dtype == torch.int64
     assert batch.boundaries.tolist() == [0, 2, 4] and batch.boundaries.dtype == torch.int32
     assert batch.loss_mask.tolist() == [True, True, True, False] and batch.loss_mask.dtype == torch.bool

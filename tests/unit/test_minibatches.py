@@ -46,7 +46,7 @@ def test_every_epoch_has_every_group_once(size: int, count: int, epochs: int, se
 
 
 def test_the_order_is_drawn_anew_for_each_epoch_step_and_seed():
-    """And is the one that it was when this was written: a resumed run may be of another process, machine and version."""
+    """And it never changes: a resumed run may be on another process, machine or version."""
     assert cut(8, 2, 2, seed=1, step=5) == [[0, 2, 3, 5], [1, 4, 6, 7], [0, 2, 4, 6], [1, 3, 5, 7]]
     drawn = [cut(8, 2, 1, seed, step) for seed, step in ((1, 5), (1, 6), (2, 5))] + [cut(8, 2, 2, 1, 5)[2:]]
     assert len({str(each) for each in drawn}) == 4
@@ -69,7 +69,7 @@ def test_a_mini_batch_has_whole_groups_and_its_own_denominator():
 def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_count(loss_mean: str, denominators: list[float]):
     groups = [group(0, [2, 3, 4], [1.0, 0.0, 0.0]), group(1, [5, 6, 5], [1.0, 1.0, 0.0])]
     batch = batch_of([cut_at(groups[0], 2), cut_at(groups[1], 1)], step=0)
-    algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))  # with which nothing else is left out
+    algorithm = make_algorithm(AlgorithmConfig(loss_mean=loss_mean, entropy_coefficient=0.1))  # with a bonus, nothing else is left out
     masked = masked_places(batch, mask_truncated=True)
     assert masked == {2, 4} and masked_places(batch, mask_truncated=False) == set()
     sequences = to_train_sequences(batch, algorithm.advantages(batch_rewards(batch)), algorithm.skip_zero, masked)
@@ -82,12 +82,12 @@ def test_truncated_samples_are_out_of_the_loss_and_its_mean_but_their_rewards_co
 
 
 def cut_at(group: Group, number: int) -> Group:
-    """With the sample of that number cut at its limit."""
+    """The batch with that sample cut at its limit."""
     return Group(group.prompt, [replace(each, finish_reason="length") if i == number else each for i, each in enumerate(group.samples)])
 
 
 class Shares:
-    """A trainer that has no model: only says who is to train on what."""
+    """A trainer without a model, which only assigns samples."""
 
     topology = SimpleNamespace(dp=3)
 
@@ -96,7 +96,7 @@ class Shares:
 
 
 def test_a_rank_is_assigned_what_it_trains_on_in_any_mini_batch():
-    """Found again from the mini-batches. Ranks without any numbers find the same."""
+    """The assignment follows from the mini-batches. Ranks without numbers find the same one."""
     trainer: Any = Shares()
     batch = batch_of([group(i, [1 + i % 5, 2 + i % 3], [1.0, float(i % 4 > 0)]) for i in range(12)], step=9)
     config = load_config(CONFIGS / "quickstart.yaml", ["trainer.minibatches=3", "trainer.epochs=2", "rollout.prompts_per_step=12"])

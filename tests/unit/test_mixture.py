@@ -1,4 +1,5 @@
-"""Mixtures of sources: counts at every prefix, quotas, what is refused. (Exactly once, each step: test_buffer_schedules.py.)"""
+"""Mixtures of sources: counts at every prefix, quotas, refusals. (test_buffer_schedules.py checks each step, and that each prompt comes
+once.)"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_metrics_of_sources_and_of_the_curriculum() -> None:
 
 
 def test_a_row_rests_by_its_own_scores_and_waits_for_them() -> None:
-    """Ten rows of one source in their order: ordinal 10 e + r is row r in epoch e."""
+    """Ten rows of one source, in order: ordinal 10 e + r is row r in epoch e."""
 
     def curriculum() -> Curriculum:
         return Curriculum(lambda ordinal: Place(0, *divmod(ordinal, 10)), rest_epochs=2)

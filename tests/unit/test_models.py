@@ -1,4 +1,4 @@
-"""From config.json to a spec; what is missing or unknown is named with its file."""
+"""From config.json to a spec. Missing or unknown values are named with their file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_rotated_share_of_a_head_is_read_in_the_old_and_in_the_new_form(rota
 
 @pytest.mark.parametrize(("stated", "token"), [(None, None), (0, 0), (63, 63), (-1, 63), (64, None), ([1, 2], None)])
 def test_the_token_whose_embedding_is_not_trained_is_that_of_nn_embedding(stated, token):
-    """Llama 1's -1 is the last row. Two models that differ in it alone have the same shape."""
+    """Llama 1's -1 is the last row. Two models that differ only in it have the same shape."""
     assert load_spec({**CONFIG, "pad_token_id": stated}).padding_token == token
     assert load_spec({**CONFIG, "pad_token_id": stated}) == load_spec(CONFIG)
 
@@ -117,7 +117,7 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
         ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, "sliding_window = 2047 is not supported"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window = 4096 is not supported, only None is"),  # as where the key is missing
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window = 4096 is not supported, only None is"),  # as if the key were missing
     ],
 )
 def test_what_is_not_supported_is_refused_by_key_and_value(change, message):
@@ -138,7 +138,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128_per_shard():
     assert {case: padded_vocab_size(*case) for case in cases} == cases
 
 
-# Parameters by the model cards, in billions (DeepSeek-V3 and GLM-4.6 without their multi-token-prediction layers).
+# Parameters in billions, from the model cards. DeepSeek-V3 and GLM-4.6 are without their multi-token prediction layers.
 CARDS = {
     "qwen2.5-7b": 7.615616512,
     "qwen3-8b": 8.190735360,
@@ -155,7 +155,7 @@ CARDS = {
     "gpt-oss-20b": 20.914757184,
     "gpt-oss-120b": 116.829156672,
     "qwen3-next-80b-a3b": 79.674391296,
-    "qwen3.5-397b-a17b": 396.346350336,  # without the vision tower; the name rounds the sum of both
+    "qwen3.5-397b-a17b": 396.346350336,  # without the vision tower, which the name's number includes
 }
 
 
@@ -168,7 +168,7 @@ SIZES = {
     "glm-4.6": (4, 4),
     "qwen3-next-80b-a3b": (2, 4),
     "qwen3.5-397b-a17b": (2, 8),
-}  # tensor-parallel sizes of trainer and engine, where 4 and 8 do not fit
+}  # tensor-parallel sizes of trainer and engine, for models that 4 and 8 do not fit
 
 
 @pytest.mark.parametrize("model", CARDS)
@@ -198,8 +198,8 @@ def test_every_family_is_resharded_at_its_real_size(model, quantization):
     prove_exactly_once(map)
     summary = map.summary()
     assert summary.bytes == summary.bytes_minimum and summary.receiver_max_over_mean < 1.02
-    runs = 1 + len(set(range(spec.num_layers)) - set(spec.linear_layers)) if spec.linear_layers else 1  # of layers that are alike
-    assert len(map.rows) < 2000 * runs  # grows with neither layers, experts nor replicas
+    runs = 1 + len(set(range(spec.num_layers)) - set(spec.linear_layers)) if spec.linear_layers else 1  # runs of equal layers
+    assert len(map.rows) < 2000 * runs  # the map does not grow with layers, experts or replicas
 
 
 def test_a_family_that_mixes_dense_layers_in_is_refused():
@@ -303,7 +303,7 @@ def test_windows_are_read_in_the_old_and_in_the_new_form():
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
 def test_a_sequence_classification_with_one_label_has_a_scalar_head(labels):
-    """And no weights in common with the embedding, whatever config.json says of tying."""
+    """The head shares no weights with the embedding, whatever config.json says about tying."""
     spec = load_spec({**CONFIG, "architectures": ["LlamaForSequenceClassification"], **labels})
     assert spec == load_spec(CONFIG).with_scalar_head() and (spec.head, spec.tie_word_embeddings) == ("scalar", False)
     tensors = {t.name: t.shape for t in family(spec).logical_tensors(spec)}

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction in configurations, and the requirements of speculative decoding."""
+"""The multi-token prediction layer in configurations, and the requirements of speculative decoding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_layer_is_loaded_only_if_it_is_asked_for() -> None:
     assert {f"model.layers.92.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")} <= added
     assert all(name.startswith("model.layers.92.") for name in added)
     assert len(logical_tensors(without)) < len(logical_tensors(has))
-    assert parameter_count(has) == 356_785_898_816  # 357B, as it is published
+    assert parameter_count(has) == 356_785_898_816  # 357B, as published
 
 
 def test_it_stands_on_the_last_stage_and_in_engines_that_draft() -> None:
@@ -128,7 +128,7 @@ def test_an_export_without_the_layer_is_named_in_one_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("repeated", [("model.layers.2.embed_tokens.weight", 0), ("model.layers.2.shared_head.head.weight", 1)])
 def test_a_copy_that_is_no_copy_is_refused_by_the_rank_that_holds_it(repeated: tuple[str, int], tmp_path: Path, monkeypatch) -> None:
-    """And not replaced by what it should be. With two stages the first holds the embedding, the second the output layer."""
+    """It is not silently replaced. With two stages the first holds the embedding, and the second the output layer."""
     (name, stage), values = repeated, json.loads((GLM / "config.json").read_text())
     values |= dict.fromkeys(
         ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), 2
@@ -205,7 +205,7 @@ def test_a_row_is_kept_as_far_as_it_was_drawn() -> None:
 
 
 def test_a_branch_is_found_among_siblings() -> None:
-    """Token 0 has children 1 and 3; 2 follows 1."""
+    """Token 0 has the children 1 and 3; 2 follows 1."""
     before = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
     positions, (places, children, siblings) = torch.zeros(4, dtype=torch.long), (torch.zeros(1, 4, dtype=torch.long) for _ in range(3))
     kernels.reconstruct_indices_from_tree_mask(before.flatten(), torch.tensor([5]), positions, places, children, siblings, 1, 4)

@@ -1,4 +1,4 @@
-"""The metrics of agreement, compared with their papers' formulas in float64 on the tokens themselves, and when drift is reported."""
+"""The metrics of agreement, against their papers' formulas in float64 on the tokens themselves; and the reports of drift."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megarl.trainer.step import Tally
 
 
 def microbatch(random: np.random.Generator, lengths: list[int], scale: float) -> tuple[torch.Tensor, Any]:
-    """(log-probs, MicroBatch) with padding, an environment's tokens, ages of every class, and garbage where the mask is false."""
+    """(log-probs, MicroBatch) with padding, an environment's tokens, ages of every class, and garbage outside the mask."""
     tokens = sum(lengths)
     mask = random.random(tokens) < 0.8
-    mask[: lengths[0]] = False  # nothing of the first sequence counts
+    mask[: lengths[0]] = False  # no token of the first sequence counts
     mu = -random.exponential(2.0, tokens).astype(np.float32)
     of_pi = (mu + scale * random.standard_t(2, tokens)).clip(max=0).astype(np.float32)
     mu[~mask] = 3e30
@@ -118,7 +118,7 @@ NOISE = np.random.default_rng(3).lognormal(0, 0.5, 500)
         rows(*(2e-3 * NOISE * np.linspace(1, 3, 500))),  # log-probs get sharper
         rows(*(1e-7 * NOISE * np.linspace(1, 100, 500)), limit=1e-3),  # rounding in float32
         rows(*(0.2 * NOISE), key="age_1"),  # a difference of weights
-        rows(*(2e-3 * NOISE), 9.0),  # one odd step
+        rows(*(2e-3 * NOISE), 9.0),  # one outlier step
         rows(*(0.5 * NOISE), tokens=5),
         [row | {"agreement/tokens": 500} for row in rows(*(0.2 * NOISE))],  # keys and values of older weights
         [{"step": 0, "reward/mean": 0.5}],
@@ -139,7 +139,7 @@ def test_drift_is_told() -> None:
 
 def test_a_difference_over_the_limit_is_told_and_so_are_samples_that_count_little() -> None:
     assert "differ by 0.2 on tokens" in describe_agreement(rows(0.2))
-    after = [*rows(0.2), *({"step": step} for step in range(1, 300))]  # one step behind: only the first has tokens of equal weights
+    after = [*rows(0.2), *({"step": step} for step in range(1, 300))]  # one step behind: only the first step has tokens of equal weights
     (told,) = advisories(after)
     assert "(median of the last 1), over observe.probe_limit=0.05: they do not compute the same" in told
     assert describe_agreement(rows(math.nan)) and describe_agreement(rows(math.inf))

@@ -1,4 +1,4 @@
-"""Held-out scores among the metrics: in the row after them, those of the last weights in the last row."""
+"""Held-out scores among the metrics: they go into the next row, and those of the last weights into the last row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_evaluation_stands_in_the_next_row_and_the_last_in_the_last(tmp_path:
 
 
 def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -> None:
-    """max_steps=4, eval.every=2: those of versions 2 and 4 both end when all rows are written."""
+    """max_steps=4, eval.every=2: the evaluations of versions 2 and 4 both end when all rows are written."""
     writer = MetricsWriter(tmp_path)
     for step in range(4):
         writer.write(step, {"loss": 0.5, **({"eval/version": 0, "eval/pass@1": 0.0} if step == 0 else {})})
@@ -49,7 +49,7 @@ def test_evaluations_that_end_after_the_last_row_are_all_there(tmp_path: Path) -
 
 
 def test_an_evaluation_for_which_no_row_is_left_has_its_file_alone(tmp_path: Path) -> None:
-    """eval.every=1: there is a version more than there are steps."""
+    """eval.every=1: there is one more version than steps."""
     writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
     for step in range(2):
         write_result(tmp_path, step, {"pass@1": step / 4, "suites": {"hard": {"pass@1": 0.0}}})
@@ -70,7 +70,7 @@ def test_a_resumed_run_forgets_what_is_to_be_evaluated_again(tmp_path: Path) -> 
 
 
 def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None:
-    """A run that goes on from before them reads the rest; the report names the copy."""
+    """A run that continues from before them reads the other scores. The report names the copy."""
     for version in (2, 6):
         write_result(tmp_path, version, {"pass@1": version / 8})
     copy = shutil.copy(tmp_path / "eval/version_000006.json", tmp_path / "eval/version_000008.json")
@@ -80,7 +80,7 @@ def test_scores_that_were_copied_are_of_no_other_version(tmp_path: Path) -> None
 
 
 def test_scores_in_a_row_that_a_resumed_run_cuts_off_come_into_a_later_one(tmp_path: Path) -> None:
-    """The evaluation of version 4 has ended in step 5, and the checkpoint is the one after step 4."""
+    """The evaluation of version 4 ended in step 5. The run continues from the checkpoint after step 4."""
     writer, new = MetricsWriter(tmp_path), NewEvaluations(tmp_path)
     for step in range(6):
         if step in (0, 5):

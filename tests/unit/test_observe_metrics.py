@@ -23,7 +23,7 @@ def write_steps(run_dir: Path, steps: range, resume_step: int = 0, mark: str = "
 def test_a_line_is_strict_json_with_the_values_given(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(3, {"loss": math.nan, "reward/mean": 0.25, "sync/audit_ok": True, "sync/bytes": 7, "absent": None, "grad_norm": math.inf})
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable before the writer is closed
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # readable while the writer is open
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""The limit of the log-prob difference between trainer and generator: usual values, warnings, and what ends a run."""
+"""The limit on the log-prob difference between trainer and generator: usual values, warnings, and the end of a run."""
 
 from __future__ import annotations
 

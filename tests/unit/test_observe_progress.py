@@ -1,4 +1,4 @@
-"""The live display: one line per step without a terminal, and on a terminal a table of what waits for what."""
+"""The live display: one line per step without a terminal; on a terminal, a table that shows which part waits for which."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_of_very_many_engines_the_longest_at_the_same_are_shown(tmp_path: Path) 
 
 
 def test_plain_output_fits_80_columns(tmp_path: Path) -> None:
-    """All columns at once, with large numbers, and whatever is said beside them."""
+    """With all columns, large numbers, and all other messages."""
     long = {"prompts/dropped": 99999, "loss": -123.4567, "staleness/mean": 99.9, "staleness/max": 120, "samples_per_s": 123456.0}
     times = {key: 98765.4 for key in values(0) if key.startswith("time/")}
     console = plain(width=200)
@@ -210,7 +210,7 @@ def test_duration() -> None:
 
 
 def test_steps_without_a_loss_have_headings_of_their_own(tmp_path: Path):
-    """Such as those before a critic is warm."""
+    """Such as steps that train only the critic."""
     console = plain()
     progress = Progress(tmp_path, 4, console)
     run_steps(tmp_path, 0, 4, lambda step: {key: value for key, value in values(step).items() if step > 1 or key != "loss"})

@@ -1,4 +1,4 @@
-"""The end of a run: summary, plot, trace, and rollouts that are safe to look at."""
+"""The end of a run: summary, plot, trace, and rollouts that are safe to view."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_summary_states_what_the_metrics_hold(tmp_path: Path) -> None:
     ],
 )
 def test_summary_says_when_it_was_evaluated(versions: list[int], told: str, tmp_path: Path) -> None:
-    """Engines of their own may have missed the first version, or the last."""
+    """Evaluating engines may have missed the first version, or the last."""
     write_run(tmp_path, 4)
     text = summarize(tmp_path, [{"version": version, "pass@1": version / 100} for version in versions])
     assert [line.split("pass@1")[1].strip() for line in text.splitlines() if "held-out" in line] == [told]
@@ -161,14 +161,14 @@ def test_turns_are_told_apart(tmp_path: Path) -> None:
 
 def test_model_output_cannot_act_on_the_terminal_or_forge_the_file(tmp_path: Path) -> None:
     hostile = "ok\n\nresponse 9: reward 1\n\x1b]0;title\x07\x1b[2J\r\u202eevil\u2028\ud800\x9b31m\x00\\x1b é語"
-    [(summary, texts)] = shown(group(""))  # a surrogate does not travel, but a file must stand it too
+    [(summary, texts)] = shown(group(""))  # messages carry no surrogate, but a file must bear one
     texts = replace(texts, samples=[(hostile, [])] * 2)
     text = write_rollouts(tmp_path, 0, [(summary, texts)]).read_text()
     allowed = {"\n"}
     assert not [c for c in text if not c.isprintable() and c not in allowed]
     assert not [line for line in text.splitlines() if line.startswith("response 9")]
     assert "\\x1b]0;title\\x07" in text and "\\u202e" in text and "\\ud800" in text and "é語" in text
-    assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # what was written apart stays apart
+    assert escape("\\x1b") == "\\\\x1b" != escape("\x1b")  # different texts stay different
 
 
 @pytest.mark.parametrize("damage", ["torn", "gone", "garbage"])

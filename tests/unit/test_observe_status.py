@@ -1,4 +1,4 @@
-"""One status line per process: fixed size, never read half written, put back after a wait."""
+"""One status line per process: it has a fixed size, is never read half-written, and is restored after a wait."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
 
 
 def test_no_mixture_of_two_records_passes_for_one(tmp_path: Path) -> None:
-    """A reader may overtake a writer, and read the old end behind the new middle."""
+    """A reader may overtake a writer, and read the old end after the new middle."""
     file, records = tmp_path / "status/trainer.0", []
     board = StatusBoard(tmp_path, "trainer.0")
     for text in ("aaaa" * 50, "bbbb" * 50):

@@ -1,4 +1,4 @@
-"""The installed package: folders map to names, pins agree with each other and with what is installed."""
+"""The installed package: folders map to names, and pins agree with each other and with the installed versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def lock(file: str = "cpu.txt") -> dict[str, Version]:
-    """Name -> version of a file in requirements/."""
+    """Name → version, from a file in requirements/."""
     pins: dict[str, Version] = {}
     for line in (ROOT / "requirements" / file).read_text().splitlines():
         if line.strip() and not line.startswith(("#", "    --hash=sha256:")):
@@ -56,7 +56,7 @@ def test_folders_outside_megarl_are_found_from_any_directory_but_not_under_their
 
 
 def test_make_matrix_hands_pytest_what_it_takes() -> None:
-    """The option for the report is that of tests/cpu: pytest knows it as long as it takes no argument for the path of a test."""
+    """tests/cpu defines the report's option. pytest knows it only if it takes no argument for the path of a test."""
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pytest -m matrix" in line]
     command = line.strip().removeprefix("@.venv/bin/pytest").removesuffix("$(ARGS)")
     pytest_help = [sys.executable, "-P", "-m", "pytest", *shlex.split(command), "--markers"]
@@ -92,7 +92,7 @@ def test_the_lock_satisfies_every_declared_dependency() -> None:
 
 
 def test_both_locks_have_the_same_versions() -> None:
-    """So what is tested without GPUs is what runs on them. `make lock` makes it so where SGLang allows it."""
+    """So the versions tested without GPUs also run on GPUs. `make lock` ensures that as far as SGLang allows."""
     cpu, gpu = lock(), lock("gpu.txt")
     differ = {name: (str(cpu[name]), str(gpu[name])) for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
     assert not differ and cpu["mooncake-transfer-engine-non-cuda"] == gpu["mooncake-transfer-engine-cuda13"]
@@ -107,8 +107,8 @@ def test_stand_ins_have_the_versions_of_what_they_stand_for() -> None:
 
 
 def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
-    """Mooncake's wheels link libcudart by its major version: of another one they do not import, and weights would go by NCCL without a
-    word. Transformer Engine's core is a package of its own for each."""
+    """Mooncake's wheels link one major version of libcudart. With another version they do not import, and weights would silently go over
+    NCCL. Transformer Engine has a core package for each version."""
     (flashinfer,) = [r for r in map(Requirement, metadata.requires("sglang")) if r.name.startswith("flashinfer") and r.extras]
     (cuda,) = flashinfer.extras  # such as cu13
     ours = {r.name: r for r in map(Requirement, PYPROJECT["project"]["optional-dependencies"]["gpu"])}
@@ -117,7 +117,7 @@ def test_the_gpu_extra_is_for_the_cuda_of_sglang() -> None:
 
 
 def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for() -> None:
-    """Any other, the newest included, Megatron-core imports without a word."""
+    """Megatron-core silently imports any other version, including the newest."""
     core = Path(str(metadata.distribution("megatron-core").locate_file("megatron/core")))
     asked = re.compile(r"""is_te_min_version\(["'](\d+\.\d+)""")
     known = max(Version(found) for file in core.rglob("*.py") for found in asked.findall(file.read_text()))
@@ -125,7 +125,7 @@ def test_transformer_engine_is_of_the_last_version_that_megatron_core_asks_for()
 
 
 def test_flash_linear_attention_is_of_the_version_that_megatron_core_asks_for() -> None:
-    """In its development extra. Without the package Megatron has no gated delta nets on GPUs."""
+    """The version is in its development extra. Without the package Megatron has no gated delta nets on GPUs."""
     asked = next(r for r in map(Requirement, metadata.requires("megatron-core") or ()) if r.name == "flash-linear-attention")
     assert asked.specifier.contains(lock("gpu.txt")[asked.name])
 

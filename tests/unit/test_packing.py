@@ -1,4 +1,4 @@
-"""Groups on their way to the trainer: packed, joined to shares of any samples, and split again, they are unchanged. Over random groups."""
+"""Random groups are unchanged after they are packed, joined to shares of any samples, and split again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.rollouts.channel import join, pack, share_bytes, split, summary_of, 
 
 
 def kept_sets(ids: list[int], seed: int) -> KeptSets:
-    """Around tokens of a vocabulary of 70, where 5 ids take less than bits and 7 more; none for every third token."""
+    """Sets around tokens of a vocabulary of 70, where 5 ids take less space than bits, and 7 more. Every third token has none."""
     random, rows = np.random.default_rng(seed), []
     for at, token in enumerate(ids):
         others = random.permutation(70)[: random.integers(0, 12)]

@@ -1,4 +1,4 @@
-"""The papers' runs in configs/papers, and the other rows of their tables that docs/papers.md gives overrides for."""
+"""The papers' runs in configs/papers, and further rows of their tables, for which docs/papers.md gives overrides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.roles.settings import ENGINES, place_of
 
 ROOT = Path(__file__).parents[2]
 AIPO = {"trainer.optimizer.lr": 2e-7, "rollout.prompts_per_step": 512, "rollout.n": 4, "algorithm.name": "aipo", "async.capacity": 1}
-# GPUs of trainer and of all engines, and settings as printed: LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
+# GPUs of trainer and of all engines, and settings, as printed in LlamaRL, section 8.1 and table 3; Asynchronous RLHF, tables 4 to 7 and 10
 PAPERS = {
     "llamarl_8b_math": (128, 128, {**AIPO, "trainer.tp": 8, "generator.tp": 1, "generator.max_concurrency": 32}),
     "llamarl_70b_math": (136, 120, {**AIPO, "trainer.tp": 8, "generator.tp": 4, "generator.max_concurrency": 16}),
@@ -38,7 +38,7 @@ PAPERS = {
     **{
         f"async_rlhf_{size}_tldr": (
             2,
-            2,  # one has the reward model
+            2,  # one GPU holds the reward model
             {
                 "trainer.optimizer.lr": 3e-6,
                 "trainer.optimizer.schedule": "linear",

@@ -1,4 +1,4 @@
-"""The plain scripts of the methods run, and their losses have the gradients of MegaRL's."""
+"""The plain scripts of the methods run, and their losses have the same gradients as MegaRL's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.config.schema import AlgorithmConfig
 from megarl.critic.losses import Gae, Moments
 
 SETTINGS = ["max_steps=2", "rollout.prompts_per_step=4", "rollout.n=3", "eval.limit=4", "critic.warmup_steps=1"]
-PROMPTS = ["1+2=", "7+0+9+1+5=", "3-", "1"]  # of several lengths, so they are padded
+PROMPTS = ["1+2=", "7+0+9+1+5=", "3-", "1"]  # of different lengths, so they are padded
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models far from uniform, of which some responses end and others do not."""
+    """Models far from uniform. Some of their responses end, others do not."""
     root = tmp_path_factory.mktemp("models")
     policy = make_model(root / "policy", initializer_range=0.2)
     teacher = make_model(root / "teacher", initializer_range=0.1)
@@ -69,7 +69,7 @@ def test_a_response_counts_up_to_its_end_and_padding_changes_nothing(models: dic
         assert end not in own[:-1] and (len(own) == 12 or own[-1] == end)
         assert responses.ids[row][responses.seen[row].bool()].tolist() == asked + own
         alone = method.policy(torch.tensor([asked + own])).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-        # Padding shifts positions, whose sines transformers takes in float32 whatever the model's precision.
+        # Padding shifts positions, and transformers always computes their sines in float32.
         torch.testing.assert_close(found[row][responses.written[row].bool()], alone[range(len(own)), own], rtol=0, atol=2e-5)
     assert min(lengths) < max(lengths) == 12
 

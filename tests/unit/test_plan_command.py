@@ -1,4 +1,4 @@
-"""megarl plan, for people and for scripts, and the configs in the package."""
+"""megarl plan, for people and for scripts, and the shipped configs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = [
     "speedup",
     "binding",
 ]
-# LlamaRL, table 3: GPUs, trainer's and generator's model parallel size, engines' precision. 405B trains at 8 x 16 instead of 16 and FSDP.
+# LlamaRL, table 3: GPUs, model parallel sizes of trainer and generator, engines' precision. 405B trains at 8 x 16 instead of 16 with FSDP.
 PAPER = {
     "8b_aipo_256": (256, 8, 1, None),
     "70b_aipo": (256, 8, 4, "fp8_block"),
@@ -101,7 +101,7 @@ def test_a_search_prints_overrides_that_plan_the_same(given: list[str], capsys: 
 
 
 def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those whose absence would change the plan are not among them."""
+    """They include no setting whose absence would change the plan."""
     counted = ["trainer.ddp.overlap_grad_reduce=false", "generator.server_args={chunked_prefill_size: 512, disable_overlap_schedule: true}"]
     known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
     assert known["not_counted"] == [] and known["train_s"] > plain["train_s"] and known["generate_s"] > plain["generate_s"]
@@ -140,7 +140,7 @@ def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.
 
 
 def test_a_step_overlaps_where_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unbounded is not synchronous, and a bound on staleness bounds how far ahead anything is begun."""
+    """Unbounded capacity is not synchronous. A bound on staleness limits how far ahead prompts are begun."""
 
     def sums(*arguments: str) -> bool:
         facts = plan(capsys, "configs/quickstart.yaml", *arguments)
@@ -167,7 +167,7 @@ def test_the_setting_names_the_machines_that_are_known() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    """Nor Megatron, SGLang or matplotlib: a plan is there at once."""
+    """Nor Megatron, SGLang or matplotlib, so that a plan comes at once."""
     script = (
         "import sys; from megarl import cli; cli.main(['plan', 'configs/8b_aipo.yaml', '--search', '--json']); "
         "heavy = {'torch', 'megatron', 'sglang', 'transformers', 'matplotlib', 'scipy'} & set(sys.modules); assert not heavy, heavy"

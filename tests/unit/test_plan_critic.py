@@ -72,7 +72,8 @@ def test_a_warm_start_and_a_reward_model_may_come_before_the_critics_checkpoint(
 
 
 def test_planning_counts_it() -> None:
-    """Weights, gradients and optimizer as the policy's but for the output layer; about twice the time, and one scoring pass."""
+    """Weights, gradients and optimizer are as large as the policy's, except for the output layer. A step takes about twice the time, plus
+    one scoring pass."""
     spec, trainer = load_spec(MODEL), TrainerConfig(tp=8, dp=2)
     found = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"], critic=spec.with_scalar_head())
     alone = trainer_memory(spec, trainer, "bfloat16", GPUS["H100"])

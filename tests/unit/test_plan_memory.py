@@ -1,6 +1,6 @@
-"""Memory of the planner against counting by hand and against the layouts that the reshard map joins.
+"""The planner's memory against counts by hand, and against the layouts of the reshard map.
 
-Against a real Megatron trainer that weighs itself: tests/cpu/test_planner_memory.py.
+tests/cpu/test_planner_memory.py compares it with a real Megatron trainer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def spec(name: str):
 def test_weights_are_those_of_the_fullest_rank_of_the_layout(model: str, sizes: dict) -> None:
     layout = trainer_layout(spec(model), TrainerTopology(**sizes), "bfloat16")
     fullest: dict[int, int] = {}
-    for rank in range(layout.world_size):  # tensor by tensor, as a rank of the run has them
+    for rank in range(layout.world_size):  # tensor by tensor, as on a rank of the run
         stage = rank // (layout.world_size // sizes.get("pp", 1))
         held = sum(math.prod(tensor.shape) for tensor in layout.tensors(rank))
         fullest[stage] = max(fullest.get(stage, 0), held)
@@ -83,27 +83,27 @@ def test_engine_weights_are_those_of_the_layout(model: str, tp: int, ep: int, qu
 
 
 def test_the_trainer_of_70b_by_hand() -> None:
-    """TP8: an eighth of every matrix, embedding and head padded to 128 * 8 rows; norms whole."""
+    """TP8: an eighth of every matrix, with embedding and head padded to 128 * 8 rows; whole norms."""
     layers, hidden, ffn, kv, vocab = 80, 8192, 28672, 1024, 129024
     matrices = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn) + 2 * vocab * hidden
     held = matrices // 8 + (2 * layers + 1) * hidden
     trainer = TrainerConfig(tp=8, dp=16, sequence_parallel=True, recompute=True, max_tokens_per_microbatch=8192)
     found = trainer_memory(spec("llama-3.1-70b"), trainer, "bfloat16", H100)
     assert (found.weights, found.gradients, found.optimizer) == (2 * held, 4 * held, 12 * held / 16)
-    boundaries = layers * 8192 * hidden * 2 / 8  # what enters each layer, an eighth of the sequence
-    # One layer whole: norms in and out, q k v and the attention's output, gate, up and their product; then its widest gradients.
+    boundaries = layers * 8192 * hidden * 2 / 8  # the input of each layer, for an eighth of the sequence
+    # One whole layer: inputs and outputs of norms; q, k, v and attention's output; gate, up and their product; then the widest gradients.
     kept = 4 * hidden / 8 + (2 * hidden + 2 * kv) / 8 + 3 * ffn / 8
     workspace = 2 * 2 * ffn / 8 + 2 * hidden / 8 + hidden
     assert found.activations == boundaries + 2 * 8192 * (kept + workspace)
-    # Hidden states and their gradient; zeros as large as the output layer, which are more than a chunk's logits and their gradient.
+    # Hidden states and their gradient; and zeros as large as the output layer, which exceed a chunk's logits and their gradient.
     assert 2 * hidden * vocab / 8 > 2048 * vocab / 8 * (4 + 2)
     assert found.logits == 2 * 2 * 8192 * hidden + 2 * hidden * vocab / 8
     assert found.total < H100.memory_gib * GIB
 
 
 def test_a_layer_keeps_what_megatron_reckons() -> None:
-    """Megatron-LM, theoretical_memory_usage.py: 18 h + 4 f bytes a token of a layer of a GPT with as many kv heads as heads. Here no
-    dropout masks (2 h less), and a gate beside the up projection (2 f more)."""
+    """Megatron-LM, theoretical_memory_usage.py: 18 h + 4 f bytes a token and layer, for a GPT with as many kv heads as heads. Here there
+    are no dropout masks (2 h less), but a gate beside the up projection (2 f more)."""
     llama = replace(spec("llama-3.1-8b"), num_kv_heads=32)
     kept = 2 * memory.of_layer(llama, TrainerConfig(), experts=False).kept
     assert kept == 18 * 4096 + 4 * 14336 - 2 * 4096 + 2 * 14336
@@ -124,7 +124,8 @@ def test_a_frozen_reference_is_a_copy_of_the_weights() -> None:
 
 
 def one_forward_one_backward(pp: int, stage: int, count: int) -> int:
-    """Most microbatches alive on a stage, by walking its schedule: warm-up forwards, then one of each, then what is left."""
+    """The largest number of live microbatches on a stage, by its schedule: warm-up forwards, then forwards and backwards in turn, then the
+    remaining backwards."""
     warm_up = min(pp - stage - 1, count)
     order = ["F"] * warm_up + ["F", "B"] * (count - warm_up) + ["B"] * warm_up
     alive = most = 0
@@ -142,7 +143,7 @@ def test_microbatches_in_flight(pp: int, stage: int) -> None:
 def test_virtual_stages_keep_more_chunks_in_flight() -> None:
     """Narayanan et al. 2021 (Megatron-LM), section 2.2.2: 1 + (p - 1) / (p v) of a whole model's activations on the first of p stages.
 
-    One more chunk's share is alive while the last of them is worked on.
+    During work on the last of them, one more chunk's share is alive.
     """
     for pp, vpp in ((4, 2), (8, 5), (2, 4)):
         whole_model = microbatches_in_flight(TrainerConfig(pp=pp, vpp=vpp), 0) / pp
@@ -173,18 +174,19 @@ def test_logits_are_on_the_last_stage_alone() -> None:
     stages = stage_memory(spec("llama-3.1-8b"), TrainerConfig(pp=4), "bfloat16", H100)
     assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
     kept = [stage.activations for stage in stages]
-    assert kept == sorted(kept, reverse=True)  # the first stage has most microbatches in flight
+    assert kept == sorted(kept, reverse=True)  # the first stage has the most microbatches in flight
 
 
 def test_kv_cache_of_a_token() -> None:
-    """8B: 32 layers, keys and values of 8 heads of 128 in bf16. Beyond 8 ranks heads are repeated. DeepSeek-V3: 512 + 64 a layer."""
+    """8B has 32 layers, and keys and values of 8 heads of 128 in bf16. With more than 8 ranks heads are copied. DeepSeek-V3 has 512 + 64 a
+    layer."""
     llama, deepseek = spec("llama-3.1-8b"), spec("deepseek-v3")
     one, eight, sixteen = (GeneratorConfig(tp=tp) for tp in (1, 8, 16))
     assert kv_bytes_per_token(llama, one, 2) == 32 * 2 * 8 * 128 * 2 == 131072
     assert kv_bytes_per_token(llama, eight, 2) == kv_bytes_per_token(llama, sixteen, 2) == 131072 / 8
     assert kv_bytes_per_token(deepseek, eight, 2) == kv_bytes_per_token(deepseek, one, 2) == 61 * 576 * 2
-    assert kv_bytes_per_token(deepseek, GeneratorConfig(tp=8, dp_attention=8), 2) == 61 * 576 * 2 / 8  # each replica its own requests
-    qwen = spec("qwen3-235b-a22b")  # 4 key-value heads: at tp 8 each is held twice, by two replicas of attention once
+    assert kv_bytes_per_token(deepseek, GeneratorConfig(tp=8, dp_attention=8), 2) == 61 * 576 * 2 / 8  # each replica has its own requests
+    qwen = spec("qwen3-235b-a22b")  # 4 key-value heads: at tp 8 each has two copies; with two replicas of attention, one
     assert kv_bytes_per_token(qwen, eight, 2) == 2 * kv_bytes_per_token(qwen, GeneratorConfig(tp=8, dp_attention=2), 2)
 
 
@@ -208,7 +210,7 @@ def test_an_engine_needs_room_for_what_is_wanted() -> None:
 
 
 def test_an_engine_prefills_in_chunks() -> None:
-    """Of SGLang's default size on such a GPU, or of the size that its arguments say; and it has a table of 4 bytes a token of context."""
+    """Chunks have SGLang's default size on such a GPU, or the size in its arguments. And a table takes 4 bytes a token of context."""
     llama, plain = spec("llama-3.1-8b"), GeneratorConfig(max_concurrency=64)
     smaller, whole = (GeneratorConfig(max_concurrency=64, server_args={"chunked_prefill_size": n}) for n in (2048, -1))
     assert [prefill_tokens(llama, plain, GPUS[gpu]) for gpu in ("H100", "H200", "B200")] == [8192, 8192, 16384]
@@ -239,7 +241,8 @@ def test_the_longest_sequence_must_fit_a_microbatch_and_an_engine(overrides: lis
 
 
 def test_landing_memory_is_for_what_the_trainer_alone_cuts_by_columns() -> None:
-    """Attention's output and the MLP's: all of it at TP1 from TP2; at TP2 from TP8 every rank's half; nothing from TP1, nor TP8 to TP8."""
+    """The output projections of attention and MLP: whole from TP2 to TP1; every rank's half from TP8 to TP2; nothing from TP1, nor from TP8
+    to TP8."""
     llama = spec("llama-3.1-8b")
     cut_by_columns = 32 * (4096 * 4096 + 4096 * 14336) * 2
     sizes = {

@@ -1,4 +1,4 @@
-"""Resolving: what follows from a config, every cross-role mistake, and the configs that ship."""
+"""Resolving: the consequences of a config, every mistake between roles, and the shipped configs."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
 
 
 def deepseek(tmp_path: Path, **other: int) -> str:
-    """Override that names a folder with the config.json of DeepSeek-V3, but for `other`."""
+    """An override that names a folder with DeepSeek-V3's config.json, changed by `other`."""
     values = json.loads((CONFIGS / "models/deepseek-v3/config.json").read_text())
     values.pop("quantization_config", None)
     (tmp_path / "deepseek").mkdir()
@@ -252,7 +252,7 @@ def test_fused_rows_that_are_no_whole_blocks_have_no_other_size_as_advice(tmp_pa
 
 
 def test_without_sglang_its_arguments_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a laptop that only plans."""
+    """Such as on a laptop that only plans."""
     monkeypatch.setattr(vendor_settings, "sglang_arguments", dict)
     assert isinstance(resolve(config(tmp_path, "generator.server_args.enable_mixed_chunks=true")), RunPlan)
     assert problems_of(tmp_path, "generator.server_args.tp_size=2") == ["generator.server_args.tp_size=2: must be set by generator.tp"]
@@ -298,7 +298,7 @@ def test_problems_of_the_warm_starts_sizes_name_its_own_keys(tmp_path: Path) -> 
         "sft.batch_size=128: must be at least sft.dp=1000",
         "sft.tp=3: must divide the model's 32 attention heads and 8 key-value heads and 14336 ffn rows",
     ]
-    # A dry run that would advise megarl sft finds what that would refuse.
+    # A dry run that would advise megarl sft also finds what megarl sft would refuse.
     advised = ["model.random_init=true", "sft.steps=1"]
     assert problems_of(tmp_path, *advised, "sft.pp=5", command="dry-run") == ["sft.pp=5: must divide the model's 32 layers"]
     assert resolve(config(tmp_path, weights, "sft.pp=5"), "dry-run")

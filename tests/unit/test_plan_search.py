@@ -1,4 +1,4 @@
-"""Search and remedies: what they name is legal, fits when planned anew, and nothing that was looked at is faster."""
+"""Search and remedies: their settings are legal, fit when they are planned again, and no searched settings are faster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @functools.cache
 def found_for(name: str, gpus: int) -> tuple[Found, RunConfig]:
-    """What a search for the config that ships finds, which several tests look at."""
+    """The results of a search for the shipped config, which several tests use."""
     return search(*load(name), gpus)
 
 
@@ -76,13 +76,13 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
-    """What bisection stands on."""
+    """Bisection depends on this."""
     config, spec = load("70b_aipo")
     one = Search(config, spec, 256)
     trainers = [side.seconds if (side := one.trainer(gpus)) else math.inf for gpus in range(8, 256, 8)]
     generators = [side.seconds if (side := one.generator(gpus)) else math.inf for gpus in range(8, 256, 8)]
     for times in (trainers, generators):
-        assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []  # but for what does not divide
+        assert [(a, b) for a, b in itertools.pairwise(times) if b > a * 1.02] == []  # except for sizes that do not divide
 
 
 def test_nothing_fits_says_who_is_too_large() -> None:
@@ -113,7 +113,7 @@ def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
     found = remedies(config, spec, before)
     assert {remedy.side for remedy in found} == set(before.overfull)
     for remedy in found:
-        again, _ = load(name, *overrides, *written(remedy.settings).split())  # by the very words that are printed
+        again, _ = load(name, *overrides, *written(remedy.settings).split())  # with exactly the printed words
         assert again == turned(config, remedy.settings) and problems(again, spec) == []
         assert remedy.side not in estimate(again, spec).overfull, written(remedy.settings)
 
@@ -124,7 +124,7 @@ def test_what_fits_needs_no_remedy() -> None:
 
 
 def test_the_baseline_holds_both_phases() -> None:
-    """At 405B memory asks for the 64 GPUs a model that the paper's baseline has."""
+    """At 405B, memory needs 64 GPUs a model, as in the paper's baseline."""
     config, spec = load("405b_aipo")
     baseline = best_baseline(config, spec, 1024)
     assert baseline is not None and baseline.m == 64
@@ -143,7 +143,7 @@ def test_uneven_stages_take_the_layers_that_are_there(layers: int, pp: int) -> N
 
 
 def test_a_search_of_the_largest_budget_is_a_matter_of_seconds() -> None:
-    """Counted, not timed: how often the two sides are asked."""
+    """The test counts the calls to the two sides, and measures no time."""
     config, spec = load("405b_aipo")
     one = Search(config, spec, 1024)
     one.run()

@@ -38,12 +38,12 @@ PROBLEMS = st.builds(
 
 
 def trainer_memory(p: Problem, b_t: float, m_t: float) -> float:
-    """Per GPU, equation 4."""
+    """Memory per GPU, equation 4."""
     return (4 * p.weights + p.activation * b_t) / m_t
 
 
 def generator_memory(p: Problem, b_g: float, m_g: float) -> float:
-    """Per GPU, equation 5."""
+    """Memory per GPU, equation 5."""
     return (p.weights + p.kv_cache * b_g) / m_g
 
 
@@ -57,7 +57,7 @@ def asynchronous_s(p: Problem, b_t: float, b_g: float, m_t: float, m_g: float, t
     return p.batch / p.gpus * max(p.eta_t(b_t) * m_t / theta, p.eta_g(b_g) * m_g / (1 - theta))
 
 
-# 8B on H100s, in GiB and seconds: of the size of the paper's runs.
+# 8B on H100s, in GiB and seconds, about as large as the paper's runs.
 EXAMPLE = Problem(
     gpus=256, batch=2048, memory=80, weights=15, activation=2, kv_cache=0.3, eta_t=AffineEta(0.5, 0.2), eta_g=AffineEta(20, 0.1)
 )
@@ -78,7 +78,7 @@ def test_the_closed_form_is_the_minimum_that_sympy_derives() -> None:
 
 
 def test_the_optimum_of_problem_7_against_a_grid() -> None:
-    """All of (b_t, b_g, theta) on a fine grid, with the least m that memory allows: nothing is faster, something comes near."""
+    """All (b_t, b_g, theta) on a fine grid, with the smallest m that memory allows: no point is faster, and some point comes close."""
     batches = np.geomspace(0.1, 1e4, 400)
     of_train = (4 * EXAMPLE.weights + EXAMPLE.activation * batches) / EXAMPLE.memory * np.array([EXAMPLE.eta_t(b) for b in batches])
     of_generate = (EXAMPLE.weights + EXAMPLE.kv_cache * batches) / EXAMPLE.memory * np.array([EXAMPLE.eta_g(b) for b in batches])
@@ -104,7 +104,7 @@ def test_theorem_7_5_asynchronous_is_strictly_faster(problem: Problem) -> None:
     asynchronous, synchronous = best_asynchronous(problem), best_synchronous(problem)
     assert asynchronous.step_s < synchronous.step_s
     a, s = asynchronous, synchronous
-    # Both are admissible, memory is full (lemmas B.1, B.2), and equations 2 and 3 give the same step times.
+    # Both solutions are admissible and fill the memory (lemmas B.1, B.2), and equations 2 and 3 give the same step times.
     assert trainer_memory(problem, a.b_t, a.m_t) == pytest.approx(problem.memory)
     assert generator_memory(problem, a.b_g, a.m_g) == pytest.approx(problem.memory)
     both = trainer_memory(problem, s.b_t, s.m) + generator_memory(problem, s.b_g, s.m)
@@ -116,7 +116,7 @@ def test_theorem_7_5_asynchronous_is_strictly_faster(problem: Problem) -> None:
 @settings(max_examples=40, deadline=None)
 @given(PROBLEMS, st.floats(0.1, 10), st.floats(0.1, 10))
 def test_theorem_7_5_holds_against_any_synchronous_configuration(problem: Problem, b_t: float, b_g: float) -> None:
-    """At any batches, not only at its optimum."""
+    """At any batch sizes, not only at the optimum."""
     m = (5 * problem.weights + problem.activation * b_t + problem.kv_cache * b_g) / problem.memory
     assert best_asynchronous(problem).step_s < synchronous_s(problem, b_t, b_g, m)
 
@@ -124,7 +124,7 @@ def test_theorem_7_5_holds_against_any_synchronous_configuration(problem: Proble
 @settings(max_examples=100, deadline=None)
 @given(PROBLEMS, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 0.99))
 def test_nothing_beats_the_closed_form(problem: Problem, left: float, right: float, theta: float) -> None:
-    """Any other batches within e^2 of the best, and any split, with as much model parallelism as memory asks for."""
+    """Any other batch sizes within a factor e^2 of the best, and any split, with the model parallelism that memory needs."""
     best = best_asynchronous(problem)
     b_t, b_g = best.b_t * math.exp(left), best.b_g * math.exp(right)
     m_t = (4 * problem.weights + problem.activation * b_t) / problem.memory
@@ -133,7 +133,7 @@ def test_nothing_beats_the_closed_form(problem: Problem, left: float, right: flo
 
 
 def test_the_problem_of_a_run_is_made_of_what_the_planner_says() -> None:
-    """8B: 8.03e9 weights of 2 bytes; of a token 2 * 8 heads * 128 keys and values in 32 layers; decoding 64 at a time as the line says."""
+    """8B: 8.03e9 weights of 2 bytes; 2 * 8 heads * 128 keys and values a token in 32 layers; decoding of 64 at a time follows the line."""
     config = load_config(ROOT / "configs/8b_aipo.yaml")
     spec, work = load_spec(ROOT / "configs/models/llama-3.1-8b"), Workload.of(config)
     found = problem_of(config, spec, gpus=8)

@@ -1,4 +1,4 @@
-"""Times of the planner against counting by hand, against a simulation, and against the map that a run carries out."""
+"""The planner's times against counts by hand, against a simulation, and against a run's map."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(name: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize(("spec", "active"), [(LLAMA_8B, 7.50e9), (LLAMA_70B, 69.5e9), (QWEN_30B, 3.03e9)])
 def test_flops_of_a_token_are_two_per_active_parameter(spec: object, active: float) -> None:
-    """All but the embedding; of Qwen3-30B-A3B the 3.3 billion of its name, less 0.3 of the embedding."""
+    """All parameters except the embedding. For Qwen3-30B-A3B these are the 3.3 billion active ones, minus 0.3 for the embedding."""
     assert flops_per_token(spec, 0) == pytest.approx(2 * active, rel=0.01)
 
 
@@ -46,7 +46,7 @@ def test_attention_is_half_of_a_square() -> None:
 
 @pytest.mark.parametrize("length", [64, 1000])
 def test_a_token_attends_to_those_before_it_or_to_those_in_its_window(length: int) -> None:
-    """A mean over the positions of a sequence, and over gpt-oss-20b's layers: every other one has a window of 128."""
+    """The mean is over a sequence's positions, and over gpt-oss-20b's layers: every other one has a window of 128."""
     spec = load_spec(CONFIGS / "models/gpt-oss-20b")
     full, window = (np.minimum(np.arange(length) + 0.5, most).mean() for most in (length, 128))
     assert attended(spec, length) == pytest.approx((full + window) / 2, rel=1e-4)
@@ -59,21 +59,22 @@ def step(spec: object = LLAMA_70B, work: Workload | None = None, cluster: Cluste
 
 
 def test_a_pipeline_pays_its_bubble() -> None:
-    """(pp - 1) / microbatches of the rest, a share of it with virtual stages."""
+    """The bubble is (pp - 1) / microbatches of the remaining time, and less with virtual stages."""
     work = Workload(128, 32, 4096, 4096, 4096)  # 128 microbatches of one sequence
-    endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))  # nothing but the bubble
+    endless = replace(H100, gpus_per_node=64, gpu=replace(H100.gpu, nvlink_bytes_per_s=1e18))  # only the bubble counts
     alone, piped, virtual = (step(work=work, cluster=endless, **sizes) for sizes in ({}, {"pp": 4}, {"pp": 4, "vpp": 5}))
     rest = piped.compute + piped.tensor_parallel
     assert alone.pipeline == 0
     assert piped.pipeline == pytest.approx(3 / 128 * rest, rel=0.01)
-    assert virtual.pipeline < piped.pipeline / 4  # a fifth, and the starts of its messages
+    assert virtual.pipeline < piped.pipeline / 4  # a fifth, plus the starts of messages
     assert piped.compute == pytest.approx(alone.compute / 4, rel=0.05)
-    assert step(work=work, pp=4).pipeline > piped.pipeline  # and what passes between stages
+    assert step(work=work, pp=4).pipeline > piped.pipeline  # plus the messages between stages
 
 
 def test_attention_is_paid_by_the_square_of_each_length() -> None:
-    """Half of the tokens in sequences of 1,000, half in those of 9,000, cost as sequences of 5,000 would. Of 40,000 tokens on one H100 a
-    layer of 8B takes 2 * 32 * (128 + 128) * 5000 / 2 FLOPs a token forward, 2.5 times that backward (FlashAttention-2)."""
+    """If half of the tokens are in sequences of 1,000 and half in sequences of 9,000, they cost as much as in sequences of 5,000. For
+    40,000 tokens on one H100, a layer of 8B takes 2 * 32 * (128 + 128) * 5000 / 2 FLOPs a token forward, and 2.5 times that backward
+    (FlashAttention-2)."""
     work = Workload(64, 16, 1000, 9000, 9000)
     assert work.tokens_per_square == 10_000
     lengths = [1000] * 9 + [9000]
@@ -91,7 +92,7 @@ def test_attention_is_paid_by_the_square_of_each_length() -> None:
 
 
 def test_lengths_that_vary() -> None:
-    """Against numbers: exponential lengths with mean 2,000 before a cut at 8,000."""
+    """Against random numbers: exponential lengths with mean 2,000, cut at 8,000."""
     work = Workload(64, 16, 100, 2000 * (1 - np.exp(-4)), 8000)
     drawn = np.minimum(np.random.default_rng(0).exponential(2000, 2_000_000), 8000)
     assert work.mean_square == pytest.approx(np.mean(drawn**2), rel=5e-3)
@@ -101,7 +102,7 @@ def test_lengths_that_vary() -> None:
 
 
 def test_keys_and_values_go_around_while_attention_computes() -> None:
-    """8 key-value heads of 128 over tp 8: 512 bytes a token. Three steps of a ring between nodes, over one NIC."""
+    """8 key-value heads of 128 over tp 8 are 512 bytes a token. They take three ring steps between nodes, over one NIC."""
     trainer = TrainerConfig(tp=8, cp=4, sequence_parallel=True)
     model = TrainModel(LLAMA_70B, trainer, "bfloat16", H100)
     ring_s = 3 * (10e-6 + 32768 / 4 * 512 / (0.75 * 50e9))
@@ -112,14 +113,15 @@ def test_keys_and_values_go_around_while_attention_computes() -> None:
 
 
 def test_one_long_sequence_among_many_short_ones() -> None:
-    """Nothing cuts it over dp, so the rank that has it works longest: 128k tokens beside 255 sequences of 1,000 on 16 ranks."""
+    """Data parallelism does not cut a sequence, so the long one's rank works longest: 128k tokens beside 255 sequences of 1,000 on 16
+    ranks."""
     model = TrainModel(LLAMA_8B, TrainerConfig(dp=16, max_tokens_per_microbatch=131072), "bfloat16", H100)
 
     class OneLong(Workload):
-        straggler = 131_072 - 500  # what is longest in a step, for this one test
+        straggler = 131_072 - 500  # the longest sequence of a step, only in this test
 
     work = OneLong(256, 64, 500, (255 * 500 + 130_572) / 256, 130_572)
-    square = 32 * 2 * 32 * 256 / 2 / (2 * 7.5047e9)  # attention's FLOPs a token and token of length, over all others
+    square = 32 * 2 * 32 * 256 / 2 / (2 * 7.5047e9)  # attention's FLOPs per token and token of length, over all other FLOPs
     share = 256 / 16 * work.tokens_per_sequence * (1 + square * work.tokens_per_square)
     assert model._longest_share(work) == pytest.approx(131_072 * (1 + square * 131_072) / share, rel=1e-3)
     assert model._longest_share(work) > 2
@@ -127,7 +129,8 @@ def test_one_long_sequence_among_many_short_ones() -> None:
 
 
 def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
-    """70B on tp 8, dp 4: 8.8e9 elements a rank over one NIC each. What is left is what the backward pass is too short for, or a bucket."""
+    """70B on tp 8, dp 4: 8.8e9 elements a rank, with one NIC each. The exposed time is what the backward pass does not cover, and at least
+    one bucket."""
     model = TrainModel(LLAMA_70B, TrainerConfig(tp=8, dp=4, sequence_parallel=True), "bfloat16", H100)
     (held,) = trainer_held(LLAMA_70B, model.trainer, "bfloat16")
     group = Group(4, 8, H100, CONSTANTS)
@@ -153,7 +156,7 @@ def test_what_costs_more() -> None:
 
 
 def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
-    """Each step its own gradients, bubble and update; a batch is scored once, whatever its epochs."""
+    """Each step has its own gradients, bubble and update. A batch is scored once, however many epochs."""
     work = Workload(512, 128, 512, 512, 1024)
     sizes = {"dp": 4, "pp": 2}
     quarter = step(work=replace(work, sequences=128), **sizes)
@@ -170,7 +173,7 @@ def test_a_batch_of_several_optimizer_steps_costs_as_much_as_they_do() -> None:
 
 
 def test_what_is_scored_beside_training() -> None:
-    """The proximal policy only where it is not the policy itself; for pairs, policy and reference, the policy in every epoch."""
+    """The proximal policy, unless it is the policy itself. For pairs, policy and reference, and the policy in every epoch."""
     decoupled, several, penalised = "algorithm.ratio=decoupled", "trainer.minibatches=2", "algorithm.kl_coef=0.1"
     passes = {(): 0, (several,): 0, (decoupled,): 0, (decoupled, several): 1, (penalised,): 1, (penalised, decoupled, several): 2}
     in_reward, pairs = "algorithm.kl=reward", "algorithm.name=online_dpo"
@@ -185,15 +188,15 @@ def test_experts_cost_what_they_compute_and_send() -> None:
     inside = step(QWEN_30B, tp=1, dp=16, ep=8, sequence_parallel=False)
     across = step(QWEN_30B, tp=1, dp=16, ep=16, sequence_parallel=False)
     dense = step(LLAMA_8B, tp=1, dp=16, sequence_parallel=False)
-    assert dense.expert_parallel == 0 < inside.expert_parallel < across.expert_parallel / 2  # NVLink against the NIC
+    assert dense.expert_parallel == 0 < inside.expert_parallel < across.expert_parallel / 2  # NVLink instead of the NIC
 
 
 def test_collectives_by_where_the_ranks_stand() -> None:
     node, nodes, strided = (Group(*place, H100, CONSTANTS) for place in ((8, 1), (64, 1), (16, 8)))
     assert (node.nodes, nodes.nodes, strided.nodes) == (1, 8, 16)
     assert node.bytes_per_s == pytest.approx(0.75 * 450e9)
-    assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs side by side
-    assert strided.bytes_per_s == pytest.approx(0.75 * 50e9)  # one member a node: its own NIC
+    assert nodes.bytes_per_s == pytest.approx(0.75 * 400e9)  # eight NICs in parallel
+    assert strided.bytes_per_s == pytest.approx(0.75 * 50e9)  # one member a node, with its own NIC
     assert node.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 1e9 / node.bytes_per_s, rel=0.01)
     assert Group(1, 1, H100, CONSTANTS).all_reduce_s(1e9) == 0 == Group(1, 1, H100, CONSTANTS).all_to_all_s(1e9)
 
@@ -202,12 +205,12 @@ def test_lengths_have_the_mean_they_were_given() -> None:
     for mean, longest in ((512, 2048), (1024, 2048), (1900, 2048), (100, 4096)):
         work = Workload(64, 16, 128, mean, longest)
         at = (np.arange(20000) + 0.5) * longest / 20000
-        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)  # E = integral of the survivors
+        assert np.mean([work.survivors(t) for t in at]) * longest == pytest.approx(mean, rel=1e-3)  # E integrates the survival function
     assert Workload(64, 16, 128, 2048, 2048).straggler == 2048
 
 
 def simulated_steps(lengths: np.ndarray, slots: int) -> int:
-    """Decoding steps of one engine that fills a free slot at once: an independent reference, request by request."""
+    """The decoding steps of an engine that fills a free slot at once, simulated request by request as an independent reference."""
     waiting, running, steps = list(lengths), [], 0
     while waiting or running:
         while waiting and len(running) < slots:
@@ -220,9 +223,9 @@ def simulated_steps(lengths: np.ndarray, slots: int) -> int:
 
 @pytest.mark.parametrize(("requests", "slots"), [(32, 32), (128, 16), (128, 64), (512, 32)])
 def test_generation_against_a_simulation(requests: int, slots: int) -> None:
-    """With every decoding step of the same length, time counts steps. The slowest of 16 engines, over many draws."""
+    """All decoding steps take equally long, so time counts steps. The result is for the slowest of 16 engines, over many draws."""
     engines, work = 16, Workload(16 * requests, 4 * requests, 128, 400, 2048)
-    flat = replace(CONSTANTS, decode_step_s=1e6, decode_layer_s=0.0)  # nothing but the overhead counts
+    flat = replace(CONSTANTS, decode_step_s=1e6, decode_layer_s=0.0)  # only the overhead counts
     model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=engines, tp=1, max_concurrency=slots), "bfloat16", H100, flat)
     random = np.random.default_rng(0)
     draws = np.minimum(random.exponential(work.scale, (12, engines, requests)), 2048).astype(int) + 1
@@ -232,7 +235,7 @@ def test_generation_against_a_simulation(requests: int, slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [32, 8])
 def test_the_tail_works_on_what_is_left(slots: int) -> None:
-    """Where only products count, time is tokens: as many as the responses have, however they are spread over steps."""
+    """If only matrix products count, time is proportional to the responses' tokens, however they are spread over steps."""
     work = Workload(64, 16, 128, 400, 2048)
     slow = replace(CONSTANTS, decode_gemm_efficiency=1e-9)
     model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=2, max_concurrency=slots), "bfloat16", H100, slow)
@@ -250,9 +253,9 @@ def test_carrying_responses_over_leaves_no_tail() -> None:
 
 
 def test_responses_that_are_prefilled_again() -> None:
-    """Once a step, for 64 running requests: with 70B in fp8 on 8 H100, half of 8 * 1979e12 FLOP/s."""
+    """Once a step, for 64 running requests, with 70B in fp8 on 8 H100, at half of 8 * 1979e12 FLOP/s."""
     model = GenerateModel(LLAMA_70B, GeneratorConfig(tp=8, max_concurrency=64, quantization="fp8_block"), "bfloat16", H100)
-    work = Workload(512, 128, 200, 1000, 1000)  # equally long, so half done on average: 700 tokens
+    work = Workload(512, 128, 200, 1000, 1000)  # equal lengths, so on average half done: 700 tokens
     kept, again = (model.seconds(work, carried_over=True, prefilled_again=p).prefill for p in (False, True))
     flops = 2 * (parameter_count(LLAMA_70B) - 128256 * 8192) + 80 * 2 * 64 * 256 * 1400 / 2
     assert again - kept == pytest.approx(64 * 700 * flops / (8 * 1979e12 / 2), rel=1e-3)
@@ -278,7 +281,7 @@ def test_decoding_is_bound_by_memory_then_by_products() -> None:
 
 
 def test_a_decoding_step_samples_and_reads_the_cache() -> None:
-    """128 requests with 32,000 tokens each; 8B keeps 131,072 bytes a token. 15.5 passes over fp32 logits of 128,256 words."""
+    """128 requests have 32,000 tokens each, and 8B keeps 131,072 bytes a token. Sampling takes 15.5 passes over 128,256 fp32 logits."""
     model = GenerateModel(LLAMA_8B, GeneratorConfig(), "bfloat16", H100)
     short, long = model.decode_step(128, 0), model.decode_step(128, 32_000)
     assert long.memory - short.memory == pytest.approx(128 * 32_000 * 131_072 / (0.8 * 3.35e12))
@@ -291,13 +294,13 @@ def test_the_scheduler_works_while_the_gpu_computes() -> None:
     few, many = model.decode_step(8, 100), replace(model, generator=GeneratorConfig(tp=8)).decode_step(64, 100)
     gpu = few.memory + few.sampling + few.launches
     assert few.host == pytest.approx(2e-3 + 8 * 20e-6) and few.total == pytest.approx(gpu)
-    assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)  # a small model on many GPUs goes at its scheduler's pace
+    assert many.total == many.host == pytest.approx(2e-3 + 64 * 20e-6)  # the scheduler limits a small model on many GPUs
     for apart in (
         replace(model, overlapped=False),
         replace(model, generator=GeneratorConfig(server_args={"disable_overlap_schedule": True})),
     ):
         assert apart.decode_step(8, 100).total == pytest.approx(gpu + few.host)
-    assert not replace(model, cluster=Cluster(GPUS["cpu"])).decode_step(8, 100).overlapped  # as the launcher starts engines on CPUs
+    assert not replace(model, cluster=Cluster(GPUS["cpu"])).decode_step(8, 100).overlapped  # like the launcher's engines on CPUs
 
 
 def test_a_batch_of_tokens_wakes_more_experts() -> None:
@@ -338,4 +341,4 @@ def test_the_update_from_few_trainer_ranks_to_many_engines(relay: str, most: int
     found, delta = sync_s(spec, asked, H100)
     assert delta < found < 1.05 * most * engine_bytes / H100.gpu.nic_bytes_per_s
     relaying = 16 if relay == "engines" else 0
-    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)  # the embedding goes in one piece
+    assert found == pytest.approx(balanced_sync_s(engine_bytes, 128, 8, H100, relaying), rel=0.1)  # the embedding is one piece

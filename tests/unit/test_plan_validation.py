@@ -1,4 +1,4 @@
-"""The planner against published rows: constants come from the fitted half alone, and the document says what is measured here."""
+"""The planner against published rows: constants come only from the fitted half, and the document has the numbers measured here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_published_row_is_there() -> None:
 
 
 def test_the_constants_are_the_fit() -> None:
-    """A further round of the fit, begun at the constants that stand in the code, moves none of them."""
+    """A further round of the fit that begins at the code's constants changes none of them."""
     again = fit(rounds=1, start=FIT)
     for name in FITTED:
         assert getattr(again, name) == pytest.approx(getattr(FIT, name), rel=5e-3), name
@@ -55,7 +55,7 @@ def test_errors_are_as_stated(found: list[list[Result]]) -> None:
 
 
 def test_order_of_the_rows(found: list[list[Result]]) -> None:
-    """All 45 + 45 + 66 pairs but three (docs/planner.md says why), and but for NeMo-RL on GB200."""
+    """All 45 + 45 + 66 pairs except three (docs/planner.md says why), and without NeMo-RL on GB200."""
     llamarl, nemo, bridge, _ = (misordered(table) for table in found)
     assert nemo == [] and bridge == [("Llama 3 70B, 64 GB200", "Qwen3-30B-A3B, 8 B300")]
     assert sorted(llamarl) == [("70B, 8 / 8", "70B, 8 / 4 fp8"), ("8B baseline, 8 / 8", "70B, 8 / 4 fp8")]

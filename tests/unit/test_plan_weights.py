@@ -1,4 +1,4 @@
-"""Resolving: the model, the weights with which a run begins, and the run that it continues."""
+"""Resolving: the model, a run's initial weights, and the run that it continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert problems_of(tmp_path, f"model.tokenizer={near}") == [f"model.tokenizer={near}: no such folder; did you mean {exact}?"]
     output = tmp_path / "run/sft/hf"
     assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
-    monkeypatch.chdir(tmp_path)  # as the configs of a checkout do, from elsewhere
+    monkeypatch.chdir(tmp_path)  # like the configs of a checkout, used from elsewhere
     there = "configs/models/tiny-llama"
     assert problems_of(tmp_path, f"model.path={there}") == [f"model.path={there}: no such folder in {tmp_path}"]
     (exact / "config.json").unlink()
@@ -73,13 +73,13 @@ class TestWhereWeightsComeFrom:
             f"model.path={MODEL}: holds no weights (*.safetensors); set model.random_init=true to start from random ones"
         ]
         fresh = config(tmp_path, "sft.steps=1", "model.random_init=true")
-        for command in ("sft", "export"):  # on each of several nodes this is looked for before anything starts
+        for command in ("sft", "export"):  # every node checks this before anything starts
             assert resolve(fresh, command).weights_path == str(MODEL)
         with_weights(output)
         assert resolve(config(tmp_path), "train").weights_path == str(output)
 
     def test_from_a_warm_start_of_the_same_model(self, tmp_path: Path) -> None:
-        """What `megarl sft run.yaml && megarl train run.yaml` means."""
+        """As in `megarl sft run.yaml && megarl train run.yaml`."""
         output = tmp_path / "run/sft/hf"
         own = config(tmp_path, with_weights(tmp_path / "model"), "sft.steps=3")
         assert str(resolve(own, "train").weights) == (
@@ -155,7 +155,7 @@ class TestResume:
         assert changes(config(tmp_path, "seed=1")) == []
 
     def test_a_run_keeps_to_the_weights_that_it_began_with(self, tmp_path: Path) -> None:
-        """Also when a warm start is made meanwhile; and where they are gone, it does without, unless they are the reference model."""
+        """Also if a warm start is made meanwhile. If the weights are gone, the run does without, unless they are the reference model."""
         output, model = tmp_path / "run/sft/hf", with_weights(tmp_path / "model")
         begun = resolve(config(tmp_path, model), "train")
         (tmp_path / "run/checkpoints/step_000010").mkdir(parents=True)

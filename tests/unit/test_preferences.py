@@ -1,4 +1,4 @@
-"""Pairs of responses: their loss, and how they are read and ordered."""
+"""Pairs of responses: their loss, reading and order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
 
 
 def test_a_prompt_may_be_what_both_responses_begin_with(tmp_path: Path) -> None:
-    """TRL's implicit prompts; no word is cut, as its own rule may."""
+    """TRL's implicit prompts. Unlike TRL's own rule, this one cuts no word."""
     asked = {"role": "user", "content": "1+2="}
     good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
     for chosen, rejected, expected in (

@@ -1,4 +1,4 @@
-"""The checks of `megarl doctor`, and of a node before a run. Texts are as printed by NVIDIA's driver (550 to 580)."""
+"""The checks of `megarl doctor`, and of a node before a run. The texts are those of NVIDIA's driver (550 to 580)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.launch.meeting import NodeReport
 
 
 def status(*links: str) -> str:
-    """Of one GPU per text: a letter per link, + up, - inactive."""
+    """nvidia-smi's NVLink status, with one GPU per text and one letter per link: + is up, - is inactive."""
     lines = []
     for gpu, states in enumerate(links):
         lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-00000000000{gpu})")
@@ -40,7 +40,7 @@ def test_nodes_whose_gpus_are_linked_alike_or_not_at_all_pass(text):
 
 
 def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path):
-    """One that is down on all nodes, as the second of two ports often is, keeps nobody from running."""
+    """A port that is down on all nodes, often the second of two, does not prevent a run."""
     reports = []
     for node, states in enumerate((("4: ACTIVE\n", "1: DOWN\n"), ("1: DOWN\n", "2: INIT\n"), ())):
         for number, state in enumerate(states):
@@ -53,7 +53,7 @@ def test_an_infiniband_port_that_is_down_here_and_up_elsewhere_is_named(tmp_path
 
 
 def smi(driver: str = "580.95.05", mode: str = "Default", names: tuple[str, ...] = ("NVIDIA H100 80GB HBM3",) * 2):
-    """nvidia-smi of a machine whose GPUs have these names."""
+    """nvidia-smi on a machine whose GPUs have these names."""
     rows = "".join(f"{driver}, {name}, 81559 MiB, {mode}\n" for name in names)
     return lambda *arguments: rows if arguments[0].startswith("--query-gpu") else status(*["++"] * len(names))
 
@@ -87,7 +87,7 @@ def test_a_check_that_fails_is_told_and_the_others_go_on():
     "driver, modules, provider, lacking",
     [
         ("mlx5_core", "nvidia_peermem 16384 0\nnvidia 1 0\n", "libmlx5-rdmav34.so", set()),
-        ("mlx5_core", "nvidia 1 0\n", "libmlx5-rdmav34.so", set()),  # by dmabuf
+        ("mlx5_core", "nvidia 1 0\n", "libmlx5-rdmav34.so", set()),  # through dmabuf
         ("mlx5_core", "ext4 1 0\n", "libmlx5-rdmav34.so", {"GPU memory by RDMA"}),
         ("mlx5_core", "nvidia_peermem 1 0\n", "libefa-rdmav34.so", {"libmlx5"}),
     ],
@@ -101,7 +101,7 @@ def test_network_cards_that_cannot_write_to_gpus_are_named(tmp_path, monkeypatch
 
 
 def of_network(folder, monkeypatch, driver: str, modules: str, provider: str):
-    """The check of the network, on a machine with one card of this driver."""
+    """The check of the network on a machine with one card of this driver."""
     (folder / "drivers" / driver).mkdir(parents=True)
     (folder / "infiniband/mlx5_0/device").mkdir(parents=True)
     (folder / "infiniband/mlx5_0/device/driver").symlink_to(folder / "drivers" / driver)
@@ -141,7 +141,7 @@ def test_a_compiler_that_does_not_start_or_answer_is_told_and_ninja_is_looked_fo
 
 
 def test_an_installation_asks_before_it_has_any_package():
-    """`make setup-gpu` does, in an environment that holds nothing."""
+    """`make setup-gpu` checks in an empty environment."""
     command = [sys.executable, "-S", "-m", "megarl.launch.doctor"]
     asked = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60)
     assert "Traceback" not in asked.stderr and "glibc" in asked.stdout and "Python.h" in asked.stdout
@@ -238,7 +238,7 @@ def test_an_empty_folder_is_not_a_package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu_node(monkeypatch):
-    """What a sound node with two GPUs of this kind finds wrong with its part in a run with these settings."""
+    """The problems that a sound node with two GPUs of this kind finds in its part of a run with these settings."""
     monkeypatch.setattr(doctor, "has_driver", lambda: True)
     monkeypatch.setattr(doctor, "node", lambda gpu: [])
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="/env/transformer_engine/__init__.py"))
@@ -285,7 +285,7 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
     assert gpu_node(False, True, linear, b200) == []
     (problem,) = gpu_node(False, True, f"{linear} generator.server_args.moe_runner_backend=deep_gemm", b200)
     assert "needs generator.server_args.moe_runner_backend of triton; it is deep_gemm" in problem
-    assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []  # SGLang takes CUTLASS there
+    assert gpu_node(False, True, blocks, "NVIDIA RTX PRO 6000, 12.0") == []  # SGLang uses CUTLASS there
 
 
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -300,7 +300,7 @@ def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monke
 
 def test_a_user_without_a_home_is_asked_where_to_keep_what_is_compiled(tmp_path, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user that the system does not know
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without an account
     with pytest.raises(ConfigError, match="launch.compile_cache=null: must be a folder, since this user has no home"):
         start.compiling(None)
     assert all(path.startswith(str(tmp_path)) for name, path in start.compiling(str(tmp_path)).items() if name not in start.os.environ)

@@ -99,7 +99,7 @@ worker.main()
     ],
 )
 def test_a_rank_that_explains_why_it_ends_is_named_with_that_alone(tmp_path, error, told):
-    """Also where another one fell before it."""
+    """Also if another rank ended before it."""
     with ProcessGroup(tmp_path) as group:
         group.start(ProcessSpec("trainer.0", [sys.executable, "-c", EXPLAINS % error]))
         group.start(python("trainer.1", "raise RuntimeError('connection closed by peer')"))
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # as a full disk would
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # like a full disk
         with pytest.raises(OSError):
             write_whole(path, "seed: 2" * 100)
     finally:
@@ -160,7 +160,7 @@ def test_a_process_whose_parent_is_gone_ends(parent, status):
 
 
 def test_the_parent_may_be_the_first_process_of_a_container():
-    """Which is number 1, as is whoever takes over orphans elsewhere."""
+    """Its id is 1, and elsewhere 1 is the process that adopts orphans."""
     launcher = (
         "import os, subprocess, sys; child = 'from megarl.launch.worker import die_with_parent as check; check()';"
         "sys.exit(subprocess.run([sys.executable, '-c', child], env={**os.environ, 'MEGARL_PARENT': str(os.getpid())}).returncode)"
@@ -172,7 +172,7 @@ def test_the_parent_may_be_the_first_process_of_a_container():
 
 
 def test_a_process_does_not_take_itself_for_one_that_torchrun_started(tmp_path, monkeypatch):
-    """With its variables torch.distributed would wait for a store that nobody serves."""
+    """With torchrun's variables, torch.distributed would wait for a store without a server."""
     told = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "r1",
@@ -214,8 +214,8 @@ def test_who_has_taken_a_port_is_named(tmp_path):
 
 
 def test_a_node_that_only_serves_has_not_failed_when_the_work_was_done(tmp_path, monkeypatch):
-    """The node with the first part of an engine saw the end first, and ended its part: then this one's part dies."""
-    monkeypatch.setattr("megarl.launch.meeting.LOOK_S", 3600.0)  # no look into the folder after the first
+    """The node with an engine's first part sees the end first, and ends its part. Then this node's part dies."""
+    monkeypatch.setattr("megarl.launch.meeting.LOOK_S", 3600.0)  # only one look into the folder
     works, serves = (Meeting(tmp_path / "meet", Node(rank, 2, "x"), timeout_s=5, silence_s=60) for rank in range(2))
     with ProcessGroup(tmp_path) as group:
         order = StopOrder(serves, group, deadline_s=1)

@@ -1,4 +1,4 @@
-"""The fp8 rules: against a reference in float64 and integers, against SGLang's own tools, and in parts against the whole."""
+"""The fp8 rules: against a reference in float64 and integers, against SGLang's own tools, and parts against the whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[np.ndarray, np
 
 @st.composite
 def weights(draw: st.DrawFn, largest: int = 40) -> torch.Tensor:
-    """[R, C] with rows and columns of very different size, zeros, subnormals and the largest numbers; bf16 or float32."""
+    """[R, C] in bf16 or float32: rows and columns of very different magnitude, zeros, subnormals and the largest numbers."""
     rows, cols = draw(st.integers(1, largest)), draw(st.integers(1, largest))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, cols, generator=generator)
@@ -69,7 +69,7 @@ def test_equals_the_float64_reference_on_full_tiles(rule):
 
 def test_every_code_and_every_tie_rounds_to_even():
     middles = (reference.E4M3[:-1] + reference.E4M3[1:]) / 2
-    exact = torch.tensor(np.concatenate([reference.E4M3, middles]), dtype=torch.bfloat16)  # all are bf16 numbers
+    exact = torch.tensor(np.concatenate([reference.E4M3, middles]), dtype=torch.bfloat16)  # bf16 represents all of them
     x = torch.cat([exact, -exact]).unsqueeze(0)
     codes, scales = quantise(x, TENSOR, "x")
     assert scales.item() == 1.0
@@ -132,13 +132,13 @@ def test_a_missing_part_and_scales_of_another_shape_are_refused():
 
 
 def spread(rows: int, cols: int) -> torch.Tensor:
-    """bf16 rows of different size."""
+    """bf16 rows of different magnitude."""
     generator = torch.Generator().manual_seed(5)
     return (torch.randn(rows, cols, generator=generator) * torch.exp2(4 * torch.randn(rows, 1, generator=generator))).bfloat16()
 
 
 def sglang_file(path: str) -> ModuleType:
-    """A file of SGLang that needs nothing but torch, loaded by itself: importing SGLang needs its CPU support."""
+    """Loads one file of SGLang that needs only torch: the import of SGLang would need CPU support."""
     root = importlib.util.find_spec("sglang").submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location(Path(path).stem, Path(root) / path)
     module = importlib.util.module_from_spec(spec)
@@ -147,12 +147,12 @@ def sglang_file(path: str) -> ModuleType:
 
 
 def compressed(values: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales by compressed-tensors, whose formats SGLang serves."""
+    """Codes and scales by compressed-tensors. SGLang serves its formats."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    values = values.float()  # in which its scales are then, too
+    values = values.float()  # then its scales are in float32 too
     least, most = values.aminmax(dim=-1, keepdim=True) if strategy == "channel" else values.aminmax()
     how = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
     scale, zero = calculate_qparams(least, most, how)
@@ -179,7 +179,7 @@ def test_channel_and_tensor_equal_compressed_tensors(rule, strategy):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("start", [(0, 0), (5, 70)])
 def test_strips_of_rows_change_nothing(rule, start, monkeypatch):
-    """A large box is worked through strip by strip; all rows at once give the same bits, also where the first strip is a cut tile."""
+    """A large box is quantised strip by strip. All rows at once give the same bits, also if the first strip is a cut tile."""
     x = torch.randn(2, 300, 200, generator=torch.Generator().manual_seed(7)).bfloat16()
 
     def worked_through(elements: int) -> tuple[int, torch.Tensor, torch.Tensor]:

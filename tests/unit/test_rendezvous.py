@@ -30,6 +30,6 @@ def test_taken_ports_are_passed_over_and_a_lack_of_free_ones_is_told(monkeypatch
             try:
                 each.bind(("127.0.0.1", port))
             except OSError:
-                continue  # somebody else's: just as taken
+                continue  # another process has it, so it is taken too
         with pytest.raises(RuntimeError, match="1 free ports are needed on 127.0.0.1, but there are only 0"):
             free_ports(1)

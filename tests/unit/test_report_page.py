@@ -1,4 +1,4 @@
-"""The report page in a real browser: what it shows equals the files, nothing that a run wrote can act, and it can be used by anyone."""
+"""The report page in a real browser: it shows the files' values, a run's text cannot execute, and everyone can use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.report.reading import RunReader
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason=browser.MISSING)
 STEPS = 60
-# A chart is drawn once the browser has reported that it is near the view. On a busy machine that is late: so it is here, always.
+# A chart is drawn once the browser reports that it is near the view. That is late on a busy machine, and always late in these tests.
 LATE = """window.IntersectionObserver = class extends IntersectionObserver {
   constructor(then, options) { super((entries, self) => setTimeout(() => then(entries, self), 100), options); } };"""
 PLACE = """((key) => { const r = document.querySelector(`[data-key="${key}"] .u-over`).getBoundingClientRect();
@@ -59,7 +59,7 @@ def shows(tab: browser.Browser, selector: str) -> str:
 
 
 def place_of(tab: browser.Browser, key: str) -> list[float]:
-    """Left, top, width and height of a chart, in the middle of the view and drawn."""
+    """Scrolls to a chart, waits until it is drawn, and returns its left, top, width and height."""
     chart = f"document.querySelector('[data-key=\"{key}\"]')"
     tab.js(f"{chart}.scrollIntoView({{block: 'center'}})")
     tab.until(f"{chart}.querySelector('.u-over')")
@@ -67,7 +67,7 @@ def place_of(tab: browser.Browser, key: str) -> list[float]:
 
 
 def tab_to(tab: browser.Browser, wanted: str, most: int = 200) -> None:
-    """Whatever a browser of some version focuses before."""
+    """Presses Tab until the element has the focus, whatever this browser focuses before."""
     passed = []
     while (focused := tab.js("document.activeElement.id")) != wanted:
         passed.append(focused)
@@ -143,7 +143,7 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
     )
     assert lanes["engine.1"]["away"] == pytest.approx(10) and lanes["engine.0"]["pause"] == pytest.approx(STEPS * 0.05)
     whole = 2 * STEPS + 1
-    assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(whole - 2 - 0.5, abs=0.2)  # none between two starts
+    assert lanes["engine.0"]["serve"] + lanes["engine.0"]["pause"] == pytest.approx(whole - 2 - 0.5, abs=0.2)  # no time between two starts
     faults = tab.js("[...document.querySelectorAll('.faults tbody tr')].map((r) => r.innerText)")
     assert len(faults) == 4 and "engine.1 lost: the connection broke" in faults[0] and "trainer.1 was killed by signal 9" in faults[2]
     assert tab.js("mfu(view.runs[0])[5]") == pytest.approx(4.2e14 / (1.1 * 2 * 989e12))
@@ -157,7 +157,7 @@ def test_times_weights_and_faults_equal_the_trace(tab: browser.Browser, run: Pat
 
 
 def test_the_first_hour_of_a_run_is_shown_as_what_it_is(tab: browser.Browser, tmp_path: Path) -> None:
-    """Its critic is warmed up first, its engines compile, its user stops it, and nothing has been evaluated since the start."""
+    """The critic warms up, engines compile, the user stops the run, and there is only the first evaluation."""
     folder, rng = write_run(tmp_path / "young-run", 30), np.random.default_rng(0)
     writer = MetricsWriter(folder)
     for step in range(30):
@@ -188,7 +188,7 @@ def test_the_first_hour_of_a_run_is_shown_as_what_it_is(tab: browser.Browser, tm
 
 
 def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser.Browser, tmp_path: Path) -> None:
-    """And a clock that is far off hides nothing, and holds nothing up."""
+    """A clock that is far off hides nothing, and delays nothing."""
     folder = write_run(tmp_path / "resumed", 6)
     shift_us = 100e6
     for name, kinds in (("trainer.0", {"write weights 6": 5.0, "wait for engines": 7.0}), ("generator.0", {"pause for weights 6": 3.0})):
@@ -210,7 +210,7 @@ def test_an_update_that_a_resumed_run_makes_again_has_its_own_times(tab: browser
     assert [each[0] for each in updates[:2]] == ["6", "6"]
     assert [each[3:6] for each in updates[:2]] == [["70 ms", "100 ms", "150 ms"], ["10 ms", "20 ms", "50 ms"]]
     tab.js("choose('time')")
-    assert dict(tab.js("timelines[0].totals"))["trainer.1"]["train"] == pytest.approx(6 * 1.1 + 2)  # of 1e30 no span is left
+    assert dict(tab.js("timelines[0].totals"))["trainer.1"]["train"] == pytest.approx(6 * 1.1 + 2)  # a time of 1e30 leaves no span
     assert tab.messages == []
 
 
@@ -225,7 +225,7 @@ def test_samples_are_found_sorted_and_coloured(tab: browser.Browser, run: Path) 
         tab.js(f"{FILTER}({key!r}, {value})")
     kept = [i for i in range(len(index["step"])) if index["reward"][i] >= 1 and index["tokens"][i] <= 20 and index["step"][i] >= 30]
     assert sorted(tab.js("table.order")) == kept and shows(tab, "#panel-samples p[aria-live]").startswith(f"{len(kept)} of ")
-    assert tab.js("document.querySelectorAll('.rows .line').length") < 80  # only those in view exist
+    assert tab.js("document.querySelectorAll('.rows .line').length") < 80  # only lines in view exist
     two_turns = next(i for i in kept if index["sample"][i] == 1)
     tab.js(f"table.choose({two_turns})")
     tab.until("document.querySelectorAll('.sample .text.env').length === 1")
@@ -362,7 +362,7 @@ def test_a_served_page_follows_a_run_that_goes_on(tab: browser.Browser, tmp_path
         shown = tab.js("[...view.charts].find((c) => c.title === 'Reward by source').keys")
         assert shown == [["source/<b>/reward", "<b>"], ["source/maths/reward", "maths"]]
         writer.close()
-        MetricsWriter(folder, resume_step=2).close()  # a run that has gone back to a checkpoint
+        MetricsWriter(folder, resume_step=2).close()  # a run that was resumed from a checkpoint
         tab.until("view.runs[0].steps.length === 2")
         assert tab.messages == []
         server.shutdown()

@@ -1,4 +1,4 @@
-"""The data of the report page: columns, spans and samples equal those of the files, whatever the state of these."""
+"""The data of the report page: columns, spans and samples equal those of the files, in whatever state the files are."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_is_new_is_read_once_and_a_cut_file_is_read_afresh(tmp_path: Path) 
     reader = RunReader(tmp_path, TEXT_BYTES)
     first = reader.read(follow=True)
     assert first["afresh"] and first["steps"] == list(range(8))
-    assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]  # of the last, some ranks may still write
+    assert first["samples"]["index"]["step"] == [step for step in range(7) for _ in range(2)]  # some ranks may still write the last one
     empty = reader.read(follow=True)
     assert not empty["afresh"] and not (empty["steps"] or empty["lanes"] or empty["marks"] or empty["samples"]["chunks"])
     writer = MetricsWriter(tmp_path, resume_step=8)

@@ -1,4 +1,4 @@
-"""The audit hash: additive over boxes, and changed by any flipped bit and any swap."""
+"""The audit hash is additive over boxes. Any flipped bit and any swap changes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def splitmix64(state: int) -> int:
-    """Independent scalar form of the generator."""
+    """An independent scalar form of the generator."""
     z = state & MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
@@ -31,7 +31,7 @@ def splitmix64(state: int) -> int:
 
 
 def written_out(tensor: torch.Tensor) -> int:
-    """The formula of the module's docstring in Python integers."""
+    """The formula in the module's docstring, in Python integers."""
     rows = tensor.view(torch.uint8).reshape(len(tensor), -1).tolist()
     total = 0
     for r, row in enumerate(rows):
@@ -47,7 +47,7 @@ def written_out(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_equals_the_formula(dtype, tile_words, monkeypatch):
     monkeypatch.setattr(audit, "TILE_WORDS", tile_words)
-    for x in (values(dtype, 9, 32), values(dtype, 9, 13)):  # whole words, and filled up
+    for x in (values(dtype, 9, 32), values(dtype, 9, 13)):  # whole words, and padded ones
         assert hash_tensor(x) == hash_tensor(x.t().contiguous().t()) == written_out(x)
 
 
@@ -59,7 +59,7 @@ def test_the_compiled_loop_gives_the_same(dtype, monkeypatch):
     monkeypatch.setattr(audit, "COMPILED_BYTES", 0)
     monkeypatch.setattr(audit, "_hash_tiles", lambda bits, *_: pytest.fail("not compiled") if bits.dtype == torch.int64 else None)
     assert [hash_box(x[box.slices()], *box.start) for box in boxes[:4]] == expected[:4]
-    assert hash_box(x[boxes[4].slices()], *boxes[4].start) is None  # cut words: not for the loop
+    assert hash_box(x[boxes[4].slices()], *boxes[4].start) is None  # cut words are not for the loop
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -78,7 +78,7 @@ def test_strides_do_not_matter_only_positions_do(dtype):
     data=st.data(),
 )
 def test_shares_of_disjoint_boxes_add_up(shape, dtype, tile_words, data):
-    """Wherever the cuts fall: boxes begin and end inside words, and lie in memory as views or as copies of their own."""
+    """For any cuts: boxes begin and end inside words, and are views or copies."""
     x = values(dtype, *shape)
     whole = Box((0,) * len(shape), tuple(shape))
     inner_start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
@@ -124,7 +124,7 @@ def test_every_swap_of_elements_rows_and_columns_is_seen():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flipped_signs_do_not_cancel(dtype):
-    """Every pair of elements of two rows, wherever they stand in their words: also where one word loses what another one gains."""
+    """For every pair of elements of two rows, at any place in their words: also if one word loses as much as another gains."""
     x = values(dtype, 2, 16)
     expected = hash_tensor(x)
     for i in range(32):
@@ -147,7 +147,7 @@ def test_zeros_add_nothing_and_negative_zero_is_not_zero():
 
 
 def test_shares_that_lie_on_a_device_are_read_many_at_a_time(monkeypatch):
-    """As those of kernels do: the bits of int64, in any order and number."""
+    """Kernels leave such shares: the bits of int64, in any order and number."""
     monkeypatch.setattr(audit, "MOST_LEFT", 3)
     x, y = values(torch.float32, 6, 10), values(torch.bfloat16, 2, 3, 4)
     whole, hashes = whole_box(tuple(x.shape)), audit.Hashes()

@@ -1,4 +1,4 @@
-"""How much each rank sends: orders of turns, the bound for all schedules, and how close the map comes to it."""
+"""The bytes that each rank sends: orders of turns, the bound for all schedules, and how close the map comes to it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_turns_go_to_whoever_has_least(loads: list[int], size: int, turns: int, 
         own[table[orders.place(np.array([0]), np.array([turn]))[0]]] += size
         even[even.index(min(even))] += size
     if max(loads) - min(loads) <= 64 * size:
-        assert sorted(own) == sorted(even)  # of equal turns, greedy is the best there is
+        assert sorted(own) == sorted(even)  # for equal turns, greedy is optimal
     assert sum(own) == sum(loads) + turns * size
 
 
@@ -57,7 +57,7 @@ def test_no_map_beats_the_bound(case: tuple) -> None:
 
 
 def test_the_bound_is_that_of_the_heaviest_stage() -> None:
-    """By hand: of two stages, the second has twice the layers."""
+    """By hand, for two stages, the second with twice the layers."""
     spec = ModelSpec("llama", 3, 64, 128, 8, 8, 8, 64, 64, False, 1e-6, 1e4)
     map = built(spec, TrainerTopology(pp=2, dp=2, first_stage_layers=1, last_stage_layers=2), GeneratorTopology(2, 1))
     layer = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
@@ -69,7 +69,7 @@ def test_the_bound_is_that_of_the_heaviest_stage() -> None:
 @pytest.mark.parametrize(
     "spec, trainer, generator, quantization, most",
     [
-        # Where replicas do not divide the receivers. In brackets: round robin, as before there was an order by load.
+        # Replicas that do not divide the receivers. In brackets: the value with round robin instead of the order by load.
         (LLAMA_1B, TrainerTopology(dp=8), GeneratorTopology(3, 1), None, 1.005),  # (1.354)
         (LLAMA_405B, TrainerTopology(tp=8, pp=2, dp=32), GeneratorTopology(5, 8), None, 1.006),  # (1.008)
         (QWEN3_235B, TrainerTopology(tp=4, pp=2, ep=8, dp=16), GeneratorTopology(3, 8, 8), "fp8_block", 1.003),  # (1.038)
@@ -83,8 +83,8 @@ def test_few_receivers_are_shared_by_load(spec, trainer, generator, quantization
     "pp, dp, ends, quantization, stages, most",
     [
         (16, 4, 7, None, 1.0054, 1.0054),
-        (16, 4, 7, "fp8_block", 1.0346, 1.0356),  # the embedding in bf16 weighs 1.32 layers in fp8: 7 of them and it are more than 8
-        (16, 4, 6, "fp8_block", None, None),  # no whole number of layers remains for the stages between
+        (16, 4, 7, "fp8_block", 1.0346, 1.0356),  # the bf16 embedding is as large as 1.32 layers in fp8, so with 7 layers it exceeds 8
+        (16, 4, 6, "fp8_block", None, None),  # the number of layers does not divide over the stages between
         (8, 8, 15, "fp8_block", 1.0148, 1.0153),
     ],
 )

@@ -1,6 +1,6 @@
 """Random models of all families and random layouts: executing the map equals slicing the full tensors.
 
-Trainer to generator, engine to engine, export and import; in fp8: test_reshard_fp8.py.
+Tests cover trainer to generator, engine to engine, export and import. test_reshard_fp8.py covers fp8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
     prove_exactly_once(map)
     hf = full_tensors(spec, torch.float32)
     whole = [megatron(spec, hf, topology, rank, fill=7.0, names=norms) for rank in range(topology.world_size)]
-    for rank, tensors in enumerate(whole):  # the layout itself, against the reference
+    for rank, tensors in enumerate(whole):  # compares the layout itself with the reference
         assert {t.name: t.shape for t in trainer.tensors(rank)} == {name: tuple(t.shape) for name, t in tensors.items()}
     found, copies = carry_out(map, whole, joined)
     cast = {name: tensor.to(DTYPES[wire]) for name, tensor in hf.items()}
@@ -50,7 +50,7 @@ def test_trainer_to_generator_equals_slicing_the_checkpoint(case, wire, joined, 
 @settings(max_examples=10, deadline=None)
 @given(case=cases(fp8=True), data=st.data(), rule=st.sampled_from([None, *sorted(RULES)]))
 def test_what_engines_pass_on_fills_the_rest(case, data, rule):
-    """Of any numbers of engines that are written to. (What the trainer would write to all of them: the tests around this one.)"""
+    """For any number of engines that the trainer writes to. (The other tests cover writes to all engines.)"""
     spec, topology, generator, device = case
     engines = data.draw(st.integers(1, 6), "engines")
     generator = dataclasses.replace(generator, engines=engines)
@@ -83,7 +83,7 @@ def test_what_engines_pass_on_fills_the_rest(case, data, rule):
 @pytest.mark.parametrize("name", DP_ATTENTION_FAMILIES)
 @pytest.mark.parametrize("dp_attention", [2, 4])
 def test_data_parallel_attention(name: str, dp_attention: int):
-    """Stated, because few random cases have attention both replicated and cut."""
+    """An explicit case, because few random cases have attention that is both replicated and cut."""
     spec = dataclasses.replace(
         ModelSpec(name, 2, 8, 16, 8, 2, 8, 150, 16, False, 1e-6, 1e4), num_experts=4, expert_intermediate_size=8,
         shared_intermediate_size=8 * (name == "deepseek_v3"), router_bias=name == "deepseek_v3",

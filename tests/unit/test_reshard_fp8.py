@@ -49,9 +49,9 @@ def test_fp8_equals_gathering_quantising_and_slicing(case, rule, joined, dtype):
 
 
 def quantised_checkpoint(spec: ModelSpec, hf: HF, rule: Rule) -> tuple[HF, HF]:
-    """The checkpoint with the codes of each quantised weight, and with each weight's scale in the place of every element.
+    """The checkpoint with each quantised weight's codes, and one with the scale in the place of every element.
 
-    Which HF tensors these are is stated here anew: the linear layers of attention, MLP and experts, as SGLang fuses them.
+    This file has its own list of the HF tensors: the linear layers of attention, MLP and experts, as fused by SGLang.
     """
     codes, scales = dict(hf), dict(hf)
     for group in fused_groups(spec, hf):

@@ -1,4 +1,4 @@
-"""Layouts against dumps of live engines, and the shapes and topologies that must be refused."""
+"""Layouts against dumps of live engines; shapes and topologies that must be refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ model.norm.weight (128,)
 lm_head.weight (512, 128)
 """
 
-# The same with dtypes: Qwen3-MoE with 8 experts of 64 rows, whole, and in blocks of 32 at tp 2; Llama per channel and per tensor.
+# The same with dtypes: Qwen3-MoE with 8 experts of 64 rows, unquantised, and in blocks of 32 at tp 2; Llama per channel and per tensor.
 SGLANG_QWEN3_MOE_TP1 = """
 model.embed_tokens.weight (512, 128) float32
 model.layers.0.self_attn.qkv_proj.weight (256, 128) float32
@@ -168,8 +168,8 @@ def with_dtype(line: str) -> tuple[str, tuple[int, ...], str]:
 
 
 def test_experts_stand_on_their_own_mesh():
-    """tp 4, dp 2, ep 4, etp 2 on 8 ranks. Megatron's RankGenerator(tp=2, ep=4, dp=1, order "tp-cp-ep-dp-pp") gives the tensor groups
-    [0, 1], [2, 3], …, and the expert groups [0, 2, 4, 6] and [1, 3, 5, 7]."""
+    """tp 4, dp 2, ep 4, etp 2 on 8 ranks. Megatron's RankGenerator(tp=2, ep=4, dp=1, order "tp-cp-ep-dp-pp") gives the tensor groups [0,
+    1], [2, 3], …, and the expert groups [0, 2, 4, 6] and [1, 3, 5, 7]."""
     moe = load_spec(QWEN3_MOE)
     layout = trainer_layout(moe, TrainerTopology(tp=4, dp=2, ep=4, etp=2), "bfloat16")
     for rank in range(8):

@@ -45,7 +45,7 @@ def test_replicas_share_the_sending_evenly(dp, engines, generator_tp):
         sent[copy.source_rank] += copy.bytes
     summary = map.summary()
     assert summary.sender_max_over_mean == pytest.approx(sent.max() / sent.mean())
-    # Nothing finer than one tensor is shared out, and in this model the two vocabulary tensors weigh as much as its layers.
+    # Only whole tensors are divided between ranks, and this model's two vocabulary tensors are as large as its layers.
     largest = max(copy.bytes for copy in all_copies(map))
     for tp in range(2):
         assert np.ptp(sent[tp::2]) <= largest
@@ -59,7 +59,7 @@ def test_both_copies_of_a_tied_embedding_send():
     embedding = [c for c in all_copies(map) if c.destination_tensor == "model.embed_tokens.weight" and c.source_tensor]
     senders = {(c.source_rank, c.source_tensor) for c in embedding}
     assert {name for _, name in senders} == {"embedding.word_embeddings.weight", "output_layer.weight"}
-    assert {rank for rank, _ in senders} == {0, 2, 4, 6}  # tp 0 of both replicas on both stages: it holds all 100 real rows
+    assert {rank for rank, _ in senders} == {0, 2, 4, 6}  # tp 0 of both replicas on both stages holds all 100 real rows
 
 
 def test_schedule_covers_every_write_once_and_both_ends_agree():
@@ -156,12 +156,12 @@ def test_report_names_every_parameter_and_json_every_number():
     }
 
 
-# 64 engines of 8; counts and minima from an independent prototype.
+# 64 engines of 8 ranks. Counts and minima are from an independent prototype.
 @pytest.mark.parametrize(
     "topology, balance",
     [
         (TrainerTopology(tp=8, pp=2, dp=32), 1.0001),
-        (TrainerTopology(tp=8, pp=16, dp=4, last_stage_layers=6), 1.0887),  # stage ownership alone
+        (TrainerTopology(tp=8, pp=16, dp=4, last_stage_layers=6), 1.0887),  # only by the stages' ownership
         (TrainerTopology(tp=8, pp=16, dp=4, first_stage_layers=7, last_stage_layers=7), 1.0054),
     ],
 )

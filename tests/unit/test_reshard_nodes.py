@@ -54,8 +54,8 @@ def test_one_copy_per_node_and_relays_fill_every_engine(engines, tp, per_node):
 @pytest.mark.parametrize(
     "box, shape, item_bytes, packed, sent",
     [
-        (Box((0, 0), (4, 8)), (16, 8), 2, False, 1),  # whole rows: contiguous
-        (Box((3, 0), (1, 4)), (16, 8), 2, False, 1),  # part of one row: contiguous too
+        (Box((0, 0), (4, 8)), (16, 8), 2, False, 1),  # whole rows are contiguous
+        (Box((3, 0), (1, 4)), (16, 8), 2, False, 1),  # a part of one row is contiguous too
         (Box((0, 0), (4, 4)), (16, 8), 2, True, 1),  # runs of 8 bytes
         (Box((0, 0), (4, 65536)), (16, 131072), 2, False, 4),  # runs of 128 KiB
         (Box((0, 0), (4, 32768)), (16, 65536), 1, True, 1),

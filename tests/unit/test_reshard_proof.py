@@ -1,4 +1,4 @@
-"""The proof that every destination byte is written once, by a rank that has it: damaged maps are refused, with the reason."""
+"""The proof that a rank with the byte writes every destination byte once. Damaged maps are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def other_receiver(assignment: Assignment) -> Assignment:
 
 
 def all_alike(assignment: Assignment) -> Assignment:
-    """Layers of the second stage taken for layers of the first."""
+    """Takes layers of the second stage for layers of the first."""
     fields = {name: getattr(assignment, name)[:1] for name in ("first", "holders", "senders", "receivers")}
     return Assignment(class_of=np.zeros_like(assignment.class_of), **fields)
 

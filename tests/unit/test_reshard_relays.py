@@ -1,4 +1,4 @@
-"""What engines pass on to each other: this balances the senders, and wrong lists of it are found."""
+"""Relays between engines: they balance the senders, and wrong lists are detected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_405b_in_fp8_with_relays_is_even():
-    """Embedding and output layer stay bf16: without relays the first and the last stage send 3.5 % more than the mean."""
+    """Embedding and output layer stay in bf16. Without relays, first and last stage send 3.5 % more than the mean."""
     topology = TrainerTopology(tp=8, pp=16, dp=4, first_stage_layers=7, last_stage_layers=7)
     generator = generator_layout(LLAMA_405B, GeneratorTopology(64, 8), "bfloat16", quantization="fp8_block")
     whole = ReshardMap.build(trainer_layout(LLAMA_405B, topology, "bfloat16"), generator)
@@ -34,7 +34,7 @@ def test_405b_in_fp8_with_relays_is_even():
 
 
 def test_many_engines_beside_few_trainer_ranks():
-    """One node of 8 trains, 16 nodes generate: alone, its ranks would send all weights 16 times."""
+    """One node of 8 trains, and 16 nodes generate. Without relays its ranks would send all weights 16 times."""
     generator = generator_layout(LLAMA_405B, GeneratorTopology(16, 8), "bfloat16")
     whole = ReshardMap.build(trainer_layout(LLAMA_405B, TrainerTopology(tp=8), "bfloat16"), generator)
     map, forwarding = foreseen(whole, "engines", 8)
@@ -43,7 +43,7 @@ def test_many_engines_beside_few_trainer_ranks():
     assert busiest_bytes(whole, None) > 15.9 * of_one_engine_rank
     assert busiest_bytes(map, forwarding) < 2.1 * of_one_engine_rank
     given, taken = forwarding.rank_bytes()
-    assert max(given.max(), taken.max()) < of_one_engine_rank  # layers take turns: no engine passes on more than it holds
+    assert max(given.max(), taken.max()) < of_one_engine_rank  # layers take turns, so no engine passes on more than it holds
 
 
 def test_nothing_is_passed_on_where_that_gains_nothing():
@@ -76,7 +76,7 @@ def test_a_wrong_forwarding_is_found(tamper):
     (8, 32, 1, TrainerTopology(dp=16)), (8, 16, 2, TrainerTopology(tp=2)), (2, 2, 1, TrainerTopology(pp=2)),
 ])  # fmt: skip
 def test_relays_between_engines_never_make_the_busiest_rank_busier(layers, engines, tp, trainer):
-    """Where engines outnumber layers, some pass on a layer and others none."""
+    """If there are more engines than layers, some pass on a layer and others none."""
     spec = dataclasses.replace(load_spec(CONFIGS / "models/llama-3.1-8b"), num_layers=layers)
     source, destination = trainer_layout(spec, trainer, "bfloat16"), generator_layout(spec, GeneratorTopology(engines, tp), "bfloat16")
     map = ReshardMap.build(source, destination)

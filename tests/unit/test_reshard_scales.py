@@ -1,4 +1,4 @@
-"""Quantised destinations: who makes which scale, what the proof refuses, and the exchange of amax where tiles are cut."""
+"""Quantised destinations: the rank that makes each scale, refusals of the proof, and the exchange of amax for cut tiles."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_uncut_tiles_need_no_exchange():
 
 
 def test_ranks_of_one_replica_exchange_the_amax_of_cut_rows():
-    """Per channel a row of o_proj and down_proj lies on both tp ranks; those of qkv and gate_up on one."""
+    """With per-channel scales, both tp ranks have parts of each row of o_proj and down_proj. A row of qkv or gate_up is on one rank."""
     map = fp8_map(rule=CHANNEL, dp=2)
     for rank in range(4):
         parts = amax_parts(map, rank)
         assert [part.tiles_of.split(".", 3)[3] for part in parts] == ["self_attn.o_proj.weight", "mlp.down_proj.weight"] * 2
-        assert peers(parts) == (rank ^ 1,)  # tp runs fastest; the other replica (rank ^ 2) works it out for itself
+        assert peers(parts) == (rank ^ 1,)  # tp varies fastest; the other replica (rank ^ 2) has its own exchange
         assert {part.origin for part in parts} == {(0, 16 * (rank % 2)), (0, 12 * (rank % 2))}
 
 

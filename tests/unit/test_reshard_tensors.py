@@ -1,4 +1,4 @@
-"""Tensors as arrays, the boxes that land, and tensors without pieces, against the lists that they stand for."""
+"""Array forms against lists: of tensors, of landing boxes, and of tensors without pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run continues from, what an export reads while a run continues, and free space on the disk."""
+"""The checkpoint from which a run continues, the one that an export reads meanwhile, and free disk space."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def save(run_dir: Path, step: int) -> Path:
-    """A folder that looks like a checkpoint."""
+    """Makes a folder that looks like a checkpoint."""
     folder = checkpoint_path(run_dir, step)
     folder.mkdir(parents=True)
     state = json.dumps({"topology": {}, "position": step, "state": {"step": step}}).encode()
@@ -63,7 +63,7 @@ def test_a_damaged_state_is_told_in_one_message_with_what_to_do(content: bytes |
 
 
 def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As far as a run does before it starts anything; and says what it has not read."""
+    """As far as a run does before it starts anything. It also says which parts it has not read."""
     arguments = ["train", str(CONFIGS / "quickstart.yaml"), "--dry-run", f"run_dir={tmp_path}"]
     newest = save(tmp_path, 4)
     assert cli.main(arguments) == 0
@@ -98,7 +98,7 @@ def copied(source: Path, step: int) -> Path:
 
 @pytest.mark.parametrize(("command", "run"), [("train", ""), ("dry-run", ""), ("export", ""), ("sft", "sft")])
 def test_a_checkpoint_that_was_copied_is_not_of_the_step_in_its_name(command: str, run: str, tmp_path: Path) -> None:
-    """To go on from it would repeat prompts; a copy of the last step would count as a complete run."""
+    """A run from it would repeat prompts, and a copy of the last step would count as a complete run."""
     [source, copy] = [save(tmp_path / run, 4), copied(checkpoint_path(tmp_path / run, 4), 8)]
     assert latest_checkpoint(tmp_path / run).step == 4
     with pytest.raises(ConfigError) as raised:
@@ -126,8 +126,8 @@ def test_copies_of_checkpoints_neither_push_others_out_nor_count_as_the_best(tmp
 def test_what_an_export_reads_outlives_the_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4):
         save(tmp_path, step)
-    (tmp_path / "exporting/step_000099").mkdir(parents=True)  # by one that was killed
-    (tmp_path / "export/step_000002").mkdir(parents=True)  # a user's, with megarl export --output
+    (tmp_path / "exporting/step_000099").mkdir(parents=True)  # of a killed export
+    (tmp_path / "export/step_000002").mkdir(parents=True)  # a user's folder, from megarl export --output
     with held_checkpoint(tmp_path, None) as held:
         assert held.step == 4 and not (tmp_path / "exporting/step_000099").exists()
         assert (tmp_path / "export/step_000002").exists()
@@ -160,7 +160,7 @@ def test_an_export_takes_the_next_checkpoint_where_one_is_removed_under_it(tmp_p
 
 
 def small_disk(folder: Path, mib: int) -> Path:
-    """A file system of its own; skips where none can be mounted."""
+    """A small file system. Skips the test if none can be mounted."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True)
     if done.returncode:
@@ -176,7 +176,7 @@ def disk(tmp_path: Path):
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_starts(disk: Path) -> None:
-    """The quickstart's model has 803,200 parameters: 9.2 MiB a checkpoint, 3.1 MiB as an HF checkpoint."""
+    """The quickstart's model has 803,200 parameters: a checkpoint takes 9.2 MiB, and an HF checkpoint 3.1 MiB."""
     run = disk / "run"
 
     def plan(*overrides: str):
@@ -211,7 +211,7 @@ def test_old_checkpoints_make_room_for_the_next_but_never_the_newest(disk: Path,
 
 
 def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of equal ones the earliest; and those whose evaluation is still to come stay until it has."""
+    """Of equal ones the earliest stays. Checkpoints without an evaluation stay until it comes."""
     settings = [f"run_dir={tmp_path}", "checkpoint.every=2", "eval.every=4", "checkpoint.keep_best=eval/hard/pass@1"]
     config = load_config(CONFIGS / "quickstart.yaml", [*settings, "eval.suites.hard.source=synthetic:chain"])
 
@@ -223,7 +223,7 @@ def test_the_best_checkpoint_by_a_held_out_score_stays(tmp_path: Path, capsys: p
     def evaluated(step: int, score: float) -> None:
         write_result(tmp_path, step, {"pass@1": 1.0, "suites": {"hard": {"pass@1": score}}})
 
-    evaluated(0, 0.9)  # before the first step, of weights that no checkpoint has
+    evaluated(0, 0.9)  # before the first step: no checkpoint has these weights
     assert saved(2) == [2] and saved(4) == [4] and saved(6) == [4, 6] and saved(8) == [4, 8]
     assert best_checkpoint(config) is None
     evaluated(4, 0.5)

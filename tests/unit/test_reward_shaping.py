@@ -1,4 +1,4 @@
-"""Penalties for length: their values, their effects, and what is refused."""
+"""Penalties for length: their values, their effects, and refused settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sample(tokens: int, reward: float = 1.0, finish: str = "stop") -> Sample:
 
 
 def dapo(length: int, longest: int, cache: int) -> float:
-    """Equation 13 of the paper, as it is written."""
+    """Equation 13 of the paper, written out."""
     if length <= longest - cache:
         return 0.0
     return ((longest - cache) - length) / cache if length <= longest else -1.0
@@ -63,7 +63,7 @@ def test_a_cut_response_may_have_a_fixed_score(score: float) -> None:
 @pytest.mark.parametrize("fixed", [-0.1, -1.0, 0.7])
 @pytest.mark.parametrize("name", ["online_dpo", "grpo", "best_of_n"])
 def test_cut_responses_with_a_fixed_score_are_exactly_equal(fixed: float, name: str) -> None:
-    """What they have scored otherwise is of no account, nor is its rounding: no pair, no signal, and the first is the best."""
+    """Neither their own scores nor rounding count. So there is no pair and no signal, and the first one is the best."""
     settings = config(unfinished_score=fixed)
     settings.algorithm.name = name
     samples = [sample(LONGEST, score, "length") for score in (0.3, 0.1 * 3, -2.3, 5.1, 1 / 3)]
@@ -77,7 +77,7 @@ def test_cut_responses_with_a_fixed_score_are_exactly_equal(fixed: float, name: 
 
 
 def test_training_takes_them_off_and_the_reported_reward_does_not() -> None:
-    """Equal scores then are no longer equal, so that the group is trained on."""
+    """With the penalties, equal scores differ, so the group is trained on."""
     samples = [sample(10), sample(LONGEST, finish="length")]
     batch = batch_of([Group(Prompt(ordinal=0, token_ids=[1], text="", answer=""), samples)])
     plain, shaping = config(), config(unfinished_penalty=0.5)

@@ -1,4 +1,4 @@
-"""The verifier: correct answers in the forms that people and models use, hostile ones refused, the fast path compared with SymPy."""
+"""The verifier: correct answers in the forms that people and models use, refused hostile answers, and the fast path against SymPy."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_running_totals_are_scored_by_their_last_number():
     assert last_number_reward("7,7,6,7,", "7") == 1.0
     assert last_number_reward("", "2") == 0.0
     assert last_number_reward("7,7,6,7,1\u200b2", "2") == 0.0
-    assert last_number_reward("1,234", "1234") == 0.0  # every comma separates here; `math` reads thousands
+    assert last_number_reward("1,234", "1234") == 0.0  # here every comma separates; `math` reads thousands
 
 
 def test_extraction():
@@ -296,7 +296,7 @@ def test_decimals_are_equal_to_the_sixth_place_and_small_ones_to_their_sixth_dig
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_breaks_the_verifier(text: str):
-    """Python errors are allowed from SymPy's depths (the worker scores them 0), but extraction and limits raise only Refused."""
+    """SymPy may raise any Python error (the worker scores it 0), but extraction and limits raise only Refused."""
     marked_answer(text), last_number(text), last_running_number(text)
     for check in (check_characters, check_text):
         with contextlib.suppress(Refused):

@@ -1,4 +1,4 @@
-"""The models besides the policy: their allowed settings, the questions to a judge, and how its verdicts count."""
+"""The models besides the policy: allowed settings, the prompts for a judge, and how its verdicts count."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_a_model_that_does_not_fit_is_refused(settings: list[str], problem: str,
 
 
 def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path, monkeypatch) -> None:
-    """One that megarl sft or reward-model will make has the shape of model.path."""
-    monkeypatch.chdir(tmp_path)  # from where ./ on the command line counts
+    """A model that megarl sft or reward-model will make has the shape of model.path."""
+    monkeypatch.chdir(tmp_path)  # ./ on the command line is relative to this
     missing = ["roles.rm.role=reward_model", "roles.rm.path=./nowhere", "reward.name=roles.rm"]
     assert resolve(config(tmp_path, *missing)).served == ()
     assert [problem.partition(" in ")[0] for problem in problems_of(tmp_path, *missing, command="plan")] == [
@@ -110,7 +110,7 @@ def test_a_missing_model_is_missed_by_a_run_alone(tmp_path: Path, monkeypatch) -
 
 
 def test_a_model_of_another_kind_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    """Not only when megarl train finds it: a reward model would have been trained for nothing."""
+    """Otherwise megarl train would refuse it only after a reward model was trained in vain."""
     model = ["roles.rm.role=reward_model", "reward.name=roles.rm", "roles.rm.path=${reward_model.output}"]
     mixtral = [*model, f"model.path={MODEL.parent / 'mixtral-8x7b'}"]
     served = "SGLang's reward models are LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification, "
@@ -129,7 +129,7 @@ def test_a_model_of_another_kind_is_refused_before_it_is_made(tmp_path: Path) ->
 
 
 def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
-    """Placed behind the policy's, by which the driver stays; planned with their memory."""
+    """They come after the policy's ranks, where the driver stays. The plan counts their memory."""
     path = scores(tmp_path / "scores")
     sizes = ["trainer.tp=4", "generator.engines=2", "generator.tp=2", "roles.rm.role=reward_model", "roles.rm.engines=3", "roles.rm.tp=2"]
     asked = config(tmp_path, path, *sizes, *JUDGE, "reward.parts.a.name=roles.rm", "reward.parts.b.name=roles.judge")
@@ -204,7 +204,7 @@ def test_the_reward_is_the_weighted_sum_and_failures_are_counted_by_part() -> No
     )
 
 
-# --- what a judge is asked ---
+# --- a judge's prompts ---
 
 
 def bos_tokenizer(tmp_path: Path) -> Tokenizer:
@@ -264,7 +264,7 @@ def test_a_chat_template_must_have_what_is_to_be_judged(tmp_path: Path, template
 
 
 class ScriptedFleet:
-    """Answers by what it reads."""
+    """Answers by the prompt's text."""
 
     def __init__(self, tokenizer: Tokenizer, answer):
         self._tokenizer, self._answer = tokenizer, answer
@@ -313,7 +313,7 @@ def test_every_response_meets_as_many(count: int, opponents: int | None) -> None
 
 
 def test_pairs_are_compared_in_both_orders() -> None:
-    """The judge likes the larger number, and in doubt the first. A response that it cannot judge leaves the others their games."""
+    """The judge prefers the larger number, and the first at a tie. If it cannot judge a response, the others keep their games."""
 
     def verdict(text: str) -> str:
         first, second = text.removeprefix("q").split(",")
@@ -324,7 +324,7 @@ def test_pairs_are_compared_in_both_orders() -> None:
     part = Part("roles.judge", -3.0, "liked")
     found = asyncio.run(judge.compare(part, "q", "", ["5", "2", "5", "x"]))
     assert len(fleet.read) == 12
-    assert [score.reward for score in found] == [0.75, 0.0, 0.75, -3.0]  # two that are equal win the game in which each is first
+    assert [score.reward for score in found] == [0.75, 0.0, 0.75, -3.0]  # of two equal responses, each wins the game in which it is first
     assert [score.parts[UNDECIDED] for score in found] == [pytest.approx(1 / 3)] * 3 + [1.0]
     assert [bool(score.failures) for score in found] == [False, False, False, True]
 

@@ -83,7 +83,7 @@ class FakeTrainer:
 
 
 class OneEngine:
-    """As much of a plan as the sending end of the weights asks for."""
+    """The part of a plan that the weights' sending end needs."""
 
     config = RunConfig(observe=ObserveConfig(probe_every=0))
     groups = engine_groups(GeneratorConfig())
@@ -133,7 +133,7 @@ def ends(link, max_staleness=None, ledger=Ledger(), timeout_s=5.0):
 
 
 def until_held(receiver: RolloutsReceiver, ordinals: list[int]) -> Ledger:
-    """Its ledger, once these groups are in it."""
+    """The ledger, once these groups are in it."""
     deadline = time.monotonic() + 30
     while True:
         ledger = msgspec.msgpack.decode(receiver.ledger(), type=Ledger)
@@ -185,7 +185,7 @@ def test_ranks_may_wait_longer_for_a_batch_than_for_each_other(alone, link):
 
 
 class LinkUnderLoad:
-    """Hands over, at each look, what has arrived by then; a prompt begins and finishes between the first look and the second."""
+    """Gives at each look the messages so far. A prompt begins and finishes between the first look and the second."""
 
     def __init__(self, *arrivals):
         self._arrivals, self._inbox = list(arrivals), []
@@ -310,7 +310,7 @@ class Sender(EmulatedSender):
 
 
 def test_a_steps_times_count_once_what_sending_weights_again_took(alone, link):
-    """The generator takes 0.2 s to grant the weights, asks for them again, takes 0.3 s, and lets the batch wait for 0.1 s."""
+    """The generator grants the weights after 0.2 s, and asks for them again. Then it takes 0.3 s, and delays the batch by 0.1 s."""
     hub, peer = link
     weights = Sender(OneEngine(), peer)
     receiver = RolloutsReceiver(peer, 5.0, RolloutBuffer(2, None), resend=partial(weights.send, again=True))

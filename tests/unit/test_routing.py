@@ -1,4 +1,4 @@
-"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, put together, kept in a sample, laid end to end."""
+"""Recorded experts, from an engine's answer to the trainer's microbatch: packed, joined, kept in a sample, laid end to end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def packed(positions: int, seed: int = 0) -> bytes:
 @given(st.sampled_from([FORMAT, WIDE]), st.integers(0, 9))
 def test_what_is_packed_is_what_comes_out(format: RoutingFormat, positions: int) -> None:
     answered = ids(positions, format)
-    answered[:, : format.dense_layers] = 77  # a layer without experts: whatever
+    answered[:, : format.dense_layers] = 77  # a layer without experts may have anything
     bytes_ = format.from_engine(answered.tobytes())
     assert len(bytes_) == positions * format.position_bytes and format.positions(bytes_) == positions
     np.testing.assert_array_equal(format.unpack(bytes_), answered[:, format.dense_layers :])
@@ -55,7 +55,7 @@ def test_one_byte_an_expert_up_to_256_of_them() -> None:
 
 def test_what_no_router_chose_is_refused() -> None:
     answered = ids(5)
-    answered[3, 2] = 0  # as where nothing was recorded
+    answered[3, 2] = 0  # as if nothing was recorded
     with pytest.raises(ValueError, match="the same expert twice for a token in layer 2"):
         FORMAT.from_engine(answered.tobytes())
     for wrong in (-1, 8):
@@ -91,12 +91,12 @@ def test_a_completion_has_the_experts_of_all_positions_but_the_last() -> None:
 def test_an_aborted_answer_keeps_no_token_without_experts() -> None:
     cut = complete(5, 3, "abort", 7)
     assert len(cut.token_ids) == 2 and cut.routing == packed(7)[: 6 * FORMAT.position_bytes], "the last token is sampled again"
-    for forgotten in (None, 4):  # aborted while it waited for memory, or before it had begun
+    for forgotten in (None, 4):  # aborted during a wait for memory, or before it began
         assert complete(5, 3, "abort", forgotten) == Completion([], [], [], "abort")
 
 
 def test_pieces_of_a_response_keep_the_experts_that_each_token_was_sampled_with() -> None:
-    """The prompt has 5 tokens; the second request computes the first piece anew, with weights that choose otherwise."""
+    """The prompt has 5 tokens. The second request recomputes the first piece, with weights that choose other experts."""
     draft, later = Draft(), packed(9, seed=1)
     draft.add(Completion([7] * 2, [0.0] * 2, [0] * 2, "abort", packed(6)), max_tokens=5)
     draft.add(Completion([], [], [], "abort"), max_tokens=5)
@@ -110,7 +110,7 @@ def test_turns_of_a_sample_and_what_the_environment_wrote_between_them() -> None
     transcript = Transcript(Prompt(0, [5] * 3, "", ""), tokenizer, max_tokens=20)
     transcript.add_policy(Completion([7, 8], [0.0] * 2, [0] * 2, "stop", packed(4)))
     transcript.add_environment([9] * 3)
-    later = packed(8, seed=1)  # of the prompt 3, of the first turn 2, of the environment 3, of the second turn all but the last
+    later = packed(8, seed=1)  # 3 of the prompt, 2 of the first turn, 3 of the environment, all but the last of the second turn
     transcript.add_policy(Completion([7], [0.0], [1], "stop", later))
     sample = transcript.sample(1.0)
     assert sample.routing == packed(4) + later[4 * FORMAT.position_bytes :]
@@ -123,7 +123,7 @@ def group(routing: bytes) -> Group:
 
 
 def test_experts_travel_as_bytes_and_survive_a_resume() -> None:
-    """In the message, in the ledger of a checkpoint, in the batch, to the sequences that are trained on."""
+    """In messages, in a checkpoint's ledger, in the batch, up to the trained sequences."""
     made = group(packed(4))
     ready, without = pack(made), pack(group(b""))
     sizes = [sum(map(len, each.pieces)) for each in (ready, without)]
@@ -138,8 +138,8 @@ def test_a_microbatch_has_experts_where_they_are_known() -> None:
     def sequence(length: int, routing: bytes) -> TrainSequence:
         return TrainSequence([7] * length, [True] * length, [0.0] * length, [1.0] * length, routing)
 
-    sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]  # the last: an environment had the last word
-    plan = MicrobatchPlan((2, 0), (0, 5, 9))  # the second has a position of padding
+    sequences = [sequence(4, packed(3)), sequence(5, b""), sequence(6, packed(3, seed=1))]  # the last one ends with an environment's token
+    plan = MicrobatchPlan((2, 0), (0, 5, 9))  # the second one has a position of padding
     batch = build(plan, sequences, torch.device("cpu"), routing=FORMAT)
     assert batch.routing.shape == (9, 2, 2) and batch.routing.dtype == torch.int16
     for start, end, seed in ((0, 5, 1), (5, 9, 0)):

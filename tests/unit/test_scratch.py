@@ -1,4 +1,4 @@
-"""The folder of a launch in TMPDIR, and folders that nobody else can use."""
+"""The folder of a launch in TMPDIR, and folders that no other user can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in virtual time: compared with closed forms, in many small worlds, and with wrong schedulers, which must be detected."""
+"""Runs in virtual time: against closed forms, in many small worlds, and with wrong schedulers, which must be detected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def speed(cache=1e9, most=64, prefill_s=0.0, per_request_s=0.0) -> Speed:
 
 
 async def ask(engine: SimulatedEngine, key: int, totals: list[int], most: int = 1000, version: int = 0):
-    """(completions, when they came)"""
+    """(completions, their times)"""
     engine._work.setdefault(key, Work(PROMPT, totals, PROMPT, most))
     found = await engine.complete([[key] * PROMPT for _ in totals], [Sampling(most)] * len(totals), version)
     return found, asyncio.get_running_loop().time()
@@ -102,7 +102,7 @@ def test_an_engine_takes_the_time_of_its_tokens():
 
     found, ended = in_virtual_time(scenario())
     assert [len(each.token_ids) for each in found] == [100, 300] and {each.finish_reason for each in found} == {"stop"}
-    # One prompt's prefill, a hundred tokens of two requests, two hundred of one.
+    # The prefill of one prompt, a hundred tokens of two requests, two hundred of one.
     assert ended == pytest.approx(PROMPT * 0.001 + 100 * (TOKEN_S + 0.004) + 200 * (TOKEN_S + 0.002), rel=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_requests_wait_for_a_place(most):
 
 
 def test_a_full_cache_sends_requests_back():
-    """Two sequences of 1010 tokens do not fit 1500: one is prefilled again when the other has ended."""
+    """Two sequences of 1010 tokens do not fit into 1500. One is prefilled again when the other has ended."""
 
     async def scenario():
         engine = SimulatedEngine("e", speed(cache=1500, prefill_s=0.001), 1, {})
@@ -207,7 +207,7 @@ def models(train_s=1.0, write_s=0.1, control_s=0.05, **of_speed):
 @pytest.mark.parametrize("train_s", [0.2, 3.0])
 @pytest.mark.parametrize("capacity", [0, 1])
 def test_equal_lengths_give_the_closed_form(capacity, train_s):
-    """All responses have 64 tokens, and all of a step run at once: equations 2 and 3 of LlamaRL."""
+    """All responses have 64 tokens, and a step's responses all run at once: equations 2 and 3 of LlamaRL."""
     settings = SimulationConfig(steps=12)
     plan = plan_of(settings, AsyncConfig(capacity, partial_rollout="in_flight"), mean=64)
     found = simulate(plan, models(train_s))
@@ -217,7 +217,7 @@ def test_equal_lengths_give_the_closed_form(capacity, train_s):
 
 
 class Reference(EmulatedEngine):
-    """The engine of `megarl bench overlap`, which keeps its time in another way, in the place of a simulated one."""
+    """Replaces a simulated engine by that of `megarl bench overlap`, which keeps time in another way."""
 
     up, busy_s, running_s, retracted, sampled, could_sample = True, 0.0, 0.0, 0, 0, 0.0
     slots, token_s, lengths = 4, TOKEN_S, EmulatedLengths(20, 0.0, 64)
@@ -234,7 +234,7 @@ class Reference(EmulatedEngine):
 @pytest.mark.parametrize("sigma", [0.0, 0.8])
 @pytest.mark.parametrize("mode", ["block", "in_flight", "resume", "abort"])
 def test_another_engine_gives_the_same_run(monkeypatch, mode, sigma):
-    """Steps, waits and ages of tokens, with more prompts than places, so that requests wait at the engines."""
+    """Steps, waits and ages of tokens are the same. There are more prompts than places, so requests wait at the engines."""
     monkeypatch.setattr(Reference, "lengths", EmulatedLengths(20, sigma, 64))
     settings = SimulationConfig(steps=30)
     plan = plan_of(settings, AsyncConfig(1, partial_rollout=mode, chunk_tokens=8), engines=1, prompts=8)
@@ -254,7 +254,7 @@ def test_without_asynchrony_no_length_is_favoured():
 
 
 def test_goodput_is_the_time_of_steps_that_were_kept():
-    """Each restart loses what was done since the last step that it keeps, and its own duration."""
+    """Each restart loses the work since the last kept step, and its own duration."""
     settings = SimulationConfig(steps=40, gpu_mtbf_h=0.003, restart_s=3.0, engine_restart_s=1.0, checkpoint_s=0.0)
     plan = plan_of(settings, AsyncConfig(0), mean=64)
     totals = simulate(plan, models())
@@ -265,7 +265,7 @@ def test_goodput_is_the_time_of_steps_that_were_kept():
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_one_checkpoint_is_written_at_a_time(beside):
-    """Each takes ten steps of training and is due every second step: steps wait for it, also where it is written beside them."""
+    """A checkpoint takes ten training steps, and is due every second step. Steps wait for it, even if it is written in the background."""
     settings = SimulationConfig(steps=20, checkpoint_s=10.0)
     plan = plan_of(settings, AsyncConfig(1, partial_rollout="in_flight"), mean=64)
     plan = replace(plan, config=replace(plan.config, checkpoint=CheckpointConfig(every=2, beside=beside)))
@@ -300,7 +300,7 @@ def test_lengths_of_one_prompt_have_something_in_common(tmp_path):
 
 
 def world(number: int) -> tuple[RunPlan, object]:
-    """A random small world: sizes, lengths, settings of asynchrony, times, and failures."""
+    """A random small world: sizes, lengths, asynchrony settings, times and failures."""
     rng = np.random.default_rng(number)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     settings = SimulationConfig(
@@ -331,7 +331,7 @@ def broken_worlds(numbers) -> Iterator[int]:
         plan, of = world(number)
         try:
             totals = simulate(plan, of)
-        except RuntimeError:  # Stuck, Broken, or what the run's own code raises
+        except RuntimeError:  # Stuck, Broken, or an error of the run's own code
             yield number
         else:
             assert len(totals.rows) == plan.config.plan.simulation.steps
@@ -368,7 +368,7 @@ def trains_on_it_again(self, ordinal):
 
 
 def frees_no_place(self):
-    """Of a prompt that has finished."""
+    """Planted fault: a finished prompt keeps its place."""
 
 
 def forgets_who_is_done(self, ledger=RolloutBuffer.ledger):
@@ -391,7 +391,7 @@ WRONG = {
     "frees no place": [(Admission, "finish", frees_no_place)],
     "forgets who is done": [(RolloutBuffer, "ledger", forgets_who_is_done)],
     "replaces no dropped prompt": [(Admission, "drop", replaces_no_dropped_prompt)],
-    # The generator begins nothing that would be too old, and the buffer takes nothing that is: each alone keeps the promise.
+    # The generator begins no prompt that would be too old, and the buffer takes no group that is: either rule alone suffices.
     "trains on what is too old": [
         (executors.generator, "run_ahead", lambda async_: None if async_.capacity is None else async_.capacity + 2),
         (simulation.run, "run_ahead", lambda async_: None),
@@ -437,7 +437,7 @@ def test_a_simulated_run_is_a_run_for_the_page(tmp_path, capsys):
 
 
 def test_a_run_s_own_times_are_taken(tmp_path, capsys):
-    """Of a simulated run, whose times are known; a run of other sizes is refused."""
+    """Here from a simulated run, whose times are known. A run of other sizes is refused."""
     folder, steps = tmp_path / "simulated", "plan.simulation.steps=20"
     command = [*CONFIG[:2], steps, "--simulate"]
     assert main([*command, "--output", str(folder)]) == 0
@@ -451,7 +451,7 @@ def test_a_run_s_own_times_are_taken(tmp_path, capsys):
 
 
 def test_a_run_is_compared_with_its_simulation(tmp_path):
-    """Here of a simulated run, so that the two must agree."""
+    """Here with a simulated run, so that the two must agree."""
     samples, folder = tmp_path / "samples.jsonl", tmp_path / "run"
     group = {"samples": [{"tokens": tokens, "versions": [[0, tokens]]} for tokens in (64, 256, 1024)]}
     samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(16)))
@@ -460,11 +460,11 @@ def test_a_run_is_compared_with_its_simulation(tmp_path):
     samples.rename(folder / "rollouts" / "samples.jsonl")
     found = of_run(folder)
     assert abs(found.step_error) < 0.05 and found.wait_error < 0.1
-    assert found.age_distance > 0.9  # the samples above are of version 0 in all steps
+    assert found.age_distance > 0.9  # in all steps the samples above are of version 0
 
 
 def test_failures_of_a_run_are_simulated_again(tmp_path):
-    """As a run's trace has them, here of a simulated one; the page shows the same."""
+    """The failures are in a run's trace, here of a simulated run. The page shows the same ones."""
     folder, samples = tmp_path / "run", tmp_path / "samples.jsonl"
     group = {"samples": [{"tokens": 256, "versions": [[0, 256]]}]}
     samples.write_text("".join(json.dumps({"step": step, **group}) + "\n" for step in range(40)))
@@ -485,7 +485,7 @@ def test_failures_of_a_run_are_simulated_again(tmp_path):
 
 
 def test_published_rows_are_simulated():
-    """Without stragglers and waits a step takes what the planner says."""
+    """Without stragglers and waits, a step takes the planner's time."""
     [sides] = [row.sides(FIT) for row in TABLES[0] if row.name == "70B, 8 / 8"]
     assert simulated_s(sides) == pytest.approx(sides.step_s(), rel=0.2)
 

@@ -1,4 +1,4 @@
-"""An engine that is larger than a node: what each of its nodes starts."""
+"""An engine that is larger than a node: the processes that each of its nodes starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
 
 
 def test_no_two_engines_draw_alike() -> None:
-    """Neither in one run, nor in one with the next seed, nor after the run goes on from a checkpoint, nor after the engine is restarted."""
+    """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's restart."""
     first = [seed_of(seed, f"engine.{number}", step) for seed in range(8) for number in range(8) for step in range(0, 80, 10)]
     again = [drawing_anew({"random_seed": seed}, restarts)["random_seed"] for seed in first for restarts in range(3)]
     assert len({*again}) == len(again) == 3 * 512 and {*first} < {*again}

@@ -33,7 +33,7 @@ def looks_always(monkeypatch):
 
 
 class Processes:
-    """Notes who was asked to stop."""
+    """Records which processes were asked to stop."""
 
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
@@ -111,7 +111,7 @@ def test_past_the_deadline_those_that_did_not_stop_are_named(tmp_path):
 
 @dataclass
 class Link:
-    """To the generator, which answers with `answer`, or not at all."""
+    """A link to the generator, which answers with `answer`, or not at all."""
 
     name: str
     answer: LookedAgain | None
@@ -129,7 +129,7 @@ class Link:
 
 
 def stopped(link: Link, *, offered: int = 3, written: int = 3, asked: bool = True, since_s: float = 20, **settings) -> None:
-    """A trainer rank whose run stops, as it closes the weights channel."""
+    """A trainer rank that closes the weights channel, because its run stops."""
     config, stop = RunConfig(max_steps=9), StopRequest()
     config.weights.audit = settings.get("audit", "strict")
     sender = WeightsSender(SimpleNamespace(config=config, groups=engine_groups(config.generator), spec=None), link, stop)
@@ -141,7 +141,8 @@ def stopped(link: Link, *, offered: int = 3, written: int = 3, asked: bool = Tru
 
 
 def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
-    """What has changed since the last audit ends the run with its name; what keeps the generator from looking does not."""
+    """A tensor that changed since the last audit is named, and ends the run in failure. If the generator cannot look, the run does not
+    fail."""
     stopped(link := Link("trainer.0", LookedAgain()))
     assert link.sent == [LookAgain()] and 45 < link.waited_s <= 50, "half of the 100 s that are left"
     with pytest.raises(RunError, match="lm_head.weight on generator rank 0 has changed"):
@@ -158,7 +159,7 @@ def test_the_engines_memory_is_looked_at_once_more_when_a_run_stops(capsys):
 
 
 def test_the_generator_looks_at_the_engines_once_an_update_that_is_under_way_is_over():
-    """It answers with what it has found."""
+    """It answers with its findings."""
 
     async def answers(outcome: Exception | None, busy: bool = False) -> list[LookedAgain]:
         told: list[LookedAgain] = []

@@ -1,4 +1,4 @@
-"""The rollout stream and its background tasks, with fake rollouts and a fake channel (real engines are in tests/cpu)."""
+"""The rollout stream and its background tasks, with fake rollouts and a fake channel. (tests/cpu has real engines.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.rollouts.stream import Admission, RolloutStream
 
 @dataclass
 class FakeChannel:
-    """Notes what is sent; what is put into `again` is rejected."""
+    """Records what is sent, and rejects what is put into `again`."""
 
     start: GenerateFrom = GenerateFrom(0, [])
     started: list = field(default_factory=list)
@@ -39,7 +39,7 @@ class FakeChannel:
 
 
 class FakeRollouts:
-    """Groups that finish when they are told to."""
+    """Groups that finish when a test says so."""
 
     def __init__(self):
         self.running: dict[int, asyncio.Future] = {}

@@ -1,4 +1,4 @@
-"""The faults that `python tests/studies faults` chooses and counts, without a run."""
+"""How `python tests/studies faults` chooses and counts faults, without a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_table_counts_by_kind_and_in_all():
 
 
 def test_an_engine_is_known_by_the_file_of_its_beats(tmp_path: Path) -> None:
-    """Not by its seed, which depends on the step that a run goes on from."""
+    """Not by its seed, which depends on the step at which a run resumes."""
     plays = [sys.executable, "-c", "input()", "megarl.generator.server"]
     run = FaultRun(tmp_path, tmp_path / "model")
     run.started = SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]

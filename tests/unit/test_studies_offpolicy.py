@@ -1,4 +1,4 @@
-"""The study of old data: its runs, its measurements of a policy, its tables."""
+"""The off-policy study: its runs, its measurements of a policy, its tables."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_rule_that_judges_may_be_any():
 
 
 def test_the_plain_learning_rate_is_megatrons():
-    """Of configs/offpolicy/gold.yaml, as its metrics have it: the peak at the end of the warm-up, and the least at the end of all."""
+    """For configs/offpolicy/gold.yaml: the peak comes at the end of the warm-up, and the minimum at the end of the run."""
     settings = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine", min_lr_ratio=0.1)
     assert [learning_rate(settings, step, 10) for step in (1, 4, 7, 10)] == pytest.approx([0.25, 1.0, 0.55, 0.1])
     assert learning_rate(OptimizerConfig(lr=1.0), 3, 10) == 1.0
@@ -119,7 +119,7 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 
 def test_divergence_is_that_of_whole_distributions_and_0_of_equal_weights(checkpoints):
-    """With one token to a response, it is known without sampling. Prompts of several lengths are padded."""
+    """With one token a response, the divergence is known without sampling. Prompts of different lengths are padded."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(load_config(CONFIG, []).model)

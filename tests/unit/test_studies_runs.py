@@ -1,4 +1,4 @@
-"""Benchmarks that compare whole runs: they ignore results of other settings, and signals end the processes that they have started."""
+"""Studies that compare whole runs: they refuse results of other settings, and signals end their processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ main = runpy.run_path("tests/studies/__main__.py")["main"]
 raise SystemExit(main(["offpolicy", sys.argv[1], "--parts", "lags", "--seeds", "1", "--lanes", "2", "--runs", sys.argv[2]]))
 """
 
-# In the place of the program: it stays until it is told to stop, and notes how often it was.
+# Replaces the program: it stays until it gets a signal to stop, and records the number of signals.
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
@@ -52,7 +52,7 @@ sys.exit(143)
 
 
 def test_runs_with_other_settings_are_not_taken_for_a_studys(tmp_path: Path):
-    check_settings(tmp_path, load_config(CHAIN))  # nothing is there
+    check_settings(tmp_path, load_config(CHAIN))  # the folder is empty
     with pytest.raises(ConfigError, match=r"--runs configs/offpolicy/chain\.yaml: is a file, must be a folder"):
         check_settings(Path(CHAIN), load_config(CHAIN))
     note_settings(tmp_path, load_config(CHAIN))
@@ -136,7 +136,7 @@ def test_a_signal_ends_the_runs_each_once_and_begins_no_others(number: signal.Si
         deadline = time.monotonic() + 120
         while len(begun()) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
-        os.killpg(process.pid, number)  # as a terminal does, to all of its group
+        os.killpg(process.pid, number)  # like a terminal, to the whole process group
         assert process.wait(60) == (130 if number == signal.SIGINT else 143)
     finally:
         process.kill()

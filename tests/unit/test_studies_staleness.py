@@ -1,4 +1,4 @@
-"""`python tests/studies staleness`: what counts as the same reward. Pure; the runs themselves are those of `megarl train`."""
+"""`python tests/studies staleness`: what counts as the same reward. These tests make no runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from staleness import SETTINGS, SYNCHRONOUS, Comparison, Result, Setting, compare, render
 
-BASELINE = (0.98, 0.90, 0.95)  # seeds differ by more than settings do
+BASELINE = (0.98, 0.90, 0.95)  # seeds differ more than settings
 
 
 def results(**differences: tuple[float, ...]) -> list[Result]:
-    """Of the baseline and, by name, of settings that differ from it by so much, seed by seed."""
+    """Results of the baseline and, by name, of settings with the given difference for each seed."""
     settings = {setting.name: setting for setting in SETTINGS}
     rows = {SYNCHRONOUS.name: (0.0,) * len(BASELINE), **differences}
     return [
@@ -32,7 +32,7 @@ ONE, FOUR, FREE = (setting.name for setting in (Setting(1, 1), Setting(4, 8), Se
 
 
 def test_runs_are_paired_by_seed():
-    """Seeds differ by 0.08: unpaired, the standard error would be 0.03."""
+    """Seeds differ by 0.08, so without pairs the standard error would be 0.03."""
     row = (0.002, -0.006, 0.001)
     got = judged(**{ONE: row})[ONE]
     assert got.difference == pytest.approx(np.mean(row)) and got.noise == pytest.approx(np.std(row, ddof=1) / math.sqrt(3))
@@ -41,7 +41,7 @@ def test_runs_are_paired_by_seed():
 
 
 def test_one_collapsed_seed_does_not_hide_in_the_noise_it_makes():
-    """The mean of the second, -0.26, is within two of its own standard errors, 0.26."""
+    """The second setting's mean of -0.26 is within two of its own standard errors of 0.26."""
     got = judged(**{ONE: (0.002, -0.003, 0.001), FOUR: (0.0, -0.77, 0.0)})
     assert got[ONE].same and not got[FOUR].same
     assert abs(got[FOUR].difference) < 2 * got[FOUR].noise

@@ -23,7 +23,7 @@ POST = "bdfhjl"
         ("", -1.0),
         ("bdf", 0.0),
         ("bdfhjll", 0.75),  # written twice
-        ("bdfhajl", 0.75),  # not of the post
+        ("bdfhajl", 0.75),  # not in the post
         ("dbfhjl", 0.75),  # b belongs before d
         ("ljhfdb", -0.25),  # five letters belong before another
         ("aaaa", -2.0),

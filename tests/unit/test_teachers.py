@@ -1,4 +1,4 @@
-"""Teachers and references among the roles: what their settings may be, what a run without a reward needs, what is counted and planned."""
+"""Teachers and references among the roles: allowed settings, the needs of a run without a reward, counts and plans."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_may_be_set(tmp_path: Path, overrides: list[str], problems: list[st
 
 
 def test_no_more_likely_tokens_are_asked_for_than_there_are(tmp_path: Path) -> None:
-    """Such a request would end the teacher's engine."""
+    """A request for more would end the teacher's engine."""
     asked = [TEACHER, f"roles.teacher.path={shaped(tmp_path / 'small', vocab_size=30)}", f"model.path={tmp_path / 'small'}"]
     asked.append("algorithm.distill.over=top_k")
     assert problems_of(tmp_path, *asked, "algorithm.distill.top_k=31") == [
@@ -176,7 +176,7 @@ def test_failures_of_teachers_are_counted_by_themselves() -> None:
 
 
 def test_a_teacher_is_left_out_where_it_has_said_nothing() -> None:
-    """Also of the means; a token that the policy cannot have has no advantage either."""
+    """The means leave it out too. A token outside the policy's vocabulary has no advantage either."""
     teachers = (Taught(torch.tensor([-0.5, 0.0, -3.0]), torch.tensor([True, False, True])),)
     mask, boundaries, mu = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([-1.0, -2.0, -1.5])
     batch: Any = SimpleNamespace(

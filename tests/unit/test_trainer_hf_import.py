@@ -76,11 +76,11 @@ def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(dtype: torch.dt
     assert len(raised.value.problems) == 1 and raised.value.problems[0].startswith(problem)
 
 
-WIDE = ModelSpec("llama", 2, 192, 300, 4, 2, 48, 11, 64, False, 1e-5, 10000.0)  # no size is a whole number of blocks
+WIDE = ModelSpec("llama", 2, 192, 300, 4, 2, 48, 11, 64, False, 1e-5, 10000.0)  # no size is a multiple of a block
 
 
 def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint as DeepSeek-V3 is published; returns the values that it stands for, element by element."""
+    """Writes a checkpoint in DeepSeek-V3's published form. Returns the values that it represents, element by element."""
     drawn, tensors, values = torch.Generator().manual_seed(3), {}, {}
     for tensor in hf_layout(WIDE, "float32").tensors(0):
         made = torch.randn(tensor.shape, generator=drawn)
@@ -106,7 +106,7 @@ def loaded(folder: Path, topology: TrainerTopology, rank: int, dtype: str, monke
 
 
 def read_by_every_rank(write, topology: TrainerTopology, dtype: str, tmp_path: Path, monkeypatch, spec: ModelSpec) -> None:
-    """Every rank reads of the checkpoint that `write` makes what it reads of the values that this stands for."""
+    """Checks that every rank reads the same from `write`'s checkpoint as from the values that this represents."""
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     packed.mkdir()
     plain.mkdir()
@@ -124,14 +124,14 @@ def test_blocks_of_fp8_are_read_by_every_rank_as_what_they_stand_for(axes: dict[
     read_by_every_rank(in_fp8, TrainerTopology(**axes), dtype, tmp_path, monkeypatch, WIDE)
 
 
-PAIRED = ModelSpec(  # gpt-oss; no size is a whole number of blocks
+PAIRED = ModelSpec(  # gpt-oss; no size is a multiple of a block
     "gpt_oss", 2, 72, 0, 4, 2, 16, 11, 64, False, 1e-5, 10000.0, qkv_bias=True, linear_bias=True, sinks=True,
     num_experts=4, experts_per_token=2, expert_intermediate_size=40,
 )  # fmt: skip
 
 
 def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint as gpt-oss is published; returns the values that it stands for, as Hugging Face computes them."""
+    """Writes a checkpoint in gpt-oss's published form. Returns the values that it represents, as computed by Hugging Face."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     drawn, tensors, values = torch.Generator().manual_seed(3), {}, {}
@@ -144,7 +144,7 @@ def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
         scales = torch.randint(110, 130, blocks, generator=drawn, dtype=torch.uint8)
         tensors |= {tensor.name + "_blocks": codes, tensor.name + "_scales": scales}
         whole = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
-        values[tensor.name] = whole[:, : tensor.shape[-1]].contiguous()  # transposed, as the files of a checkpoint have it
+        values[tensor.name] = whole[:, : tensor.shape[-1]].contiguous()  # transposed, as in a checkpoint's files
     save_file(tensors, folder / "model.safetensors")
     return values
 

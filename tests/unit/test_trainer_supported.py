@@ -1,4 +1,4 @@
-"""Models that cannot be trained are refused when a run is planned, or by the trainer if this machine lacks something."""
+"""Models that cannot be trained are refused when a run is planned; or by the trainer, if this machine lacks something."""
 
 from __future__ import annotations
 

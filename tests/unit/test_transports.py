@@ -24,7 +24,7 @@ from megarl.weight_sync.writing import send, shapes_of
 TENSORS = [RemoteTensor("a", (6, 5), "float32", (5, 1), 0), RemoteTensor("b", (7,), "bfloat16", (1,), 128)]
 SOURCES = {"x": torch.arange(40.0).view(5, 8), "y": torch.linspace(-3, 3, 7)}
 COPIES = [
-    Copy(0, "x", Box((0, 3), (4, 2)), 0, "a", Box((1, 0), (4, 2)), "identity", "float32", 0),  # a column slice: not contiguous
+    Copy(0, "x", Box((0, 3), (4, 2)), 0, "a", Box((1, 0), (4, 2)), "identity", "float32", 0),  # a column slice, not contiguous
     Copy(0, "x", Box((2, 0), (1, 3)), 0, "a", Box((5, 1), (1, 3)), "identity", "float32", 0),
     Copy(0, None, None, 0, "a", Box((0, 0), (1, 5)), "zeros", "float32", 0),
     Copy(0, "y", Box((0,), (7,)), 0, "b", Box((0,), (7,)), "cast", "bfloat16", 1),
@@ -40,7 +40,7 @@ def expected() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def covered(a: torch.Tensor) -> torch.Tensor:
-    """`a` with zeros, which hash to nothing, where no copy wrote."""
+    """`a` with zeros, which add nothing to a hash, where no copy wrote."""
     mask = torch.zeros_like(a, dtype=torch.bool)
     for copy in COPIES[:3]:
         mask[copy.destination_box.slices()] = True
@@ -83,7 +83,7 @@ def test_values_kept_between_updates_are_those_of_now(change):
 
 
 def test_what_a_view_cannot_show_is_made_anew():
-    """The values of a column, as a row of experts' shape: reshaping copies."""
+    """A column's values in the shape of a row of experts: reshaping copies them."""
     source = {"x": torch.arange(40.0).view(5, 8)}
     copy = Copy(0, "x", Box((0, 3), (5, 2)), 0, "c", Box((0,), (10,)), "identity", "float32", 0)
     payloads = Payloads()
@@ -94,7 +94,7 @@ def test_what_a_view_cannot_show_is_made_anew():
 
 
 def test_zeros_lie_where_the_sources_do():
-    """A stream of a GPU copies from there, and only such memory can be recorded on it."""
+    """A GPU's stream copies from there, and only memory of that GPU can be recorded on it."""
     payloads = Payloads()
     payloads.begin({name: values.to("meta") for name, values in SOURCES.items()})
     values = payloads.of(COPIES[2])
@@ -102,7 +102,7 @@ def test_zeros_lie_where_the_sources_do():
 
 
 def test_memory_that_cannot_be_mapped_is_an_error_with_both_ranks_and_the_reason():
-    """(Where nothing is there any more: test_transports_dead_owner.py.)"""
+    """(test_transports_dead_owner.py tests memory that is gone.)"""
     transport = SharedMemoryTransport(3, 5)
     message = r"trainer rank 3 cannot map the weights of generator rank 2 \(/proc/self\): .*Is a directory"
     with pytest.raises(RuntimeError, match=message):
@@ -139,7 +139,7 @@ def test_too_little_memory_to_land_in_names_the_setting():
 
 
 def test_landing_memory_is_never_there_twice(monkeypatch):
-    """It takes what SGLang has left free, and is opened anew whenever engines come or go."""
+    """It takes the memory that SGLang leaves free, and is opened again whenever engines come or go."""
     alive: list[weakref.ref] = []
 
     def allocate(size: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The transport for each pair of ranks, by table, and what is refused, with which message."""
+"""The transport for each pair of ranks, by table; and refusals with their messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def host(name: str, cuda: bool = False, mooncake: bool = True, infiniband: bool 
         (host("a", cuda=True), host("a"), "shared_memory"),  # an engine on the CPU
         (host("a"), host("a", cuda=True), "mooncake"),  # a process without CUDA cannot map GPU memory
         (host("a", mooncake=False), host("a", cuda=True), "gloo"),
-        (host("a"), host("a", network="of a namespace"), "mooncake"),  # two namespaces of one machine are two hosts
+        (host("a"), host("a", network="of a namespace"), "mooncake"),  # two network namespaces of one machine are two hosts
         (host("a"), host("b", network="a"), "mooncake"),  # two containers on the host's network
     ],
 )
@@ -96,12 +96,12 @@ def test_rdma_needs_it_everywhere():
 
 @pytest.mark.parametrize(("protocol", "devices", "forced"), [("tcp", ["mlx5_0"], "1"), ("tcp", [], None), ("rdma", ["mlx5_0"], None)])
 def test_mooncake_is_kept_from_rdma_where_that_was_not_chosen(monkeypatch, tmp_path, protocol, devices, forced):
-    """Its engine ignores the protocol and goes by the devices of its own host, which a peer need not have."""
+    """Mooncake's engine ignores the protocol setting and uses its own host's devices, which a peer may not have."""
     pytest.importorskip("mooncake.engine")
     for device in devices:
         (tmp_path / device).mkdir()
     monkeypatch.setattr(mooncake, "_DEVICES", tmp_path)  # instead of /sys/class/infiniband
-    monkeypatch.setenv("MC_FORCE_TCP", "")  # put back afterwards, whatever is set meanwhile
+    monkeypatch.setenv("MC_FORCE_TCP", "")  # restored afterwards, whatever is set meanwhile
     monkeypatch.delenv("MC_FORCE_TCP")
     assert mooncake.open_engine("127.0.0.1", protocol).get_rpc_port()
     assert os.environ.get("MC_FORCE_TCP") == forced
@@ -147,7 +147,7 @@ def test_unknown_transport_is_a_config_error(name):
 
 
 def test_a_transport_with_one_end_is_a_config_error(tmp_path, monkeypatch):
-    """It would be missed only when the engines are there and their memory is to be opened."""
+    """Otherwise the missing end would show only when the engines run and their memory is opened."""
     body = "    connect = prepare = write = fence = close = lambda self, *_: None\n"
     (tmp_path / "half_transport.py").write_text(f"from megarl.weight_sync.transports.base import Transport\nclass Half(Transport):\n{body}")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""CUDA IPC without CUDA: everything but the two calls that export and open memory. Those run in tests/gpu."""
+"""CUDA IPC without CUDA: everything except the two calls that export and open memory, which tests/gpu runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = Host(name="gpu-node")
 
 
 class FakeDeviceMemory:
-    """Allocations out of which storages are cut, as torch's allocator does; the opener sees the same bytes elsewhere."""
+    """Allocations that are cut into storages, as by torch's allocator. The opener sees the same bytes at another address."""
 
     allocations: dict[bytes, bytearray] = {}
     slow = False
@@ -80,7 +80,7 @@ def parameters() -> dict[str, torch.nn.Parameter]:
         "b": cut(first, 1024, 7, dtype=torch.bfloat16),
         "c": cut(second, 0, 4, 4),
     }
-    found["rows_of_a"] = torch.nn.Parameter(found["a"].data[2:4])  # shares a storage
+    found["rows_of_a"] = torch.nn.Parameter(found["a"].data[2:4])  # shares its storage
     found["turned"] = torch.nn.Parameter(found["c"].data.t())
     return found
 
@@ -96,7 +96,7 @@ def test_one_handle_per_allocation(parameters):
         "rows_of_a": (0, 512 + 2 * 5 * 4, (5, 1)),
         "turned": (1, 0, (1, 4)),
     }
-    assert Endpoint.decode(endpoint.encode()) == endpoint  # handles survive the way as text
+    assert Endpoint.decode(endpoint.encode()) == endpoint  # handles survive their transfer as text
 
 
 def test_boxes_are_in_place_after_the_fence(parameters):
@@ -135,7 +135,7 @@ def test_memory_that_does_not_open_names_both_ranks_and_the_way_out(parameters):
 
 
 def test_memory_of_a_process_that_has_ended_is_told_from_memory_that_does_not_open(parameters):
-    """Before it was opened or after: a run that can go on without the engine does so by this error."""
+    """Before it is opened, or after. On this error a run continues without the engine, if it can."""
     code = "import os, sys; print(os.memfd_create('x'), flush=True); sys.stdin.read()"
     owner = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     address = f"/proc/{owner.pid}/fd/{int(owner.stdout.readline())}"

@@ -1,4 +1,4 @@
-"""Shared memory stays mapped when the process that owned it has ended. Writes to it must be detected."""
+"""Shared memory stays mapped after its owner has ended. Writes to it must be detected."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_writes_to_the_memory_of_a_process_that_has_ended_are_an_error():
     transport.fence()
     forgiving = PairwiseTransport("shared_memory", this_host(), 3, 5, may_lose=True)
     forgiving.connect([Endpoint(2, "shared_memory", address, 256, [], host=this_host())])
-    owner.kill()  # it is not waited for yet: a zombie owns nothing
+    owner.kill()  # not reaped yet: a zombie owns nothing
     for step in (lambda: transport.prepare([]), transport.fence):
         with pytest.raises(RuntimeError, match=f"trainer rank 3 to generator rank 2: the engine process that owned {address} has ended"):
             until_it_raises(step)
-    forgiving.prepare([])  # where a run can go on without an engine, its generator sees that it is lost
+    forgiving.prepare([])  # if a run can continue without an engine, its generator detects the loss
     forgiving.fence()
     owner.communicate()
 
@@ -55,7 +55,7 @@ def test_memory_of_a_process_that_ended_before_it_was_mapped():
 
 
 def until_it_raises(step) -> None:
-    """A kill takes its time."""
+    """Repeats the call until it raises, since a kill takes a moment."""
     for _ in range(1000):
         step()
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Two-sided transports over gloo between threads: the code that NCCL shares, also with its way to start a wave in one go."""
+"""Two-sided transports over gloo between threads: the code shared with NCCL, also with NCCL's way to start a wave at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCES = {1: torch.arange(40.0).view(5, 8), 4: torch.linspace(-3, 3, 7)}
 COPIES = {
     1: [
         Copy(1, "x", Box((2, 0), (1, 3)), 3, "a", Box((5, 1), (1, 3)), "identity", "float32", 0),
-        Copy(1, "x", Box((0, 3), (4, 2)), 3, "a", Box((1, 0), (4, 2)), "identity", "float32", 1),  # a column slice: staged
+        Copy(1, "x", Box((0, 3), (4, 2)), 3, "a", Box((1, 0), (4, 2)), "identity", "float32", 1),  # a column slice, which is staged
         Copy(1, None, None, 3, "a", Box((0, 0), (1, 5)), "zeros", "float32", 3),
     ],
     4: [Copy(4, "x", Box((0,), (7,)), 3, "b", Box((0,), (7,)), "cast", "bfloat16", 2)],
@@ -32,7 +32,7 @@ COPIES = {
 
 
 class Counting(GlooGroup):
-    """Remembers how many messages were started together."""
+    """Records how many messages start together."""
 
     started: list[int] = []
 
@@ -42,7 +42,7 @@ class Counting(GlooGroup):
 
 
 class WaveByWave(TwoSidedTransport):
-    """As NCCL does it."""
+    """Starts messages like NCCL."""
 
     open_group = Counting
     coalesces = True

@@ -1,4 +1,4 @@
-"""The user's own code is tried before anything starts: rewards on a few rows, an agent's program and script."""
+"""A user's own code is tried before anything starts: rewards on a few rows, and an agent's program and script."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_which_word_is_the_script(command: str, script: str) -> None:
 
 
 def test_a_dry_run_says_what_a_run_would_be_refused_for(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """The folder of the run, unless its disk is another machine's; trackers; the reward."""
+    """Checks the run's folder, unless its disk is another machine's; trackers; and the reward."""
     (folder / "file").touch()
     missing = importlib.util.find_spec("mlflow") is None
     grader = f"reward.name={folder}/trial_graders.py:nothing"

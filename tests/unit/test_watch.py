@@ -1,4 +1,5 @@
-"""Memory that an engine's worker computes with but no update writes: what is watched, may change, is reported. No engine runs here."""
+"""Memory that an engine's worker computes with but no update writes: what is watched, what may change, and the reports. No engine runs
+here."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(8, 6))
         self.register_buffer("rotary", rotary, persistent=False)
-        self.transposed = self.weight.data.t()  # lies in the parameter
-        self.made = self.weight.detach() * 2  # of the parameter, by post-load work
+        self.transposed = self.weight.data.t()  # a view of the parameter
+        self.made = self.weight.detach() * 2  # post-load work makes it from the parameter
         self.scales = {"k": torch.ones(1), "v": [torch.ones(1)]}
         self.config = Config(torch.randn(4))
         self.group = Group()
@@ -75,7 +76,7 @@ def watch(model) -> Watch:
 
 
 def test_memory_with_two_names_counts_once_and_parameters_not_at_all(model, watch):
-    """The rotary cache; and for each layer, what is made, two scales, the bias."""
+    """The rotary cache; and for each layer the made tensor, two scales and the bias."""
     assert watch.count == 1 + 2 * 4
     assert watch.nbytes == 4 * (64 + 2 * (48 + 1 + 1 + 4))
 
@@ -106,7 +107,7 @@ def test_a_tensor_that_is_replaced(model, watch):
 
 def test_a_tensor_that_is_gone_or_has_left_the_memory_of_its_parameter(model, watch):
     model.layers[0].scales.pop("k")
-    model.layers[1].weight.data = model.layers[1].weight.data.clone()  # as a transport moves it
+    model.layers[1].weight.data = model.layers[1].weight.data.clone()  # like a transport that moves it
     assert watch.changed() == ["layers.0.scales['k']", "layers.1.transposed"]
 
 
@@ -128,7 +129,7 @@ def test_post_load_work_makes_tensors_anew_and_changes_nothing_else(model, watch
     from_outside(model.layers[0].weight)
     with watch.rewriting():
         model.post_load()
-        model.layers[1].packed = torch.ones(2)  # not there before
+        model.layers[1].packed = torch.ones(2)  # a new tensor
         from_outside(model.layers[1].rotary)  # at the same time
     assert watch.changed() == ["layers.0.rotary", "layers.1.rotary"]
     from_outside(model.layers[1].rotary)
@@ -143,7 +144,7 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
     built = Built(model, before)
     first, second = model.layers
     second.scales["k"] *= 3
-    first.renamed = first.rotary  # the same memory, as it was
+    first.renamed = first.rotary  # the same memory, unchanged
     first.repacked = first.weight.detach() * 3
     first.hidden = [torch.nn.Linear(2, 2, bias=False)]
     watch = Watch(model, built)
@@ -165,7 +166,7 @@ def test_what_loading_has_made_must_be_made_again_by_updates():
 
 
 def test_a_copy_of_weights_that_has_been_moved_before_the_first_update_is_still_one():
-    """Casts or moves what it finds, like a forward pass; also under the name that an adapter's wrapper gives it."""
+    """A forward pass may cast or move it. It may also have the name of an adapter's wrapper."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = Built(model, before)
@@ -193,8 +194,8 @@ class Wrapper(torch.nn.Module):
 
 
 def test_what_wrappers_of_layers_hold_is_no_constant():
-    """Adapters' memory is written. A copy of weights that they make is not proved, and neither is a parameter that they still have although
-    post-load work has replaced it."""
+    """Updates write the adapters' memory. A wrapper's copy of weights is not proved. Neither is a parameter that the wrapper still holds
+    although post-load work has replaced it."""
     before = [weakref.ref(values) for values in live_tensors()]
     model = Model()
     built = Built(model, before)
@@ -250,7 +251,7 @@ def test_a_worker_recalls_what_its_last_audit_found(model):
 
 
 def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model):
-    """No audit follows that would compare what no update writes."""
+    """No later audit would compare the memory that no update writes."""
     worker, parameters = Worker(lambda: 0, Host), dict(model.named_parameters())
     worker.unwritten = Watch(model, None)
     worker.unwritten.start()
@@ -267,7 +268,7 @@ def test_a_worker_recalls_at_the_end_of_a_run_all_that_its_audits_compare(model)
 
 
 def test_sglang_is_told_that_parameters_were_written(model):
-    """It keeps a copy of a router's bias in another dtype until it is (TopKConfig.correction_bias_for_dtype)."""
+    """Otherwise it keeps its copy of a router's bias in another dtype (TopKConfig.correction_bias_for_dtype)."""
     worker, weight, version = Worker(lambda: 0, Host), model.layers[0].weight, model.layers[0].weight._version
     worker.finish(lambda part, device: None, model, torch.device("cpu"))
     assert weight._version > version

@@ -17,7 +17,7 @@ VERSION = 7
 
 @pytest.fixture
 def ends():
-    """The generator's end, and those of the trainer ranks."""
+    """The generator's end, and the trainer ranks' ends."""
     key = RunKey.generate()
     with ExitStack() as stack:
         hub = stack.enter_context(closing(Hub("generator.0", key)))
@@ -29,7 +29,7 @@ def part(more: bool = False, version: int = VERSION, error: str = "") -> Weights
 
 
 def test_what_lands_is_there_before_all_is_written(ends):
-    """A rank of which nothing lands reports only the end."""
+    """A rank without landing boxes reports only the end."""
     hub, (first, second) = ends
 
     async def take() -> list[tuple[str, bool]]:
@@ -73,7 +73,7 @@ def test_a_rank_that_says_nothing_is_named(ends):
 
 
 def test_what_lands_goes_first():
-    """A box lands at the place in the endpoint of its own rank, and all keep their order."""
+    """A box lands at its place in its own rank's endpoint, and all keep their order."""
 
     def copy(rank: int, row: int) -> Copy:
         box = Box((row, 0), (1, 4))

@@ -1,4 +1,4 @@
-"""Real gloo groups of several ranks inside one process, a thread each: enough for one collective, without starting processes."""
+"""Real gloo groups of several ranks in one process, with a thread for each: enough for one collective, without processes to start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 30
 
 
 def on_ranks(size: int, body: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-    """What `body(group)` returns on each of `size` ranks."""
+    """The results of `body(group)` on each of `size` ranks."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""An environment of OpenEnv with actions of its own, which does what a row's `reset` says: `kind`, `seed`, or a task of a split."""
+"""An environment of OpenEnv with its own type of actions. A row's `reset` chooses what it does: `kind`, `seed`, or a task of a split."""
 
 import os
 import random

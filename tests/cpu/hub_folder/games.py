@@ -1,4 +1,4 @@
-"""An environment that fails as it is told to."""
+"""An environment that fails in the way its settings choose."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4: sums, with a tool or without, which fail as they are told to. `loop` plays in the worker's process."""
+"""A taskset of verifiers 0.4: sums, with a tool or without, which fail in a chosen way. `loop` plays in the worker's process."""
 
 import asyncio
 import json

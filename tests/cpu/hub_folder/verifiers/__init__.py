@@ -1,4 +1,4 @@
-"""Stands in for the package verifiers where it is not installed: as much of its interface as a connector uses, with its meaning."""
+"""Replaces the package verifiers if it is not installed: it has the part of the interface that a connector uses, with the same meaning."""
 
 import importlib
 import logging
@@ -7,7 +7,7 @@ __version__ = "0.0"
 
 
 class Environment:
-    """What an environment of verifiers is to whoever plays it."""
+    """The interface of a verifiers environment to its player."""
 
     def __init__(self, rubric, rows):
         self.rubric, self._rows = rubric, rows
@@ -20,7 +20,7 @@ class Environment:
 
 
 class Rubric:
-    """Calls `function` on a state; as in verifiers, what that raises counts as 0 and is logged."""
+    """Calls `function` on a state. As in verifiers, an error counts as 0 and is logged."""
 
     def __init__(self, function):
         self.function = function

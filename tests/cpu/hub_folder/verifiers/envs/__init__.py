@@ -1,1 +1,1 @@
-"""Where versions with load_environment have their environments."""
+"""The place of environments in versions with load_environment."""
