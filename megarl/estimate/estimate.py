@@ -100,7 +100,7 @@ def served(config: RunConfig) -> dict[str, Served]:
 
 
 def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
-    own, spec, gpu = role.settings, replace(role.spec, head=LM), cluster.gpu  # a head of one number takes no less than is estimated
+    own, spec, gpu = role.settings, replace(role.spec, head=LM), cluster.gpu  # a scalar head needs no more memory or time than LM's
     shape = GeneratorConfig(
         engines=own.engines,
         tp=own.tp,
