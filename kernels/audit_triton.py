@@ -44,7 +44,8 @@ def hash_box(values: torch.Tensor, row_start: int, col_start: int) -> int:
 
 
 def hash_sum(values: torch.Tensor, row_start: int, col_start: int) -> torch.Tensor:
-    """The hash as the bits of an int64 scalar on the device. It does not wait for the device, so many boxes can be hashed at once."""
+    """The hash as the bits of an int64 scalar on the device. Returns before the device has computed it, so
+    several boxes are hashed at once."""
     bits, first_word, lead = audit.as_words(values, col_start)
     rows, cols = bits.shape
     strips = triton.cdiv(cols, BLOCK_COLS)

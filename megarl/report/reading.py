@@ -104,8 +104,8 @@ class Samples:
         return [self._groups, *(rank.tail for rank in self._ranks.values())]
 
     def read(self, follow: bool) -> dict[str, Any]:
-        """The new samples. `index`: their columns; `chunks`: their texts, gzipped JSON in base64; `every`: only one step in so many has
-        texts."""
+        """The new samples. `index`: their columns; `chunks`: their texts, gzipped JSON in base64; `every`: k if only
+        one step in k has texts."""
         for path in sorted(self._folder.glob("tokens.*.jsonl")):
             self._ranks.setdefault(path.name, _OfRank(self._tail(path)))
         columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}

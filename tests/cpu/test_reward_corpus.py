@@ -23,7 +23,7 @@ order = list(range(len(rows)))[:: int(sys.argv[1])]
 verdicts = {row: math_reward(rows[row]["response"], rows[row]["reference"]) for row in order}
 print(json.dumps([verdicts[row] for row in range(len(rows))]))
 """
-RIGHT_SCORED_ZERO = 0  # at most so many right answers of a kind may score 0; no wrong answer may score 1
+RIGHT_SCORED_ZERO = 0  # bound for the right answers of each kind that score 0; no wrong answer may score 1
 
 
 def pairs(path: Path) -> list[dict]:
