@@ -381,7 +381,7 @@ def reward_model(plan: RunPlan) -> None:
     job = Job("reward-model", run_dir / "logs", trainer_role="reward_model", driver_role=None)
     _launch_showing(plan, job, node, prepare, run_dir, steps)
     if node.is_head:
-        print(accuracy_line((run_dir / METRICS_FILE).read_text()), end="")
+        print(accuracy_line((run_dir / METRICS_FILE).read_text(encoding="utf-8")), end="")
         print(f"The reward model is in {settings.output}")
 
 
@@ -444,7 +444,7 @@ def _interval(scores: Mapping[str, float], key: str) -> str:
 
 def _read_result(path: Path) -> dict[str, float]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
 
@@ -465,7 +465,7 @@ def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = 
             check_resume_point(run_dir, held)
             step, of = held.step, str(checkpoint_path(run_dir, held.step))
             request = {"path": held.checkpoint, "of": of, "output": str(output), "adapter": adapter}
-            (folder / "export.json").write_text(json.dumps(request))
+            (folder / "export.json").write_text(json.dumps(request), encoding="utf-8")
             print(f"Weights: the checkpoint {of}{why}", flush=True)
 
         launch(plan, job, node, prepare)

@@ -187,7 +187,7 @@ def _cuda_compilers() -> Iterator[Finding]:
         yield Finding("nvcc", LACKS, "is not there", toolkit)
     else:
         try:
-            told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TRY_S).stdout
+            told = subprocess.run([nvcc, "--version"], capture_output=True, timeout=TRY_S, encoding="utf-8", errors="replace").stdout
         except (OSError, subprocess.TimeoutExpired):
             told = ""
         release = found[1] if (found := re.search(r"release (\d+\.\d+)", told)) else "unknown"
@@ -254,7 +254,7 @@ def _network() -> Iterator[Finding]:
 
 def _registration() -> Finding:
     """Checks whether network cards can access GPU memory."""
-    modules = {line.split()[0] for line in MODULES.read_text().splitlines()}
+    modules = {line.split()[0] for line in MODULES.read_text(encoding="utf-8").splitlines()}
     if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
         return Finding("GPU memory by RDMA", OK, "nvidia_peermem is loaded")
     if "nvidia" in modules and _numbers(platform.release()) >= (5, 12):
@@ -294,7 +294,7 @@ def packages(gpu: bool) -> list[Check]:
 def _imported(name: str, module: str) -> Iterator[Finding]:
     code = f"import {module} as found; print(getattr(found, '__file__', None))"
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=IMPORT_S)
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=IMPORT_S, encoding="utf-8", errors="replace")
     except subprocess.TimeoutExpired:
         yield Finding(name, LACKS, f"import {module} took longer than {IMPORT_S:.0f} s", "is it on a slow file system?")
         return
@@ -325,7 +325,7 @@ def peers() -> Iterator[Finding]:
         "import json, torch; n = torch.cuda.device_count() or exit('torch sees no GPU'); "
         "print(json.dumps([[a, b] for a in range(n) for b in range(n) if a != b and not torch.cuda.can_device_access_peer(a, b)]))"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=TRY_S)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=TRY_S, encoding="utf-8", errors="replace")
     if done.returncode:
         yield Finding("CUDA", LACKS, (done.stderr.strip().splitlines() or ["it died"])[-1], "does torch fit the driver?")
         return

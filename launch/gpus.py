@@ -54,7 +54,7 @@ def nvidia_smi(*arguments: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, timeout=NVIDIA_SMI_S, encoding="utf-8", errors="replace")
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"nvidia-smi gave no answer within {NVIDIA_SMI_S:.0f} s: is a GPU of this node broken?") from error
     return done.stdout if done.returncode == 0 else ""
@@ -70,7 +70,7 @@ def cores_near(address: str, devices: Path = PCI_DEVICES) -> tuple[int, ...]:
     """The cores of the NUMA node of a PCI device. Memory that a rank pins there is near its GPU and NIC. () if the kernel does not know
     them."""
     path = devices / address / "local_cpulist"
-    return parse_cpulist(path.read_text()) if path.exists() else ()
+    return parse_cpulist(path.read_text(encoding="utf-8")) if path.exists() else ()
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def _missing_files(plan: RunPlan) -> Iterator[str]:
 def infiniband_ports(devices: Path = doctor.INFINIBAND) -> dict[str, bool]:
     """Port name, such as mlx5_0:1 -> whether the port is up."""
     states = sorted(devices.glob("*/ports/*/state"))
-    return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip().endswith("ACTIVE") for state in states}
+    return {f"{state.parts[-4]}:{state.parts[-2]}": state.read_text(encoding="utf-8").strip().endswith("ACTIVE") for state in states}
 
 
 def disagreements(reports: list[NodeReport]) -> list[str]:
@@ -263,7 +263,7 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
         if node.count == 1:
             shutil.rmtree(folder, ignore_errors=True)  # left by an earlier launch
             folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(plan.config))
+        (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
         prepare(folder)
         yield
 

@@ -50,7 +50,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     host is gone. Raises ConfigError if another process holds it: `refusal`, and which process that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(path, "a+") as file:
+    with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -190,7 +190,7 @@ class Meeting:
         if self.node.count == 1 or now - self._beat_at < BEAT_S:
             return
         self._beat_at, self._beats = now, self._beats + 1
-        self._path_of_beats(self.node.rank).write_text(str(self._beats))
+        self._path_of_beats(self.node.rank).write_text(str(self._beats), encoding="utf-8")
         if (failure := self.failure()) is not None:
             raise PeerFailed(failure)
         for rank in range(self.node.count) if self.node.is_head else (0,):
@@ -199,7 +199,7 @@ class Meeting:
     def _listen(self, rank: int, now: float) -> None:
         last, since = self._heard.setdefault(rank, ("", now))
         with contextlib.suppress(OSError):  # no news: the file does not exist yet, or cannot be read now
-            if (beat := self._path_of_beats(rank).read_text()) != last:
+            if (beat := self._path_of_beats(rank).read_text(encoding="utf-8")) != last:
                 self._heard[rank] = (beat, now)
                 return
         if now - since > self._silence_s and self._path_of_finished(rank).name not in self._there():
@@ -210,11 +210,11 @@ class Meeting:
         full disk), the other nodes will notice this node's silence."""
         with contextlib.suppress(OSError):  # FileExistsError: another node was first
             path = self.folder / f".failure.{self.node.rank}"
-            path.write_text(message)
+            path.write_text(message, encoding="utf-8")
             os.link(path, self.folder / "failure")
 
     def failure(self) -> str | None:
-        return (self.folder / "failure").read_text() if "failure" in self._there() else None
+        return (self.folder / "failure").read_text(encoding="utf-8") if "failure" in self._there() else None
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""

@@ -145,7 +145,7 @@ def export(rank: int, launch_dir: Path) -> None:
     from megarl.trainer.distributed import naming_peers
 
     with naming_peers("export", rank):
-        export_rank(plan, **json.loads((launch_dir / "export.json").read_text()))
+        export_rank(plan, **json.loads((launch_dir / "export.json").read_text(encoding="utf-8")))
 
 
 def prepare_megatron(plan: RunPlan) -> None:

@@ -33,7 +33,7 @@ def how(code: int) -> str:
 def ended_for_memory() -> int:
     """The number of processes that the kernel has killed for lack of memory, on the host or in a control group, since the host started. 0
     if the kernel does not count them."""
-    for line in KERNEL_COUNTS.read_text().splitlines() if KERNEL_COUNTS.exists() else ():
+    for line in KERNEL_COUNTS.read_text(encoding="utf-8").splitlines() if KERNEL_COUNTS.exists() else ():
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0

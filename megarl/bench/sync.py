@@ -427,7 +427,7 @@ def make_model(folder: Path, dtype: str, hidden: int, ffn: int, layers: int, hea
         "eos_token_id": 2,
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(1)
     tensors = hf_layout(load_spec(config), dtype).tensors(0)
     values = {t.name: (0.02 * torch.randn(t.shape, generator=generator)).to(getattr(torch, dtype)) for t in tensors}

@@ -208,7 +208,7 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
 
     settings = read_json(source, "tokenizer_config.json")
     file = find_file(source, "chat_template.jinja")
-    text = file.read_text() if file else _default(settings.get("chat_template"))
+    text = file.read_text(encoding="utf-8") if file else _default(settings.get("chat_template"))
     if not text:
         raise ConfigError(f"{setting}: {source} has no chat template; {without}")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])

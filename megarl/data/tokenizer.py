@@ -169,7 +169,7 @@ def read_json(source: str, name: str) -> dict[str, Any]:
     if (file := find_file(source, name)) is None:
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):

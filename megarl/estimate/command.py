@@ -122,7 +122,7 @@ def run_map(
     if facts is None:
         prove_exactly_once(reshard_map)
     if dump:
-        with open(dump, "w") as file:
+        with open(dump, "w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in map_report.dump_lines(reshard_map))
     if picture:
         from megarl.reshard.picture import draw  # not at the top: it imports matplotlib

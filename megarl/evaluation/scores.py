@@ -79,7 +79,7 @@ def damaged_results(run_dir: Path | str) -> list[Path]:
 def _results(run_dir: Path | str) -> Iterator[tuple[Path, Evaluation | None]]:
     for path in sorted((Path(run_dir) / "eval").glob("version_*.json")):
         try:
-            result = json.loads(path.read_text())
+            result = json.loads(path.read_text(encoding="utf-8"))
             yield path, result if path == _result_path(run_dir, result["version"] + 0) else None  # otherwise a copy under another name
         except (OSError, ValueError, TypeError, KeyError):
             yield path, None
@@ -89,7 +89,7 @@ def note(run_dir: Path | str, version: Version, what: str, why: str = "") -> Non
     """Notes in the journal that the evaluation of `version` has BEGUN, or one of MISSED."""
     folder = Path(run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / JOURNAL, "a") as file:
+    with open(folder / JOURNAL, "a", encoding="utf-8") as file:
         file.write(json.dumps({"version": version, "what": what, **({"why": why} if why else {})}) + "\n")
 
 

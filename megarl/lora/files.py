@@ -63,7 +63,7 @@ def check_adapter(spec: ModelSpec, config: LoraConfig) -> None:
     assert lora is not None and config.init is not None
     folder = Path(config.init)
     try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text())
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         found = header(folder / TENSORS_FILE)
     except (OSError, ValueError) as error:  # includes ConfigError
         raise ConfigError(f"lora.init={config.init}: is not the folder of a PEFT adapter: {error}") from error

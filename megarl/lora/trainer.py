@@ -372,7 +372,7 @@ class LoraTrainer(MegatronTrainer):
         text = json.dumps(adapter_settings(self._lora, names, self.base, self._settings.dropout), indent=2)
 
         def complete(folder: Path) -> None:
-            (folder / SETTINGS_FILE).write_text(text)
+            (folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
 
         hf_io.write_tensors(plan, self.saved_layout, self.local_parameters(), path, complete, beside=False).finish()
 

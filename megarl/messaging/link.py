@@ -57,12 +57,12 @@ class RunKey:
     def save(self, path: Path) -> None:
         """Writes the key so that only this user can read it."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
 
     @classmethod
     def load(cls, path: Path) -> RunKey:
-        return cls(**json.loads(Path(path).read_text()))
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 class _OnlyThisRun:

@@ -90,7 +90,7 @@ class _Row(NamedTuple):
 
 def _strangers(listeners: set[int]) -> set[int]:
     """Other users of this host who are connected to one of these sockets. Connections from other hosts cannot be checked."""
-    lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
+    lines = [line.split() for table in _TABLES if table.exists() for line in table.read_text(encoding="utf-8").splitlines()[1:]]
     rows = [_Row(line[1], line[2], line[3], int(line[7]), int(line[9])) for line in lines]
     ours = {row.local for row in rows if row.inode in listeners}
     far_ends = {(row.remote, row.local) for row in rows if row.local in ours}

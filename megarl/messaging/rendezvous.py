@@ -93,7 +93,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     An engine binds its port seconds later. Until then the kernel may give any ephemeral port to an outgoing connection, so these ports lie
     outside that range, unless the host leaves none there.
     """
-    low, high = map(int, EPHEMERAL_RANGE.read_text().split())
+    low, high = map(int, EPHEMERAL_RANGE.read_text(encoding="utf-8").split())
     candidates = [*range(LOWEST_PORT, low), *range(high + 1, END_OF_PORTS)] or list(range(LOWEST_PORT, END_OF_PORTS))
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []

@@ -123,7 +123,7 @@ def load_spec(
         return _read("config", model, own_family, mtp)
     path = _config_file(str(model), setting)
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):

@@ -243,7 +243,7 @@ def merge_traces(run_dir: Path | str) -> Path:
     for number, path in enumerate(sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")), start=1):
         events += _process_events(number, path)
     target = run_dir / "trace.json"
-    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     return target
 
 

@@ -54,7 +54,7 @@ class Tracked:
     @classmethod
     def load(cls, folder: Path, name: str) -> Tracked:
         try:
-            return cls(**json.loads(_path(folder, name).read_text()))
+            return cls(**json.loads(_path(folder, name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):  # missing or damaged: the tracker gets a new run
             return cls()
 
@@ -224,7 +224,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the launcher; this process ends after it
         signal.signal(number, signal.SIG_IGN)
-    lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a")
+    lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a", encoding="utf-8")
     with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.lockf(lock, fcntl.LOCK_EX)  # waits for the tracker of a killed launch, which may still be finishing
     rows = NewRows(arguments.folder / METRICS_FILE, Stale(**arguments.stale))
@@ -235,7 +235,7 @@ def main() -> None:
         threading.Timer(arguments.deadline, lambda: os._exit(1)).start()
         return True
 
-    config = yaml.safe_load(arguments.config.read_text())
+    config = yaml.safe_load(arguments.config.read_text(encoding="utf-8"))
     title = arguments.title or str(arguments.folder)
     beginning = Beginning(arguments.folder, arguments.project, title, config, entity=arguments.entity, tags=arguments.tags)
     follow(arguments.name, beginning, rows, arguments.first, ended)

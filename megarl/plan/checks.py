@@ -259,7 +259,7 @@ DEQUANTISED = {"json_model_override_args": '{"quantization_config": null}', "loa
 def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
     """Refuses quantised checkpoints whose format engines would keep, while updates have another."""
     path = Path(config.model.path, "config.json")
-    quantised = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
+    quantised = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
     if quantised and quantised.get("quant_method") == "mxfp4":
         if any(config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()):
             yield f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since model.path={config.model.path} is in MXFP4"

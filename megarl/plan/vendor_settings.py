@@ -131,7 +131,7 @@ def megatron_arguments(key: str) -> Mapping[str, Argument]:
     found: dict[str, Argument] = {}
     for file, name in CLASSES[key] if root else ():
         assert root is not None
-        for block in ast.parse((root / file).read_text()).body:
+        for block in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(block, ast.ClassDef) and block.name == name:
                 found |= {field: _megatron_argument(hint) for field, hint in fields_of(block)}
     return found
@@ -297,7 +297,7 @@ def sglang_arguments() -> Mapping[str, Argument]:
 
 
 def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
-    for statement in ast.parse(file.read_text()).body:
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             try:
                 yield statement.targets[0].id, ast.literal_eval(statement.value)
@@ -307,7 +307,7 @@ def _assigned(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _declared(file: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
     """Parses `name: A[type, help]`, `name: A[type, Arg(help, choices, …)]`, or `name: type`."""
-    for block in ast.parse(file.read_text()).body:
+    for block in ast.parse(file.read_text(encoding="utf-8")).body:
         for name, hint in fields_of(block) if isinstance(block, ast.ClassDef) else ():
             details = None
             if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "A" and isinstance(hint.slice, ast.Tuple):

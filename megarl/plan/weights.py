@@ -178,7 +178,7 @@ def read_begun_with(config: RunConfig) -> Weights | None:
 
 def _read(path: Path, needed: str) -> dict[str, Any] | None:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values[needed], str):
             raise TypeError(f"{needed} is no text")
     except FileNotFoundError:

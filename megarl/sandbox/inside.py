@@ -124,7 +124,7 @@ def _leave_host(home: str, size_bytes: int) -> None:
     user, group = os.getuid(), os.getgid()
     _call("unshare", sum(_NEW_NAMESPACES.values()))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
@@ -199,11 +199,11 @@ def _end_as(child: int) -> None:
 def _children() -> "list[int]":
     """The ids of all children of this process. It must be fast, to catch a process that forks and exits again and again, so it reads the
     kernel's list of children if there is one."""
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
         return [int(each) for each in file.read().split()]
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as file:
             if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(name))
     return found

@@ -339,7 +339,13 @@ def kind_for(asked: str) -> str:
     if asked == LIMITS:
         return LIMITS
     with tempfile.TemporaryDirectory() as own:
-        tried = subprocess.run([*_INNER, _settings(NAMESPACE, {}, "", own, 1 << 20), "true"], capture_output=True, text=True, check=False)
+        tried = subprocess.run(
+            [*_INNER, _settings(NAMESPACE, {}, "", own, 1 << 20), "true"],
+            capture_output=True,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
     if tried.returncode:
         without = "and bubblewrap is not installed: install it, or" if asked == AUTO else "so"
         raise ConfigError(
@@ -393,7 +399,7 @@ async def _feed(writing: int, given: bytes) -> None:
 def _no_more_users() -> tuple[str, ...]:
     """bubblewrap's arguments that keep a program from creating namespaces, in which it could mount memory without a limit. bubblewrap has
     them from 0.8 on."""
-    offered = subprocess.run([BWRAP, "--help"], capture_output=True, text=True, check=False).stdout
+    offered = subprocess.run([BWRAP, "--help"], capture_output=True, check=False, encoding="utf-8", errors="replace").stdout
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in offered else ()
 
 
@@ -425,7 +431,7 @@ class _Used:
         self.processes += 1
         found: dict[object, int] = {}
         try:
-            lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+            lines = Path(f"/proc/{pid}/status").read_text(errors="replace", encoding="utf-8").splitlines()
             status = {name: value for name, _, value in (line.partition(":") for line in lines)}
             threads, kib = int(status["Threads"]), sum(int(status.get(name, "0").split()[0]) for name in _OF_STATUS)
             self.threads += threads
@@ -470,7 +476,7 @@ def _memory_files(pid: int, found: dict[object, int], channels: set[str]) -> int
             elif target.endswith("/ptmx"):  # all terminals have the same name
                 channels.add(f"{pid} {entry.name}")
     shared, mappings = list[list[str]](), 0
-    with open(f"/proc/{pid}/maps", errors="replace") as maps:
+    with open(f"/proc/{pid}/maps", errors="replace", encoding="utf-8") as maps:
         for line in maps:
             mappings += 1
             if line.endswith("/dev/zero (deleted)\n"):
@@ -494,7 +500,7 @@ def _waiting_bytes(sockets: Path) -> int:
     """The bytes that were sent but not read, from the kernel's table of sockets (proc_net_tcp.rst). 0 if there is no such table."""
     if not sockets.exists():
         return 0
-    queues = [line.split()[4].split(":") for line in sockets.read_text().splitlines()[1:]]
+    queues = [line.split()[4].split(":") for line in sockets.read_text(encoding="utf-8").splitlines()[1:]]
     return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
 
 
@@ -505,7 +511,7 @@ def _has_ended(pid: int) -> bool:
         os.scandir(f"/proc/{pid}/fd").close()
         return True  # it can be inspected next time
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+        return Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").startswith("0 ")
     return True
 
 

@@ -110,7 +110,7 @@ def _be_the_test(task: dict, given: Any, space: dict, source: int, writing: int)
         os.closerange(4 if called else 3, 256)
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
         sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, encoding="utf-8")
         space |= {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}  # the names that `from sys import *` gives
         try:
             exec(compile(task["code"], "<program>", "exec"), space)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the folder. Raises ConfigError before anything is written, if a file already exists or the folder cannot be written to."""
     folder = Path(arguments.folder)
     found = (path for path in sorted(FILES.rglob("*.*")) if "__" not in str(path.relative_to(FILES)))  # no __init__.py, no __pycache__
-    texts = {str(path.relative_to(FILES)): path.read_text() for path in found}
+    texts = {str(path.relative_to(FILES)): path.read_text(encoding="utf-8") for path in found}
     texts |= {f"{split}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows(split)) for split in ROWS}
     problems = list(folder_problems("FOLDER ", arguments.folder))
     problems += [f"{folder / name}: is there already, and is not overwritten; remove it, or name another folder" for name in texts
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with open(folder / name, "x") as file:
+        with open(folder / name, "x", encoding="utf-8") as file:
             file.write(text)
     told = [f"{split}.jsonl ({count} rows)" for split, count in ROWS.items()]
     listed = ", ".join(["run.yaml", "graders.py", *told, "model/ (0.8 million parameters, no weights yet)"])

@@ -36,7 +36,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     """Tensor name -> file name. Raises ConfigError."""
     if (folder / INDEX).exists():
         try:
-            return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / INDEX}: is not an index of safetensors files: {error!r}") from error
     file = folder / "model.safetensors"
@@ -73,7 +73,7 @@ def check_config(spec: ModelSpec, folder: Path) -> None:
     differing = [f"{name} {value!r}, not {wanted!r}" for name, value, wanted in named if value != wanted]
     if differing:
         raise ConfigError(f"{config}: is of another model than the run's: it has {', '.join(differing)}")
-    if not isinstance(json.loads(config.read_text()).get("model_type"), str):
+    if not isinstance(json.loads(config.read_text(encoding="utf-8")).get("model_type"), str):
         raise ConfigError(f"{config}: model_type is missing")
 
 

@@ -314,10 +314,10 @@ def export_hf(
         if plan.indexed:
             sizes = {"total_size": sum(p.nbytes for p in plan.places.values())}
             index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()} | carried}
-            (folder / INDEX).write_text(json.dumps(index, indent=2))
+            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         _copy_configuration(source, folder, dtype, spec.head == SCALAR)
         for name, text in files.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
 
     return write_tensors(plan, layout, parameters, path, complete, beside)
 
@@ -466,7 +466,7 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
     for file in sorted(source.iterdir()):
         if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
             shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # from an fp8 checkpoint; the written weights are not quantised
     for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
         part.pop("torch_dtype", None)  # its name before transformers 5
@@ -477,7 +477,7 @@ def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) ->
         ends = config.get("eos_token_id")
         if config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
             config["pad_token_id"] = None  # Hugging Face reads the score at the last token that is not padding: it would skip the end
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def write_rows(hub, files):
         else:
             resets = [{"seed": seed} for seed in range(seeds, seeds + wanted)]
             seeds += wanted
-        with open(file, "w") as out:
+        with open(file, "w", encoding="utf-8") as out:
             out.writelines(json.dumps({"prompt": prompt, "reset": reset}) + "\n" for reset in resets)
         told.append(f"{file}: {len(resets)} rows\n")
     return told

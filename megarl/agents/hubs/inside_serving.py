@@ -60,7 +60,7 @@ def _do(asked, look, load, write_rows, play):
         look(asked)
         return
     # Environments print and start programs. Neither may disturb the requests and replies.
-    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     environment = load(asked)

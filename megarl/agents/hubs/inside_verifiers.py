@@ -78,7 +78,7 @@ def write_rows(environment, files):
             lines = [json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows]
         except Exception as error:
             raise Mistake(f"its {split} rows cannot be had: {shown(error)}") from error
-        with open(file, "w") as out:
+        with open(file, "w", encoding="utf-8") as out:
             out.writelines(f"{line}\n" for line in lines)
         told.append(f"{file}: {len(lines)} rows\n")
     return told

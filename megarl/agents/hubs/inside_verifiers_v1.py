@@ -86,7 +86,7 @@ def write_rows(loaded, files):
             raise
         except Exception as error:
             raise Mistake(f"its {split} rows cannot be had: {_line(error)}") from error
-        with open(file, "w") as out:
+        with open(file, "w", encoding="utf-8") as out:
             out.writelines(f"{line}\n" for line in lines)
         told.append(f"{file}: {len(lines)} rows\n")
     return told

@@ -70,7 +70,7 @@ def installed(name: str) -> str:
 def output_of(*command: str) -> str:
     """The output of a program; empty if it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+        return subprocess.run(command, capture_output=True, timeout=20, encoding="utf-8", errors="replace").stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -154,8 +154,10 @@ def main() -> int:
             found["status"] + f" in {found['seconds']:.0f} s" + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
             flush=True,
         )
-        (output / "gpu.json").write_text(json.dumps(report, indent=1))  # after each part, so that an interrupted run keeps its results
-        (output / "gpu.md").write_text(page(report))
+        (output / "gpu.json").write_text(
+            json.dumps(report, indent=1), encoding="utf-8"
+        )  # after each part, so that an interrupted run keeps its results
+        (output / "gpu.md").write_text(page(report), encoding="utf-8")
     print(f"\n{page(report)}\n{output / 'gpu.json'} and {output / 'gpu.md'} hold this")
     return int(any(found["status"] != "ok" for found in report["parts"].values()))
 
@@ -190,8 +192,8 @@ def supervise(name: str, rehearse: bool) -> dict[str, Any]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
                 process.wait()
-        found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-        last_words = log.read_text(errors="replace")[-ERROR_CHARACTERS:].strip() if status != "ok" else ""
+        found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
+        last_words = log.read_text(errors="replace", encoding="utf-8")[-ERROR_CHARACTERS:].strip() if status != "ok" else ""
     if wrong := [row["failed"] for row in found if row.get("failed")]:
         status, last_words = "failed", "\n".join(wrong)
     error = "\n".join(filter(None, (error if status != "ok" else "", last_words)))
@@ -204,7 +206,7 @@ def run_part(program: str, *arguments: str, rehearse: bool, rows: Path) -> int:
     from megarl.bench.gpu.measure import Bench
 
     torch.set_num_threads(1 if rehearse else torch.get_num_threads())
-    with open(rows, "a") as file:
+    with open(rows, "a", encoding="utf-8") as file:
 
         def emit(row: dict[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")

@@ -66,7 +66,7 @@ def main():
         path = [*([CHECKOUT] if CHECKOUT else []), site, os.environ.get("PYTHONPATH", "")]
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path)))
         if not CHECKOUT and os.path.exists(os.path.join(KIT, "commit")):
-            with open(os.path.join(KIT, "commit")) as file:
+            with open(os.path.join(KIT, "commit"), encoding="utf-8") as file:
                 environment["MEGARL_COMMIT"] = file.read().strip()
         return subprocess.call([sys.executable, "-P", "-m", "megarl.bench.gpu", *arguments], env=environment)
 

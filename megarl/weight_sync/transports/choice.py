@@ -107,7 +107,7 @@ def check_transport(setting: str) -> None:
 
 def this_host() -> Host:
     """The Host of this process. If torch has CUDA, `cuda` is true, since parameters are then on a GPU."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return Host(
         memory=f"{boot} {os.readlink('/proc/self/ns/pid')} shm:[{os.stat('/dev/shm').st_dev}]",
         network=f"{boot} {os.readlink('/proc/self/ns/net')}",
