@@ -273,6 +273,49 @@ def _patch_gated_delta_nets() -> None:
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
 
 
+# Megatron rotates packed sequences one after the other, in every layer. Many short sequences then take longer to rotate than to attend.
+
+
+@functools.lru_cache(maxsize=64)
+def rotary_positions(boundaries: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
+    """[t / cp_size] int64: the place within its sequence of each token of a packed row, as context rank `cp_rank` holds them.
+
+    Sequences begin and end at `boundaries`. A rank has chunks `cp_rank` and `2 * cp_size - 1 - cp_rank` of each (rope_utils.py:149).
+    """
+    lengths = torch.tensor(boundaries).diff()
+    places = torch.arange(boundaries[-1]) - torch.tensor(boundaries[:-1]).repeat_interleave(lengths)
+    if cp_size == 1:
+        return places
+    chunks = places // (lengths // (2 * cp_size)).repeat_interleave(lengths)
+    return places[(chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)]
+
+
+def rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    *,
+    cp_group: dist.ProcessGroup,
+    **settings: Any,
+) -> torch.Tensor:
+    """Replaces megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd: the same values in one call.
+
+    t [t, h, d], rotated by freqs [length of the longest sequence, 1, 1, d] -> [t, h, d].
+    """
+    positions = rotary_positions(
+        boundaries=tuple(cu_seqlens.tolist()),
+        cp_size=cp_group.size(),
+        cp_rank=cp_group.rank(),
+    )
+    rope = _module("megatron.core.models.common.embeddings.rope_utils")
+    return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **settings).squeeze(1)
+
+
+def _patch_rotary_embedding() -> None:
+    rope = _module("megatron.core.models.common.embeddings.rope_utils")
+    _replace_everywhere(rope._apply_rotary_pos_emb_thd, rotate_packed)
+
+
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Replaces a function also in the modules that imported it by name."""
     for module in _megatron_modules():
@@ -339,6 +382,7 @@ def install() -> None:
             module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_experts()
+    _patch_rotary_embedding()
     _patch_gated_delta_nets()
     _patch_type_checks()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
