@@ -18,6 +18,7 @@ MEANINGS = {
     "simulated": "the scheduler in virtual time against the same in real time: steps, waits, ages",
     "published": "published runs, simulated: their steps against the published ones",
     "mutations": "break the code in one place at a time: which tests see it",
+    "peer": "seconds of a step beside TRL's GRPO, on CONFIG's weights, prompts and sizes, in turns",
     "offpolicy": "how losses bear old data: runs of CONFIG over losses, mini-batches, lags, sizes and seeds",
 }
 
@@ -35,8 +36,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if name not in WITHOUT_CONFIG:
             study.add_argument("config", metavar="CONFIG", help="YAML file of the runs")
             study.add_argument("overrides", metavar="dotted.key=value", nargs="*", default=[], help="overrides a setting of all runs")
+        if name in ("staleness", "offpolicy"):
             study.add_argument("--seeds", metavar="N", type=int, default=3, help="runs of each setting; default: 3")
-    faults, staleness, simulated, _, mutations, offpolicy = by_name.values()
+    faults, staleness, simulated, _, mutations, peer, offpolicy = by_name.values()
     mutations.add_argument("--only", metavar="PART", action="append", default=[], help="those with this in their name; repeatable")
     simulated.add_argument("--steps", metavar="N", type=int, default=16, help="steps of each cell; default: 16")
     simulated.add_argument("--step-s", metavar="S", type=float, default=1.0, help="seconds of the longer phase; default: 1")
@@ -44,6 +46,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     simulated.add_argument("--runs", metavar="FOLDER", nargs="+", default=[], help="folders of runs that are simulated in place of cells")
     kills = "make CONFIG's run in FOLDER, kill engines and a trainer rank meanwhile, and simulate it"
     simulated.add_argument("--kills", metavar=("CONFIG", "FOLDER"), nargs="+", default=[], help=kills)
+    peer.add_argument("--python", metavar="FILE", required=True, help="a Python that has TRL")
+    peer.add_argument("--steps", metavar="N", type=int, default=40, help="steps of each run; default: 40")
+    peer.add_argument("--pairs", metavar="N", type=int, default=3, help="runs of each side; default: 3")
+    peer.add_argument("--runs", metavar="DIR", type=Path, required=True, help="a new folder for runs and logs")
     faults.add_argument("--faults", metavar="N", type=int, default=50, help="number of faults; default: 50, which takes about 25 minutes")
     faults.add_argument("--seed", metavar="N", type=int, default=0, help="decides which, when and where; default: 0")
     faults.add_argument("--kinds", metavar="KIND,…", default="", help="only these; default: all")
@@ -98,6 +104,24 @@ def _staleness(arguments: argparse.Namespace) -> None:
     run(arguments.config, arguments.overrides, Path(arguments.runs), arguments.seeds, arguments.json)
 
 
+def _peer(arguments: argparse.Namespace) -> None:
+    from peer import WARM_UP_STEPS, run
+
+    if arguments.steps < WARM_UP_STEPS + 2:
+        raise ConfigError(f"--steps {arguments.steps}: must be at least {WARM_UP_STEPS + 2}")
+    if problems := list(new_folder_problems("--runs ", str(arguments.runs))):
+        raise ConfigError(problems)
+    run(
+        config_path=arguments.config,
+        overrides=arguments.overrides,
+        python=arguments.python,
+        steps=arguments.steps,
+        pairs=arguments.pairs,
+        runs=arguments.runs,
+        as_json=arguments.json,
+    )
+
+
 def _offpolicy(arguments: argparse.Namespace) -> None:
     from offpolicy import run
 
@@ -117,6 +141,7 @@ RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "simulated": _simulated,
     "published": _published,
     "mutations": _mutations,
+    "peer": _peer,
     "offpolicy": _offpolicy,
 }
 
@@ -126,7 +151,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
 
     def study() -> None:
-        for name in ("seeds", "lanes"):
+        for name in ("seeds", "lanes", "pairs"):
             if getattr(arguments, name, 1) < 1:
                 raise ConfigError(f"--{name} {getattr(arguments, name)}: must be at least 1")
         with termination_as_exit():
