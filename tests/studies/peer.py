@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from whole_runs import run_megarl
@@ -82,7 +82,7 @@ def _megarl_step_s(config: str, overrides: list[str], steps: int, folder: Path) 
     run_megarl("train", config, [*overrides, *plain], run_dir)
     rows = list(read_metrics(run_dir / METRICS_FILE))
     ends = [row["wall_s"] for row in rows[WARM_UP_STEPS - 1 :]]
-    return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+    return statistics.median(after - before for before, after in pairwise(ends))
 
 
 def _trl_step_s(settings: Settings, python: str, folder: Path) -> float:

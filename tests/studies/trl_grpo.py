@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 
 def last_number_is_right(completions: list[str], answer: list[str], **_: object) -> list[float]:
