@@ -32,7 +32,7 @@ from megarl.rollouts.environments.base import sample_problems
 
 MODEL = Path(__file__).parents[2] / "configs/models/tiny-agent"
 TOKENIZER = tokenizer_of(str(MODEL), "model.path")
-TEMPLATE = load_chat_template(str(MODEL), "model.path=tiny-agent")
+TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
 TOOL = {"name": "calculate", "description": "", "parameters": {}}
 TOOLS = [{"type": "function", "function": TOOL}]
 EOS, VOCABULARY, MAX_TOKENS = TOKENIZER.eos_id, 109, 400
@@ -414,7 +414,7 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
 
     async def agent() -> None:
         played, policy = episode("t1$", "4$")
-        played.template = load_chat_template(str(tmp_path), "model.path=x")
+        played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x")
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
         assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant><eos><user>b<assistant>", "as the template has it"
