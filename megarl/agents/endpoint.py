@@ -243,9 +243,7 @@ async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str
 
 
 async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    [answer] = await episode.complete(
-        asked.messages, asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments
-    )
+    [answer] = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments)
     name = secrets.token_hex(12)
     if not asked.stream:
         return anthropic_messages.written(answer, name, asked.model)

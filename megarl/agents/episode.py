@@ -279,9 +279,7 @@ class Episode:
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
         return f"no call of it was answered: {refused}{why or 'it ended well'}"
 
-    async def count_tokens(
-        self, messages: Sequence[Message], tools: Tools = (), arguments: Mapping[str, Any] = NO_ARGUMENTS
-    ) -> int:
+    async def count_tokens(self, messages: Sequence[Message], tools: Tools = (), arguments: Mapping[str, Any] = NO_ARGUMENTS) -> int:
         """The number of tokens in the prompt of these messages, all tokenised from text. Raises Refused."""
         self._counted += 1
         if self._counted > _COUNTED_A_CALL * self.max_calls:
@@ -296,9 +294,7 @@ class Episode:
         ids, values = answer.completion.token_ids, answer.completion.logprobs
         return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
 
-    async def _ready(
-        self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str], arguments: Mapping[str, Any]
-    ) -> _Asked:
+    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str], arguments: Mapping[str, Any]) -> _Asked:
         """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
             raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")

@@ -23,7 +23,8 @@ TEXTS = (
     "\n\nlines\r\n\tand tabs\n",
     "def f(x):\n    return x**2  # 1234567890",
     "caf\u00e9 cafe\u0301 \ufb01 \u212b \uff11\uff12 \u00bd",
-    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \uc548\ub155 \u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \uc548\ub155",
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947",
     "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u200b\u00a0\ufeff\x00\x7f",
     "<s></s><unk><pad><|endoftext|><|im_start|>user\n<|im_end|><eos><bos>[CLS] [SEP] [MASK]<0x41>",
     "\u2581a \u0120b ##c _d",
@@ -45,7 +46,7 @@ TOOLS = [
 def conversations(arguments: Any) -> list[list[dict[str, Any]]]:
     """Conversations to render, with these arguments of a tool call."""
     call = {"type": "function", "id": "call12345", "function": {"name": "weather", "arguments": arguments}}
-    asked = {"role": "user", "content": " Is it \"warm\" in R\u00f4me?\n<b> "}
+    asked = {"role": "user", "content": ' Is it "warm" in R\u00f4me?\n<b> '}
     answered = {"role": "assistant", "content": "Yes.\n"}
     return [
         [asked],
@@ -76,14 +77,18 @@ def read(source: str, folder: Path) -> dict[str, Any]:
             return {"problem": f"it has no vocabulary for {kind.__name__}, which needs one of {', '.join(sorted(names))}"}
         backend.no_truncation()  # as in each of the tokenizer's calls
         backend.no_padding()
-        serialized = backend.to_str()
-        model = json.loads(serialized)["model"]
+        saved = json.loads(backend.to_str())
+        model = saved["model"]
         if model.get("dropout"):
-            return {"problem": f"its tokenizer.json has dropout={model['dropout']}, with which a text has other ids each time; set it to null"}
+            return {
+                "problem": f"its tokenizer.json has dropout={model['dropout']}, with which a text has other ids each time; set it to null"
+            }
+        for token in saved["added_tokens"]:  # one that was first added as special keeps being skipped, which is not saved
+            token["special"] |= not tokenizer.decode([token["id"]], skip_special_tokens=True)
         unknown = model.get("unk_token")
         templates = tokenizer.chat_template or {}
         return {
-            "backend": serialized,
+            "backend": json.dumps(saved),
             "splits_special_tokens": tokenizer.split_special_tokens,
             "bos_token": tokenizer.bos_token,
             "eos_token_id": tokenizer.eos_token_id,

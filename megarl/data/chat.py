@@ -251,7 +251,9 @@ def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    texts, name, arguments = tokenizer.chat_templates, tokenizer.chat.name, tokenizer.chat.arguments
+    texts = tokenizer.chat_templates
+    name = tokenizer.chat_template.name
+    arguments = tokenizer.chat_template.arguments
     if not texts:
         raise ConfigError(f"{setting}: {tokenizer.source} has no chat template; {without}")
     if (name or _DEFAULT) not in texts:
@@ -262,7 +264,7 @@ def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     try:
-        variants = {name: environment.from_string(text) for name, text in texts.items()}
+        variants = {variant: environment.from_string(text) for variant, text in texts.items()}
     except jinja2.TemplateError as error:
         raise ConfigError(f"{setting}: the chat template of {tokenizer.source} cannot be read: {error}") from error
     template = ChatTemplate(
@@ -271,7 +273,7 @@ def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write
         variables=tokenizer.special_names,
         special_tokens=tuple(tokenizer.special_tokens),
         ends=tuple(end for number in tokenizer.eos_ids if (end := tokenizer.backend.id_to_token(number))),
-        marking=frozenset(name for name, text in texts.items() if re.search(r"\{%-?\s*generation\b", text)),
+        marking=frozenset(variant for variant, text in texts.items() if re.search(r"\{%-?\s*generation\b", text)),
     )
     _compare(template, tokenizer, setting)
     return template.with_arguments(arguments)
@@ -289,7 +291,9 @@ def _compare(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> None
         except ValueError:
             text = None
         if text not in chat["texts"]:
-            raise ConfigError(f"{setting}: the chat template of {tokenizer.source} is rendered otherwise than by Transformers: {text!r:.300}")
+            raise ConfigError(
+                f"{setting}: the chat template of {tokenizer.source} is rendered otherwise than by Transformers: {text!r:.300}"
+            )
 
 
 def _rendered(template: Any, **values: Any) -> str:

@@ -44,7 +44,7 @@ class Tokenizer:
     special_names: Mapping[str, Any] = field(default_factory=dict)  # bos_token and others -> the token, for templates
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; a single one is "default"
     chats: Sequence[Mapping[str, Any]] = ()  # what Transformers makes of conversations, to compare with
-    chat: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
 
     @property
     def eos_id(self) -> int:
@@ -126,7 +126,7 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     return tokenizer_of(model.tokenizer or model.path, key, model.chat_template)
 
 
-def tokenizer_of(source: str, key: str, chat: ChatTemplateConfig | None = None) -> Tokenizer:
+def tokenizer_of(source: str, key: str, chat_template: ChatTemplateConfig | None = None) -> Tokenizer:
     """The tokenizer of a local folder or a hub name, as Transformers' AutoTokenizer makes it. Raises ConfigError that names `key`.
 
     Its token ids are compared with AutoTokenizer's for texts of many kinds. If any differ, it is refused.
@@ -142,7 +142,7 @@ def tokenizer_of(source: str, key: str, chat: ChatTemplateConfig | None = None) 
         tokenizer = _checked(source, folder, _digest(source, folder))
     except ValueError as error:
         raise ConfigError(f"{key}={source}: {error}") from error
-    return replace(tokenizer, chat=chat or ChatTemplateConfig())
+    return replace(tokenizer, chat_template=chat_template or ChatTemplateConfig())
 
 
 @functools.lru_cache(maxsize=8)

@@ -162,10 +162,10 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     for talk, tools in ((TALK, None), ([{**TOOL_TALK[0]}, say("assistant", "2"), say("user", "9?"), say("assistant", "9")], TOOLS)):
         wanted = reference.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         ours = sft_sequence(load(tmp_path, {"messages": talk, "tools": tools}, template=MARKED), tokenizer_of(path, "model.path"), 4096)
-        count = len(ours) - 1  # the template adds a newline after the last turn, which is not learned, and no <bos> in front
+        count = len(ours)  # the template adds a newline after the last turn, which is not learned
         assert ours.token_ids.tolist() == wanted["input_ids"][:count]
-        assert ours.loss_mask[1:].tolist() == list(map(bool, wanted["assistant_masks"][:count]))
-        assert not any(wanted["assistant_masks"][count:]) and ours.loss_mask[0] == 0
+        assert ours.loss_mask.tolist() == list(map(bool, wanted["assistant_masks"][:count]))
+        assert not any(wanted["assistant_masks"][count:])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learned(tmp_path: Path) -> None:

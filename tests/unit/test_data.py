@@ -161,7 +161,10 @@ def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, spec: ModelSpec
 
 def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
     assert edited_tokenizer(tmp_path / "a", "config.json", eos_token_id=[2, 0]).eos_ids == (2, 0)
-    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<pad>"}).eos_ids == (0, 2)
+    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<pad>"}).eos_ids == (
+        0,
+        2,
+    )
     shutil.copytree(tmp_path / "b", tmp_path / "c")
     (tmp_path / "c" / "config.json").write_text("{}")
     (problem,) = tokenizer_problems(edited_tokenizer_without_eos(tmp_path / "c"), spec)
