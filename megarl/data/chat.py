@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from megarl.config.errors import ConfigError
 from megarl.data import auto_tokenizer
 from megarl.data.tokenizer import Tokenizer
+from megarl.roles.settings import ChatTemplateConfig
 
 CHAT = "chat"  # as prompt_template: use the model's chat template
 _NONCE = secrets.token_hex(8)  # random, so that no message can contain the marks
@@ -252,8 +253,9 @@ def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     texts = tokenizer.chat_templates
-    name = tokenizer.chat_template.name
-    arguments = tokenizer.chat_template.arguments
+    chosen: ChatTemplateConfig = tokenizer.chat_template
+    name = chosen.name
+    arguments = chosen.arguments
     if not texts:
         raise ConfigError(f"{setting}: {tokenizer.source} has no chat template; {without}")
     if (name or _DEFAULT) not in texts:

@@ -147,3 +147,11 @@ def test_turns_that_end_with_no_end_of_text_get_a_remark(tmp_path: Path) -> None
 def test_dates_in_templates_are_compared_too(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, chat_template="{{ date_string | default(strftime_now('%d %b %Y')) }}" + OPENED)
     assert template_of(folder, arguments={"date_string": "26 Jul 2024"}).render(USER).startswith("26 Jul 2024user: ")
+
+
+def test_an_error_of_the_hub_is_not_blamed_on_the_template(hub_offline: None, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "1+1?", "answer": "2"}\n')
+    with pytest.raises(ConfigError) as error:
+        load_rows(LearnedConfig(source=str(source), prompt_template="chat"), "data.train", 0, model=ModelConfig(path="owner/none"))
+    assert error.value.problems == ["model.path=owner/none: it is not in the hub's cache, and HF_HUB_OFFLINE is set"]
