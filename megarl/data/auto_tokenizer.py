@@ -65,10 +65,8 @@ def strftime(form: str) -> str:
 def read(source: str, folder: Path) -> dict[str, Any]:
     """The tokenizer that AutoTokenizer makes of `source`, a folder or a hub name whose files are in `folder`, and what it does with TEXTS
     and `conversations`. If it cannot be used, only a "problem"."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        tokenizer = _from_pretrained(source)
         kind = type(tokenizer)
         if not (backend := getattr(tokenizer, "backend_tokenizer", None)):
             return {"problem": f"its class {kind.__name__} runs in Python, and has no fast form of the tokenizers library"}
@@ -100,7 +98,20 @@ def read(source: str, folder: Path) -> dict[str, Any]:
         }
     except Exception as error:  # Transformers and its classes raise any kind
         first_line = (str(error).strip().splitlines() or [""])[0]
+        if "custom code" in first_line:
+            first_line = (
+                "its tokenizer needs code of the repository, which MegaRL and its engines do not run; set model.tokenizer to another"
+            )
         return {"problem": f"AutoTokenizer of transformers cannot read it: {type(error).__name__}: {first_line}"}
+
+
+def _from_pretrained(source: str) -> Any:
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except AttributeError:  # it has no class for some config.json, such as Kimi K2's, and cannot read them without
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False, config=PreTrainedConfig())
 
 
 def _names(tokenizer: Any) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dropout": (dropping, "its tokenizer.json has dropout=0.1, with which a text has other ids each time; set it to null"),
     "no vocabulary": (without_vocabulary, "it has no vocabulary for Qwen2Tokenizer, which needs one of merges.txt, "),
-    "code of its own": (with_code, "AutoTokenizer of transformers cannot read it: "),
+    "code of its own": (with_code, "AutoTokenizer of transformers cannot read it: ValueError: its tokenizer needs code of the repository"),
     "nothing": (lambda folder: None, "holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)"),
     "not JSON": (
         lambda folder: (folder / "tokenizer.json").write_text("{"),
@@ -253,6 +254,12 @@ def test_token_ids_equal_those_of_autotokenizer(kind: str, tmp_path: Path) -> No
     if not theirs.split_special_tokens:
         for name, number in theirs.get_added_vocab().items():
             assert tokenizer.token_id(name) in (number, None if number == tokenizer.unknown_id else number)
+
+
+def test_family_without_a_config_class_in_transformers_is_read(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    shutil.copy(Path(__file__).parents[2] / "configs/models/kimi-k2/config.json", tmp_path)
+    assert tokenizer_of(str(tmp_path), "model.path").encode_text("<|im_end|>", special_tokens=True) == [1]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
