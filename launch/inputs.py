@@ -181,7 +181,7 @@ def _request(row: Row, key: str, text: str | None, tokenizer: Tokenizer | None) 
         answer=row.answer,
         prompt=row.prompt,
         row=row.record,
-        prompt_token_ids=tokenizer.encode_prompt(row.prompt) if tokenizer else [],
+        prompt_token_ids=tokenizer.encode_prompt(row.prompt, row.rendered) if tokenizer else [],
         token_ids=tokenizer.encode_text(response) if tokenizer else [],
         version=0,
         source=key.rpartition(".")[2] if ".sources." in key or key.startswith("eval.suites.") else "",

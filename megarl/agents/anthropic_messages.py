@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.agents.episode import Answer, Refused
-from megarl.agents.openai_chat import FORCED, Request, refuse_unless_neutral, stop_strings, text_of, tool_choice, whole_number
+from megarl.agents.openai_chat import (
+    FORCED,
+    Request,
+    refuse_unless_neutral,
+    stop_strings,
+    template_arguments,
+    text_of,
+    tool_choice,
+    whole_number,
+)
 from megarl.data.chat import Message
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,7 +35,16 @@ def read_request(body: dict[str, Any]) -> Request:
     for message in body["messages"]:
         messages += _messages(message)
     stop, stream = stop_strings(body, "stop_sequences"), bool(body.get("stream"))
-    return Request(messages, tools, whole_number(body, "max_tokens"), 1, stream, str(body.get("model", "")), stop=stop)
+    return Request(
+        messages,
+        tools,
+        whole_number(body, "max_tokens"),
+        1,
+        stream,
+        str(body.get("model", "")),
+        stop=stop,
+        template_arguments=template_arguments(body),
+    )
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop)
+    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop, asked.template_arguments)
     logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
     if not asked.stream:
         return openai_chat.written(answers, logprobs, name, asked.model)
@@ -243,7 +243,8 @@ async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str
 
 
 async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    [answer], name = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop), secrets.token_hex(12)
+    [answer] = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments)
+    name = secrets.token_hex(12)
     if not asked.stream:
         return anthropic_messages.written(answer, name, asked.model)
     return _lines(anthropic_messages.streamed(answer, name, asked.model))
@@ -252,7 +253,9 @@ async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[
 async def _responses(episode: Episode, asked: Asked) -> dict[str, Any] | list[str]:
     said, name = openai_responses.conversation(episode, asked), secrets.token_hex(12)
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    [answer] = await episode.complete([*instructions, *said], asked.tools, asked.max_tokens, stop=asked.stop)
+    [answer] = await episode.complete(
+        [*instructions, *said], asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments
+    )
     if asked.store:
         openai_responses.keep(episode, name, asked, said, answer)
     logprobs = episode.logprobs(answer) if asked.logprobs else []
@@ -266,7 +269,7 @@ def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 async def _count(episode: Episode, asked: Request) -> dict[str, Any]:
-    return {"input_tokens": await episode.count_tokens(asked.messages, asked.tools)}
+    return {"input_tokens": await episode.count_tokens(asked.messages, asked.tools, asked.template_arguments)}
 
 
 async def _models(request: web.Request) -> web.StreamResponse:

@@ -17,7 +17,7 @@ import secrets
 import string
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -137,6 +137,7 @@ def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Cal
     return Sample(ids, logprobs, versions, text, finish_reason=finish_reason, routing=routing, kept=kept, **masks, **more)  # pyright: ignore
 
 
+NO_ARGUMENTS: Mapping[str, Any] = {}
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse ids of any other length
 # Code points that stand for special tokens in messages while the template renders them. They are for private use. Terminals have no glyphs
@@ -219,15 +220,21 @@ class Episode:
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def complete(
-        self, messages: Sequence[Message], tools: Tools = (), max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[Answer]:
         """Samples n next turns. Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the strings in
-        `stop`.
+        `stop`. `arguments`: variables of the chat template, beside those of model.chat_template.
         Raises: Refused, EngineError, TimeoutError.
 
         A cancelled call adds nothing to the tree, since nobody has seen its answer.
         """
-        asked = await self._ready(messages, tools, n, stop)
+        asked = await self._ready(messages, tools, n, stop, arguments)
         ids = asked.prompt_ids
         room = self.sampling.max_tokens - len(ids)
         if room < 1:
@@ -272,13 +279,13 @@ class Episode:
         refused = f"its last call was refused: {self.last_refusal}; " if self.last_refusal else ""
         return f"no call of it was answered: {refused}{why or 'it ended well'}"
 
-    async def count_tokens(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+    async def count_tokens(self, messages: Sequence[Message], tools: Tools = (), arguments: Mapping[str, Any] = NO_ARGUMENTS) -> int:
         """The number of tokens in the prompt of these messages, all tokenised from text. Raises Refused."""
         self._counted += 1
         if self._counted > _COUNTED_A_CALL * self.max_calls:
             raise Refused(f"tokens are counted {_COUNTED_A_CALL} times for each of rollout.args.max_calls={self.max_calls}", "max_calls")
         try:
-            return len(await self.aside(lambda: self._place(messages, tools, None)[1]))
+            return len(await self.aside(lambda: self._place(messages, tools, arguments, None)[1]))
         except MISFORMED as error:
             raise Refused(f"the conversation cannot be rendered: {error}"[:500]) from error
 
@@ -287,7 +294,7 @@ class Episode:
         ids, values = answer.completion.token_ids, answer.completion.logprobs
         return [(self.tokenizer.piece(number), value) for number, value in zip(ids, values) if number not in self.tokenizer.eos_ids]
 
-    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str]) -> _Asked:
+    async def _ready(self, messages: Sequence[Message], tools: Tools, n: int, stop: Sequence[str], arguments: Mapping[str, Any]) -> _Asked:
         """Raises Refused."""
         if not messages or messages[-1]["role"] == "assistant":
             raise Refused("the last message must not be the assistant's: the policy does not continue a turn that it has not sampled")
@@ -297,8 +304,8 @@ class Episode:
             raise Refused(f"stop: {len(stop)} texts; with those of rollout.stop, there can be {MOST_STRINGS}")
 
         def place() -> _Asked:
-            conversations = _conversations(messages, tools)
-            return _Asked(*self._place(messages, tools, conversations), conversations[-1])
+            conversations = _conversations(messages, tools, arguments)
+            return _Asked(*self._place(messages, tools, arguments, conversations), conversations[-1])
 
         try:
             await self.parser("", tools)  # if it cannot read the tools, raises now and not after the policy has answered
@@ -309,18 +316,21 @@ class Episode:
             raise self._no_more_calls()
         return asked
 
-    def _place(self, messages: Sequence[Message], tools: Tools, conversations: Sequence[bytes] | None) -> tuple[Turn | None, list[int]]:
+    def _place(
+        self, messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any], conversations: Sequence[bytes] | None
+    ) -> tuple[Turn | None, list[int]]:
         """The turn that the messages continue, and the ids between it and the new turn. Without `conversations` (the names of the
         conversations up to each message) the turn is None. Raises ValueError if the template refuses the messages, and Refused."""
         if len(messages) > self.sampling.max_tokens:
             raise self._too_long(f"{len(messages)} messages")
-        template, stand_ins = self.template, _StandIns([*self.template.special_tokens, *self.template.ends])
+        stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])
+        template = self.template.with_arguments(stand_ins.hide(dict(arguments)))
         shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
         whole = template.render(shown, listed)
         if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
             raise self._too_long(f"{len(whole)} characters")
         if conversations is None:
-            return None, self._encode(whole, stand_ins, first=True)
+            return None, self._encode(whole, stand_ins)
         said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
         for place in reversed(said):
@@ -333,7 +343,7 @@ class Episode:
                 begin = end if ended else max(before.rfind(token) for token in template.ends)
                 return turn, self._encode(whole[begin:], stand_ins)
             self.counts["unstable"] += 1
-        return None, self._encode(whole, stand_ins, first=True)
+        return None, self._encode(whole, stand_ins)
 
     def _no_more_calls(self) -> Refused:
         return Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
@@ -342,14 +352,11 @@ class Episode:
         limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
         return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
 
-    def _encode(self, text: str, stand_ins: _StandIns, first: bool = False) -> list[int]:
+    def _encode(self, text: str, stand_ins: _StandIns) -> list[int]:
         """Tokenises rendered text. The template's own text may name special tokens; text of messages stays text, whatever it looks like."""
         ids: list[int] = []
-        for number, (part, special) in enumerate(stand_ins.parts(text)):
-            if first and not number:
-                ids += self.tokenizer.encode_prompt(part)
-            else:
-                ids += self.tokenizer.encode_text(part, special_tokens=special)
+        for part, special in stand_ins.parts(text):
+            ids += self.tokenizer.encode_text(part, special_tokens=special)
         return ids
 
     async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
@@ -380,9 +387,10 @@ def openai_call(number: str, call: ToolCall) -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _conversations(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+def _conversations(messages: Sequence[Message], tools: Tools, arguments: Mapping[str, Any]) -> list[bytes]:
     """[len(messages) + 1] a name for the conversation up to each message."""
-    return list(accumulate(messages, _next, initial=hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()))
+    given = json.dumps([list(tools), dict(arguments)], sort_keys=True)
+    return list(accumulate(messages, _next, initial=hashlib.sha256(given.encode()).digest()))
 
 
 def _next(conversation: bytes, message: Message) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megarl.agents.episode import Answer, Refused, openai_call
-from megarl.data.chat import Message
+from megarl.data.chat import RESERVED, Message
 from megarl.generator.tool_parsers import ToolCall
 
 ROLES = {"developer": "system", **{role: role for role in ("system", "user", "assistant", "tool")}}  # OpenAI's role -> the template's
@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "json_schema": ((), FORCED),
     "regex": ((), FORCED),
     "ebnf": ((), FORCED),
-    "chat_template_kwargs": (({},), "conversations are rendered by the chat template as it is"),
     "top_logprobs": ((0,), "only the log-probs of sampled tokens are known"),
     "functions": (([],), "use tools instead"),
     "function_call": (("auto", "none"), "use tool_choice instead"),
@@ -54,6 +53,7 @@ class Request(NamedTuple):
     usage: bool = False  # whether a stream ends with the usage
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    template_arguments: Mapping[str, Any] = {}
 
 
 def read_request(body: dict[str, Any]) -> Request:
@@ -71,7 +71,16 @@ def read_request(body: dict[str, Any]) -> Request:
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     stop, logprobs = stop_strings(body, "stop"), body.get("logprobs") is True
     messages, stream = [*map(_message, body["messages"])], bool(body.get("stream"))
-    return Request(messages, tools, most, n, stream, str(body.get("model", "")), usage, stop, logprobs)
+    arguments = template_arguments(body)
+    return Request(messages, tools, most, n, stream, str(body.get("model", "")), usage, stop, logprobs, arguments)
+
+
+def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template, which vLLM and SGLang take too. Raises Refused for those that are no arguments."""
+    arguments = body.get("chat_template_kwargs") or {}
+    if wrong := [name for name in arguments if name in RESERVED]:
+        raise Refused(f"chat_template_kwargs: {wrong[0]} is set for every conversation; it cannot be an argument of the template")
+    return dict(arguments)
 
 
 def refuse_unless_neutral(body: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:

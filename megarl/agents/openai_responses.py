@@ -18,6 +18,7 @@ from megarl.agents.openai_chat import (
     error,
     refuse_unless_neutral,
     stop_strings,
+    template_arguments,
     text_of,
     token_logprobs,
     tool_choice,
@@ -54,6 +55,7 @@ class Asked(NamedTuple):
     store: bool  # whether later calls may continue the answer
     logprobs: bool
     model: str
+    template_arguments: dict[str, Any]
 
 
 def read_request(body: dict[str, Any]) -> Asked:
@@ -76,6 +78,7 @@ def read_request(body: dict[str, Any]) -> Asked:
         store=body.get("store") is not False,
         logprobs=_LOGPROBS in (body.get("include") or []),
         model=str(body.get("model", "")),
+        template_arguments=template_arguments(body),
     )
 
 

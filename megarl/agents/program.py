@@ -83,7 +83,7 @@ class Program(Player):
             rollout=PROGRAM,
             name=command[0],
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer.source, "rollout.name=program", "conversations cannot be rendered without one"),
+            template=load_chat_template(tokenizer, "rollout.name=program", "conversations cannot be rendered without one"),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
             on_crash=on_crash,
             max_calls=max_calls,

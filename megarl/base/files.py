@@ -82,12 +82,28 @@ class HubError(Exception):
 
 def hub_file(repository: str, name: str, kind: str = "model") -> Path:
     """The path in the cache of a file of owner/name, which is a "model" or a "dataset". Raises HubError."""
+    with _hub(name) as only_cached:
+        from huggingface_hub import hf_hub_download  # imported here, since it reads OFFLINE when it is imported
+
+        return Path(hf_hub_download(repository, name, repo_type=kind, local_files_only=only_cached))
+
+
+def hub_folder(repository: str, patterns: Sequence[str]) -> Path:
+    """The folder in the cache with the files of the model owner/name that match. Raises HubError."""
+    with _hub("it") as only_cached:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(repository, allow_patterns=[*patterns], local_files_only=only_cached))
+
+
+@contextlib.contextmanager
+def _hub(name: str) -> Iterator[bool]:
+    """Whether to look only in the cache. Errors of the hub's client become HubError."""
     use_cache = unreachable()
-    from huggingface_hub import hf_hub_download  # imported here, since it reads OFFLINE when it is imported
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name, repo_type=kind, local_files_only=bool(use_cache)))
+        yield bool(use_cache)
     except LocalEntryNotFoundError as error:
         raise HubError(f"{name} is not in the hub's cache, and {use_cache or _first_line(error)}") from error
     except EntryNotFoundError as error:

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.limits import IMPORT_PATH, INPUT, MODULE, OUTPUT, Limit, above, at_least, between, each, one_of, seconds, setting
 from megarl.lora.settings import LoraConfig
-from megarl.roles.settings import RoleConfig
+from megarl.roles.settings import ChatTemplateConfig, RoleConfig
 from megarl.simulation.settings import SimulationConfig
 from megarl.speculative.settings import SpeculativeConfig
 
@@ -666,6 +666,7 @@ class ModelConfig:
         None, "config.json to plan with when the checkpoint is not on this machine; null: the one in `path`", path=INPUT
     )
     tokenizer: str | None = setting(None, "folder or hub name of the tokenizer; null: the one in `path`", path=INPUT)
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     family: str | None = setting(
         None, "a module of your own that knows the tensors of another architecture; null: one of megarl/models", path=MODULE
     )

@@ -39,7 +39,7 @@ def sft_held_out(config: RunConfig, spec: ModelSpec) -> list[TrainSequence]:
         return []
     tokenizer = load_tokenizer(config.model)
     reading = dropping(config, demonstration_tokens(tokenizer, spec))
-    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", tokenizer.source, reading)
+    rows = load_rows(config.sft.eval, "sft.eval", config.seed, "none", config.model, reading)
     return [sft_sequence(rows[number], tokenizer, spec.max_position_embeddings) for number in range(len(rows))]
 
 
@@ -76,7 +76,7 @@ def sft_sequence(row: Row, tokenizer: Tokenizer, context_tokens: int) -> TrainSe
     Each text is tokenised separately, as in a rollout. Raises ConfigError if the sequence is too long.
     """
     texts = [row.demonstration] if isinstance(row.demonstration, str) else row.demonstration
-    token_ids = tokenizer.encode_prompt(row.prompt)
+    token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     loss_mask = [False] * len(token_ids)
     for number, text in enumerate(texts):
         closed = number < len(texts) - 1 or row.ended
@@ -111,7 +111,7 @@ def load_pairs(config: RunConfig, dataset: PreferenceConfig | None, key: str, sp
     if dataset is None:
         return []
     reading = dropping(config, responses_tokens(load_tokenizer(config.model), spec))
-    return read_pairs(dataset, key, config.seed, config.model.tokenizer or config.model.path, reading)[0]
+    return read_pairs(dataset, key, config.seed, config.model, reading)[0]
 
 
 def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], int]:
@@ -124,7 +124,7 @@ def responses_tokens(tokenizer: Tokenizer, spec: ModelSpec) -> Callable[[Pair], 
         except ConfigError as error:
             problem = str(error).removeprefix(f"{pair.where}: ")
             raise RowProblem(problem, f"prompt and response of more than {context} tokens, the model's context") from error
-        return len(tokenizer.encode_prompt(pair.prompt))
+        return len(tokenizer.encode_prompt(pair.prompt, pair.rendered))
 
     return count
 
@@ -146,7 +146,7 @@ def pair_tokens(pair: Pair, tokenizer: Tokenizer, context_tokens: int) -> tuple[
 
     Raises ConfigError if either is longer than the model's context.
     """
-    prompt = tokenizer.encode_prompt(pair.prompt)
+    prompt = tokenizer.encode_prompt(pair.prompt, pair.rendered)
     both = prompt + tokenizer.encode_response(pair.chosen), prompt + tokenizer.encode_response(pair.rejected)
     if (length := max(map(len, both))) > context_tokens:
         raise ConfigError(f"{pair.where}: prompt and response have {length} tokens, more than the model's context of {context_tokens}")

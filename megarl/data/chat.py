@@ -7,19 +7,24 @@ import datetime
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
-from megarl.data.tokenizer import find_file, read_json, tokenizer_of
+from megarl.data import auto_tokenizer
+from megarl.data.tokenizer import Tokenizer
+from megarl.roles.settings import ChatTemplateConfig
 
 CHAT = "chat"  # as prompt_template: use the model's chat template
 _NONCE = secrets.token_hex(8)  # random, so that no message can contain the marks
 _OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _REWRITES = "changes this turn, or text before it, when more messages follow; with learn=last only the last turn is learned"
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates in Transformers
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message")
+"""No arguments of a template: Transformers and SGLang give them a meaning of their own."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message for the assistant's thinking
 Message = dict[str, Any]
 
@@ -28,10 +33,15 @@ Message = dict[str, Any]
 class ChatTemplate:
     """Turns messages (role, content, and what else the template reads) into text. All methods raise ValueError for messages it refuses."""
 
-    render_marked: Callable[..., str]
-    marks_turns: bool  # the template marks assistant turns with {% generation %}
+    variants: Mapping[str, Any]  # name -> jinja2's template
+    name: str | None  # the variant to use; None: as Transformers chooses
+    variables: Mapping[str, Any]  # special tokens such as bos_token, and arguments
     special_tokens: tuple[str, ...]
     ends: tuple[str, ...]  # the model's end-of-text tokens
+    marking: frozenset[str] = field(default_factory=frozenset)  # the variants that mark assistant turns with {% generation %}
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        return replace(self, variables={**self.variables, **arguments})
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, answered: bool = False) -> str:
         """The prompt, up to the start of the assistant's turn. `answered`: the last message is the assistant's, so no turn is opened."""
@@ -51,7 +61,7 @@ class ChatTemplate:
         """
         marked = self._marked(messages, tools, True)
         whole = _unmarked(marked)
-        spans = self._marked_spans(marked, messages) if self.marks_turns else None
+        spans = self._marked_spans(marked, messages) if self._variant(tools) in self.marking else None
         found, end = [], 0
         for place in sorted(learned):
             if _says_nothing(messages[place]):
@@ -71,15 +81,21 @@ class ChatTemplate:
             end = last
         return found
 
+    def _variant(self, tools: Any) -> str:
+        """Chosen as by get_chat_template of Transformers."""
+        return self.name or (_TOOL_USE if tools is not None and _TOOL_USE in self.variants else _DEFAULT)
+
     def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
-        values = {"tools": tools, "add_generation_prompt": not answered}
+        tools = tools or None
+        values = {"documents": None, **self.variables, "tools": tools, "add_generation_prompt": not answered}
+        template = self.variants[self._variant(tools)]
         try:
-            return self.render_marked(messages=messages, **values)
+            return _rendered(template, messages=[_with_arguments(message, _Arguments) for message in messages], **values)
         except ValueError:
-            as_json = [_with_json_arguments(message) for message in messages]  # as some templates require, such as DeepSeek-V3's
+            as_json = [_with_arguments(message, _as_json) for message in messages]  # as some templates require, such as DeepSeek-V3's
             if as_json == messages:
                 raise
-        return self.render_marked(messages=as_json, **values)
+        return _rendered(template, messages=as_json, **values)
 
     def _marked_spans(self, marked: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -142,6 +158,23 @@ class ChatTemplate:
         """For each end-of-text token that occurs in the span, the end of its first occurrence."""
         return [found + len(token) for token in self.ends if (found := text.find(token, first, last)) >= 0]
 
+    @property
+    def remark(self) -> str:
+        """A warning if turns in this template do not end where the model's responses do; else empty."""
+        said = f"{_NONCE}."
+        try:
+            whole = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], answered=True)
+        except ValueError:
+            return ""
+        after = whole.partition(said)[2].strip()
+        if any(end in after for end in self.ends):
+            return ""
+        names = " and ".join(map(repr, self.ends))
+        return (
+            f"the chat template ends the assistant's turns with {after!r}, which is no end-of-text token of the model ({names}): responses "
+            "may run on to rollout.max_tokens. Set eos_token in tokenizer_config.json to the token that ends the template's turns"
+        )
+
     def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
         """Raises ValueError for a text that contains the name of a special token, since it could end a turn or open another."""
         for kind, values in (("message", messages), ("tool", tools or ())):
@@ -179,13 +212,26 @@ def name_of(call: Any) -> Any:
     return inner.get("name") if isinstance(inner, dict) else None
 
 
-def _with_json_arguments(message: Message) -> Message:
+class _Arguments(dict):
+    """Arguments of a tool call. A template that prints them without `tojson` expects JSON text, as in OpenAI's form."""
+
+    def __str__(self) -> str:
+        return _as_json(self)
+
+
+def _as_json(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
+    """The message with `form` of the arguments of its tool calls, where they are objects."""
+
     def of(call: Message) -> Message:
         if "function" in call:
             return {**call, "function": of(call["function"])}
-        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
+        return {**call, "arguments": form(call["arguments"])} if isinstance(call.get("arguments"), dict) else call
 
-    return {**message, "tool_calls": [*map(of, message["tool_calls"])]} if "tool_calls" in message else message
+    return {**message, "tool_calls": [*map(of, message["tool_calls"])]} if message.get("tool_calls") else message
 
 
 def _texts(value: Any) -> list[str]:
@@ -199,37 +245,67 @@ def _unmarked(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
-def load_chat_template(source: str, setting: str, without: str = "write one with {prompt} in it") -> ChatTemplate:
-    """The chat template of a tokenizer (a local folder or a hub name). If there is none, raises ConfigError that names `setting`, the
+def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write one with {prompt} in it") -> ChatTemplate:
+    """The chat template of a tokenizer. If there is none, or not the one that is asked for, raises ConfigError that names `setting`, the
     "key=value" that needs it, and that says what to do `without` one."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    settings = read_json(source, "tokenizer_config.json")
-    file = find_file(source, "chat_template.jinja")
-    text = file.read_text(encoding="utf-8") if file else _default(settings.get("chat_template"))
-    if not text:
-        raise ConfigError(f"{setting}: {source} has no chat template; {without}")
+    texts = tokenizer.chat_templates
+    chosen: ChatTemplateConfig = tokenizer.chat_template
+    name = chosen.name
+    arguments = chosen.arguments
+    if not texts:
+        raise ConfigError(f"{setting}: {tokenizer.source} has no chat template; {without}")
+    if (name or _DEFAULT) not in texts:
+        raise ConfigError(f"{setting}: chat_template.name={name or 'null'}: the templates of {tokenizer.source} are {', '.join(texts)}")
+    if wrong := [argument for argument in arguments if argument in RESERVED]:
+        raise ConfigError(f"{setting}: chat_template.arguments.{wrong[0]}: is set for every conversation; it cannot be an argument")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     try:
-        template = environment.from_string(text)
+        variants = {variant: environment.from_string(text) for variant, text in texts.items()}
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{setting}: the chat template of {source} cannot be read: {error}") from error
-    named = {name: token for name, token in settings.items() if name.endswith("_token") and token}
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        raise ConfigError(f"{setting}: the chat template of {tokenizer.source} cannot be read: {error}") from error
+    template = ChatTemplate(
+        variants=variants,
+        name=name,
+        variables=tokenizer.special_names,
+        special_tokens=tuple(tokenizer.special_tokens),
+        ends=tuple(end for number in tokenizer.eos_ids if (end := tokenizer.backend.id_to_token(number))),
+        marking=frozenset(variant for variant, text in texts.items() if re.search(r"\{%-?\s*generation\b", text)),
+    )
+    _compare(template, tokenizer, setting)
+    return template.with_arguments(arguments)
 
-    def render(**values: Any) -> str:
+
+def _compare(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> None:
+    """Raises ConfigError if conversations are not rendered as by apply_chat_template of Transformers, which is given a call's arguments as
+    an object or as JSON."""
+    names = {text: name for name, text in tokenizer.chat_templates.items()}
+    for chat in tokenizer.chats:
+        one = replace(template, name=names[chat["template"]]).with_arguments({"strftime_now": auto_tokenizer.strftime})
+        messages = auto_tokenizer.conversations(auto_tokenizer.ARGUMENTS)[chat["number"]]
         try:
-            return template.render(**values, **tokens)
-        except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # raised by template code on odd messages
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            text = one.render(messages, chat["tools"], answered=messages[-1]["role"] == "assistant")
+        except ValueError:
+            text = None
+        if text not in chat["texts"]:
+            raise ConfigError(
+                f"{setting}: the chat template of {tokenizer.source} is rendered otherwise than by Transformers: {text!r:.300}"
+            )
 
-    tokenizer = tokenizer_of(source, setting.partition("=")[0])
-    ends = tuple(name for number in tokenizer.eos_ids if (name := tokenizer.backend.id_to_token(number)))
-    return ChatTemplate(render, re.search(r"\{%-?\s*generation\b", text) is not None, tuple(tokenizer.special_tokens), ends)
+
+def _rendered(template: Any, **values: Any) -> str:
+    """Raises ValueError."""
+    import jinja2
+
+    try:
+        return template.render(**values)
+    except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # raised by template code on odd messages
+        raise ValueError(f"the chat template refuses it: {error}") from error
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
@@ -254,11 +330,6 @@ def _generation_tag() -> Any:
             return f"{_OPEN}{caller()}{_CLOSE}"
 
     return GenerationTag
-
-
-def _default(template: Any) -> Any:
-    """The default template, if the tokenizer has several named ones."""
-    return {entry["name"]: entry["template"] for entry in template}.get("default") if isinstance(template, list) else template
 
 
 def _refuse(message: str) -> NoReturn:

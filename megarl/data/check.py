@@ -58,6 +58,8 @@ class Checked:
         if self.reading.repeated:
             otherwise = f", {self.reading.otherwise:,} of them with another answer" if self.reading.otherwise else ""
             yield f"rows with the prompt of an earlier one: {self.reading.repeated:,}{otherwise}"
+        if self.reading.remark:
+            yield self.reading.remark
         if self.shared:
             yield f"prompts that data.train has too: {self.shared:,} of {len(self.reading.prompts):,}"
 
@@ -103,12 +105,11 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
 def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:
     """(the rows or pairs that are kept, the number of all of them)."""
     most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
-    tokenizer = config.model.tokenizer or config.model.path
     if isinstance(dataset, PreferenceConfig):
-        return read_pairs(dataset, key, config.seed, tokenizer, reading, most)
+        return read_pairs(dataset, key, config.seed, config.model, reading, most)
     assert isinstance(dataset, DatasetConfig)
     answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
-    return read_rows(dataset, key, config.seed, answers, tokenizer, reading, most)
+    return read_rows(dataset, key, config.seed, answers, config.model, reading, most)
 
 
 def _tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int) -> Callable[[Any], int] | None:

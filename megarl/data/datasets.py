@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from megarl.base.files import HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, PreferenceConfig, RunConfig, SourceConfig
+from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, ModelConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
 from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows, asked, dates_of, files_of, wanted
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
+from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
 from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
@@ -301,18 +302,18 @@ _MISSING = object()
 
 
 def load_rows(
-    config: DatasetConfig, key: str, seed: int, answers: Answers = "final", tokenizer: str = "", reading: Reading | None = None
+    config: DatasetConfig, key: str, seed: int, answers: Answers = "final", model: ModelConfig | None = None, reading: Reading | None = None
 ) -> Rows:
     """All rows of a dataset.
 
     The final answer is the marked part of the answer column, after \\boxed{} (MATH) or "####" (GSM8K), else the whole text.
     Args: key: config section such as "data.train", for messages; seed: for synthetic tasks; answers: what to take from the answer column;
-    tokenizer: folder or hub name whose chat template prompt_template="chat" uses; reading: whether to leave out rows with problems, and
+    model: whose chat template prompt_template="chat" uses; reading: whether to leave out rows with problems, and
     which further checks rows must pass.
     Raises ConfigError that lists all problems with file and line: malformed lines, missing or empty fields, wrong types, answers that
     cannot be found, a dataset without rows.
     """
-    return read_rows(config, key, seed, answers, tokenizer, reading)[0]
+    return read_rows(config, key, seed, answers, model, reading)[0]
 
 
 def read_rows(
@@ -320,7 +321,7 @@ def read_rows(
     key: str,
     seed: int,
     answers: Answers,
-    tokenizer: str,
+    model: ModelConfig | None,
     reading: Reading | None = None,
     kept: int | None = None,
 ) -> tuple[Rows, int]:
@@ -328,18 +329,18 @@ def read_rows(
     that are returned."""
     if config.source.startswith(PREFIX):
         return _synthetic(synthetic_rows(config.source, config.split, seed, key), config, key, reading, kept)
-    chat = _template(config, key, tokenizer)
+    chat = _template(config, key, model, reading)
     found = _records(config, key)
     return _checked_rows(found, config, key, lambda where, row: _row(where, asked(row, config), config, key, answers, chat), reading, kept)
 
 
 def read_pairs(
-    config: PreferenceConfig, key: str, seed: int, tokenizer: str, reading: Reading | None = None, kept: int | None = None
+    config: PreferenceConfig, key: str, seed: int, model: ModelConfig | None, reading: Reading | None = None, kept: int | None = None
 ) -> tuple[Sequence[Pair], int]:
     """Like `read_rows`, for pairs of responses."""
     if config.source.startswith(PREFIX):
         return _synthetic(synthetic_pairs(config.source, config.split, seed, key), config, key, reading, kept)
-    chat = _template(config, key, tokenizer)
+    chat = _template(config, key, model, reading)
     return _checked_rows(_records(config, key), config, key, lambda where, row: _pair(where, row, config, key, chat), reading, kept)
 
 
@@ -347,14 +348,26 @@ Chat = Callable[[], ChatTemplate]
 _COLUMNS_OF = {"reward_model.eval": "reward_model.data"}  # section -> the section that names its columns
 
 
-def _template(config: SourceConfig, key: str, tokenizer: str) -> Chat:
+def _template(config: SourceConfig, key: str, model: ModelConfig | None, reading: Reading | None) -> Chat:
     """Loads the chat template: now if the section asks for it, else when the first row with messages needs it."""
     if "{prompt}" not in config.prompt_template and config.prompt_template != CHAT:
         raise ConfigError(f"{_COLUMNS_OF.get(key, key)}.prompt_template={config.prompt_template}: must contain {{prompt}}, or be {CHAT}")
+
+    @cache
+    def load() -> ChatTemplate:
+        assert model is not None
+        tokenizer = load_tokenizer(model)
+        if config.prompt_template == CHAT:
+            template = load_chat_template(tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}")
+        else:
+            template = load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one")
+        if reading is not None:
+            reading.remark = template.remark
+        return template
+
     if config.prompt_template == CHAT:
-        template = load_chat_template(tokenizer, f"{_COLUMNS_OF.get(key, key)}.prompt_template={CHAT}")
-        return lambda: template
-    return cache(lambda: load_chat_template(tokenizer, f"{key}.source={config.source}", "its rows have messages, which need one"))
+        load()
+    return load
 
 
 def _synthetic[R: (Row, Pair)](
@@ -457,7 +470,8 @@ def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str
     chosen, rejected = (_response(record, field) for field in (config.chosen_key, config.rejected_key))
     if chosen == rejected:
         raise RowProblem(f"fields {config.chosen_key!r} and {config.rejected_key!r} are the same: nothing is preferred")
-    return Pair(_prompt(record, field, config, chat), chosen, rejected, float(margin), where)
+    prompt = _prompt(record, field, config, chat)
+    return Pair(prompt, chosen, rejected, float(margin), where, rendered=_is_rendered(record, field, config))
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -506,10 +520,11 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
     wanted |= {"demonstration_key": demonstration} if demonstration and answers not in ("row", "unused") else {}
     _check_columns(record, {setting: field for setting, field in wanted.items() if field}, key)
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
+    rendered = _is_rendered(record, columns.prompt, config)
     if answers in ("row", "unused"):
-        return Row(prompt, "", "", where, record if answers == "row" else {})
+        return Row(prompt, "", "", where, record if answers == "row" else {}, rendered=rendered)
     if answers == "none":
-        return Row(prompt, "", _demonstration(record, demonstration or columns.answer or ""), where)
+        return Row(prompt, "", _demonstration(record, demonstration or columns.answer or ""), where, rendered=rendered)
     if columns.answer is None:
         text = _last(messages, columns.prompt)
     else:
@@ -520,6 +535,7 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
         demonstration=_demonstration(record, demonstration) if demonstration else text,
         where=where,
         record=record if keeping else {},
+        rendered=rendered,
     )
 
 
@@ -547,6 +563,11 @@ def _prompt(record: dict[str, Any], field: str, config: SourceConfig, chat: Chat
         raise RowProblem(f"field {field!r}: the last message is the assistant's, so there is nothing to answer")
     found = [{name: value for name, value in message.items() if name not in ("weight", "train")} for message in found]
     return _rendered(record, found, field, config, chat, lambda template, tools: template.render(found, tools))
+
+
+def _is_rendered(record: dict[str, Any], field: str, config: SourceConfig) -> bool:
+    """Whether `_prompt` uses the chat template."""
+    return config.prompt_template == CHAT or isinstance(_dig(record, field), list)
 
 
 def _messages(value: list[Any], field: str, config: SourceConfig) -> list[Message]:
@@ -578,7 +599,7 @@ def _conversation(where: str, record: dict[str, Any], messages: list[Any], field
     learn = config.learn if isinstance(config, LearnedConfig) else "all"
     found, places = learned(_messages(messages, field, config), learn, field)
     pieces = _rendered(record, found, field, config, chat, lambda template, tools: template.pieces(found, tools, places))
-    return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True)
+    return Row(pieces[0], "", tuple(pieces[1:]), where, ended=True, rendered=True)
 
 
 def _last(messages: list[Any], field: str) -> str:

@@ -63,7 +63,11 @@ def prompt_tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, resp
 
 def count_tokens(row: Row, tokenizer: Tokenizer, room: int, reckoned: str) -> int:
     """The tokens of the row's prompt. Raises RowProblem if they are more than `room`, or if the tokenizer lacks some characters."""
-    ids = tokenizer.encode_prompt(row.prompt)
+    ids = tokenizer.encode_prompt(row.prompt, row.rendered)
+    begin = tokenizer.bos_token
+    if begin and not row.rendered and row.prompt.startswith(begin) and ids[:1] == ids[1:2] == [tokenizer.backend.token_to_id(begin)]:
+        what = f"the prompt begins with {begin}, which the tokenizer adds by itself"
+        raise RowProblem(f"{what}; leave it out of prompt and prompt_template", what)
     if len(ids) > room:
         problem = f"the prompt has {len(ids)} tokens; there is room for {room} ({reckoned})"
         raise RowProblem(problem, f"a prompt of more than {room} tokens ({reckoned})")
@@ -89,10 +93,10 @@ def load_sources(
 ) -> Sources:
     """All rows of a section's sources. If bad rows are dropped, rows for which `tokens` raises are left out. Raises ConfigError with all
     mistakes in the data."""
-    tokenizer, problems, rows = config.model.tokenizer or config.model.path, [], []
+    problems, rows = [], []
     for own, source in source_sets(dataset, key):
         try:
-            rows.append(load_rows(source, own, config.seed, answers, tokenizer, dropping(config, tokens)))
+            rows.append(load_rows(source, own, config.seed, answers, config.model, dropping(config, tokens)))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -150,11 +154,11 @@ def _first_prompts(
     config: RunConfig, name: str, key: str, dataset: DatasetConfig, tokenizer: Tokenizer, spec: ModelSpec, response_tokens: int
 ) -> list[Prompt]:
     reading = dropping(config, prompt_tokens(config, tokenizer, spec, response_tokens))
-    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), tokenizer.source, reading)
+    rows = load_rows(dataset, key, config.seed, answers_of(config, True, name), config.model, reading)
     limit = len(rows) if config.eval.limit is None else min(config.eval.limit, len(rows))
     return [_prompt(i, rows[i], tokenizer, name) for i in range(limit)]
 
 
 def _prompt(ordinal: int, row: Row, tokenizer: Tokenizer, source: str) -> Prompt:
-    token_ids = tokenizer.encode_prompt(row.prompt)
+    token_ids = tokenizer.encode_prompt(row.prompt, row.rendered)
     return Prompt(ordinal=ordinal, token_ids=token_ids, text=row.prompt, answer=row.answer, row=row.record, source=source)

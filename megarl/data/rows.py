@@ -27,6 +27,7 @@ class Row:
     where: str  # file and line, for messages
     record: dict[str, Any] = field(default_factory=dict)  # the whole row, for a user's own reward function
     ended: bool = False  # whether the demonstration has its own end-of-text
+    rendered: bool = False  # whether a chat template has made the prompt
 
 
 Rows = Sequence[Row]
@@ -41,6 +42,7 @@ class Pair:
     rejected: str
     margin: float  # least wanted difference between the two scores
     where: str  # file and line, for messages
+    rendered: bool = False  # whether a chat template has made the prompt
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Reading:
     prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of its answer, demonstration or responses
     repeated: int = 0  # rows with the same prompt as an earlier row
     otherwise: int = 0  # how many of the repeated rows have another answer
+    remark: str = ""  # a warning about the chat template
 
     def note(self, row: Row | Pair) -> None:
         """Counts a usable row."""

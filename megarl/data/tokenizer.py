@@ -1,21 +1,33 @@
-"""The model's tokenizer: tokenizer.json, read with the tokenizers library (no torch, no model code)."""
+"""The model's tokenizer, as Transformers' AutoTokenizer makes it, in the tokenizers library (no torch, no model code)."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from megarl.base.files import HubError, hub_file
+from megarl.base.files import HubError, hub_file, hub_folder, write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
+from megarl.data import auto_tokenizer
 from megarl.models.spec import ModelSpec
+from megarl.roles.settings import ChatTemplateConfig
 
+# The files that AutoTokenizer may read.
+_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "*.py", "additional_chat_templates/*.jinja")
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _SHORT_CHARS = 4096
 MOST_CHARS_PER_TOKEN = 64  # a bound for all but contrived texts, such as a megabyte of blanks
 
@@ -29,6 +41,10 @@ class Tokenizer:
     bos_token: str | None
     unknown_id: int | None  # id for text that the tokenizer cannot represent; None if it can represent all text
     eos_ids: tuple[int, ...]  # any of these ends a response; SFT teaches the first; empty if the model has none
+    special_names: Mapping[str, Any] = field(default_factory=dict)  # bos_token and others -> the token, for templates
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; a single one is "default"
+    chats: Sequence[Mapping[str, Any]] = ()  # what Transformers makes of conversations, to compare with
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
 
     @property
     def eos_id(self) -> int:
@@ -38,17 +54,21 @@ class Tokenizer:
     def largest_id(self) -> int:
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a prompt. They begin with exactly one BOS if the model expects it. No end token is added."""
-        has_bos = self.bos_token is not None and text.startswith(self.bos_token)
-        ids = _encode(self.backend, text, add_special_tokens=not has_bos)
-        while ids and ids[-1] in self.eos_ids:
-            ids.pop()
-        return ids
+    def encode_prompt(self, text: str, rendered: bool = False) -> list[int]:
+        """Token ids of a prompt. `rendered`: by a chat template, which has written every special token itself, so none is added. Else they
+        begin with BOS if the tokenizer adds it. No end token is added."""
+        if rendered:
+            return self.encode_text(text, special_tokens=True)
+        encoding = _encoding(self.backend, text, add_special_tokens=True)
+        ids, added = encoding.ids, encoding.special_tokens_mask
+        end = len(ids)
+        while end and added[end - 1] and ids[end - 1] in self.eos_ids:
+            end -= 1
+        return ids[:end]
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a whole response, without BOS and with end-of-text."""
-        return [*_encode(self.backend, text), self.eos_id]
+        return [*_encoding(self.backend, text).ids, self.eos_id]
 
     def encode_text(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of text inside a sequence, with nothing added before or after it.
@@ -56,7 +76,7 @@ class Tokenizer:
         Unless `special_tokens`, the name of a special token, such as "<eos>", is read as plain characters. So text from outside cannot end
         a turn or open another.
         """
-        return _encode(self.backend if special_tokens else self._of_text, text)
+        return _encoding(self.backend if special_tokens else self._of_text, text).ids
 
     @cached_property
     def _of_text(self) -> tokenizers.Tokenizer:
@@ -94,53 +114,106 @@ class Tokenizer:
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
 
 
-def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+def _encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
     if len(text) <= _SHORT_CHARS:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids  # releases Python's lock, which `encode` would hold
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # releases Python's lock, which `encode` would hold
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:
     """The tokenizer of `model.tokenizer`, else of `model.path`. Raises ConfigError."""
-    return tokenizer_of(model.tokenizer or model.path, "model.tokenizer" if model.tokenizer else "model.path")
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    return tokenizer_of(model.tokenizer or model.path, key, model.chat_template)
 
 
-def tokenizer_of(source: str, key: str) -> Tokenizer:
-    """The tokenizer of a local folder or a hub name. Raises ConfigError that names `key`."""
+def tokenizer_of(source: str, key: str, chat_template: ChatTemplateConfig | None = None) -> Tokenizer:
+    """The tokenizer of a local folder or a hub name, as Transformers' AutoTokenizer makes it. Raises ConfigError that names `key`.
+
+    Its token ids are compared with AutoTokenizer's for texts of many kinds. If any differ, it is refused.
+    """
     try:
-        file = _file(source, "tokenizer.json")
+        folder = Path(source) if Path(source).is_dir() else hub_folder(source, _PATTERNS)
     except HubError as error:
         raise ConfigError(f"{key}={source}: {error}") from error
-    if file is None:
-        raise ConfigError(f"{key}={source}: the folder holds no tokenizer.json{_convert(Path(source))}")
+    if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+        raise ConfigError(f"{key}={source}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)")
+    read_json(str(folder), "tokenizer_config.json")  # says where it is damaged
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises Exception itself
-        raise ConfigError(f"{file}: not a tokenizer ({error})") from error
-    settings = read_json(source, "tokenizer_config.json")
-    unknown = _token(settings.get("unk_token"))
-    return Tokenizer(
+        tokenizer = _checked(source, folder, _digest(source, folder))
+    except ValueError as error:
+        raise ConfigError(f"{key}={source}: {error}") from error
+    return replace(tokenizer, chat_template=chat_template or ChatTemplateConfig())
+
+
+@functools.lru_cache(maxsize=8)
+def _checked(source: str, folder: Path, digest: str) -> Tokenizer:
+    """Raises ValueError if ids or texts differ from AutoTokenizer's."""
+    parts = _transformers_parts(source, folder, digest)
+    if problem := parts.get("problem"):
+        raise ValueError(problem)
+    backend = tokenizers.Tokenizer.from_str(parts["backend"])
+    backend.encode_special_tokens = parts["splits_special_tokens"]
+    tokenizer = Tokenizer(
         source,
         backend,
-        bos_token=_token(settings.get("bos_token")),
-        unknown_id=backend.token_to_id(unknown) if unknown else None,
-        eos_ids=_eos_ids(source, backend, _token(settings.get("eos_token"))),
+        bos_token=parts["bos_token"],
+        unknown_id=parts["unknown_id"],
+        eos_ids=_eos_ids(str(folder), parts["eos_token_id"]),
+        special_names=parts["special_tokens"],
+        chat_templates=parts["chat_templates"],
+        chats=parts["chats"],
     )
+    for text in parts["texts"]:
+        plain_ids = tokenizer.encode_text(text["text"], special_tokens=True)
+        ids = _encoding(backend, text["text"], add_special_tokens=True).ids
+        decoded = tokenizer.decode_all(ids), tokenizer.decode(ids)
+        if (ids, plain_ids, *decoded) != (text["ids"], text["plain_ids"], text["decoded"], text["decoded_text"]):
+            raise ValueError(f"the tokenizers library encodes or decodes {text['text'][:60]!r} otherwise than transformers' AutoTokenizer")
+    return tokenizer
 
 
-def _convert(folder: Path) -> str:
-    """How to convert the folder's tokenizer, if it has one in another format."""
-    convertible = any((folder / name).exists() for name in ("tokenizer.model", "vocab.json"))
-    return "; transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) converts the one it has" if convertible else ""
+def _transformers_parts(source: str, folder: Path, digest: str) -> dict[str, Any]:
+    """The result of data/auto_tokenizer.py, which is kept in ~/.cache."""
+    kept = Path("~/.cache/megarl/tokenizers").expanduser() / f"{digest}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(kept.read_text(encoding="utf-8"))
+    source = str(folder.absolute()) if Path(source).is_dir() else source
+    if "transformers.models.auto.tokenization_auto" in sys.modules:
+        return auto_tokenizer.read(source, folder)
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-P", auto_tokenizer.__file__, source, str(folder)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
+    if done.returncode:
+        raise ValueError(f"AutoTokenizer of transformers cannot read it: {(done.stderr.strip().splitlines() or [''])[-1]}")
+    parts = json.loads(done.stdout.splitlines()[-1])
+    if "problem" not in parts:
+        with contextlib.suppress(OSError):  # a home that cannot be written
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(kept, json.dumps(parts))
+    return parts
+
+
+def _digest(source: str, folder: Path) -> str:
+    """Changes with everything that decides what AutoTokenizer makes of `source`: its files, versions, and a name on the hub."""
+    digest = hashlib.sha256()
+    versions = [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
+    for text in (*versions, "" if Path(source).is_dir() else source):
+        digest.update(f"{text}\0".encode())
+    files = {file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    for file in (Path(auto_tokenizer.__file__), *sorted(files)):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
     """The reasons why a tokenizer does not fit a model; empty if it fits."""
     problems = []
     if tokenizer.largest_id >= spec.vocab_size:
+        largest = tokenizer.backend.id_to_token(tokenizer.largest_id)
         problems.append(
-            f"tokenizer {tokenizer.source} has ids up to {tokenizer.largest_id}, but the model's vocab_size is {spec.vocab_size}: "
-            "they do not belong together"
+            f"tokenizer {tokenizer.source} has ids up to {tokenizer.largest_id} ({largest!r}), but the model's vocab_size is "
+            f"{spec.vocab_size}: they do not belong together"
         )
     if not tokenizer.eos_ids:
         problems.append(
@@ -152,21 +225,21 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
     return problems
 
 
-def _eos_ids(source: str, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
     """The tokenizer's own end-of-text id, then further ones from the model's generation settings (Llama 3 has three)."""
-    own = backend.token_to_id(eos_token) if eos_token else None
-    stated = read_json(source, "generation_config.json").get("eos_token_id", read_json(source, "config.json").get("eos_token_id"))
+    stated = read_json(folder, "generation_config.json").get("eos_token_id", read_json(folder, "config.json").get("eos_token_id"))
     stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
     return tuple(dict.fromkeys([*([] if own is None else [own]), *stated_ids]))
 
 
-def _token(setting: Any) -> str | None:
-    return setting["content"] if isinstance(setting, dict) else setting
-
-
 def read_json(source: str, name: str) -> dict[str, Any]:
-    """The contents of a JSON file beside the tokenizer; empty if there is none. Raises ConfigError if it is damaged."""
-    if (file := find_file(source, name)) is None:
+    """The contents of a JSON file of a local folder or a hub name; empty if there is none, or the hub cannot be reached. Raises ConfigError
+    if it is damaged."""
+    try:
+        file = Path(source) / name if Path(source).is_dir() else hub_file(source, name)
+    except HubError:
+        return {}
+    if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -175,18 +248,3 @@ def read_json(source: str, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: holds {type(found).__name__}, expected a JSON object")
     return found
-
-
-def find_file(source: str, name: str) -> Path | None:
-    """A file of a local folder or a hub repository; None if it is missing or the hub cannot be reached."""
-    try:
-        return _file(source, name)
-    except HubError:
-        return None
-
-
-def _file(source: str, name: str) -> Path | None:
-    if not Path(source).is_dir():
-        return hub_file(source, name)
-    file = Path(source) / name
-    return file if file.is_file() else None

@@ -34,7 +34,8 @@ class Template:
     the template itself count. Otherwise the ids equal those of the whole text: a token may span the border between template and value.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: str, fields: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, text: str, fields: Sequence[str], rendered: bool = False):
+        """`rendered`: a chat template has made the text."""
         self._tokenizer = tokenizer
         special = tokenizer.special_tokens
         marks = sorted(special, key=len, reverse=True)
@@ -46,7 +47,7 @@ class Template:
             end = found.end()
         self._pieces.append(text[end:])
         begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        self._begin = [] if begun else tokenizer.encode_prompt("")
+        self._begin = [] if begun or rendered else tokenizer.encode_prompt("")
 
     def encode(self, **values: str) -> list[int]:
         ids, text = list(self._begin), ""
@@ -62,7 +63,7 @@ class Template:
 def chat_text(tokenizer: Tokenizer, key: str, *contents: str) -> str:
     """A user's message, and the assistant's if there is a second one, in the tokenizer's chat template. Raises ConfigError, also if the
     template leaves out a field of the messages."""
-    template, roles = load_chat_template(tokenizer.source, f"{key}={CHAT}"), ("user", "assistant")
+    template, roles = load_chat_template(tokenizer, f"{key}={CHAT}"), ("user", "assistant")
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents)]
     try:
         text = template.render(messages, answered=len(contents) > 1)
@@ -148,10 +149,10 @@ def questions(role: ServedRole) -> tuple[Tokenizer, Template]:
     """The judge's tokenizer and its question. Raises ConfigError."""
     settings, key = role.settings, f"roles.{role.name}"
     assert settings.template is not None  # checked with the settings
-    tokenizer = tokenizer_of(settings.path, f"{key}.path")
+    tokenizer = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
     text = chat_text(tokenizer, f"{key}.template", settings.template) if settings.chat else settings.template
     fields = ("response_a", "response_b") if settings.mode == PAIRWISE else ("response",)
-    return tokenizer, Template(tokenizer, text, ("prompt", "answer", *fields))
+    return tokenizer, Template(tokenizer, text, ("prompt", "answer", *fields), settings.chat)
 
 
 def verdict_score(text: str, settings: RoleConfig) -> float | None:

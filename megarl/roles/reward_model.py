@@ -56,7 +56,7 @@ class RewardModel:
 def reading(role: ServedRole, policy: Tokenizer) -> Encode:
     """How a response becomes the model's input. Raises ConfigError."""
     settings, key = role.settings, f"roles.{role.name}"
-    own = tokenizer_of(settings.path, f"{key}.path")
+    own = tokenizer_of(settings.path, f"{key}.path", settings.chat_template)
     if settings.template is None:
         if not policy.same_ids(own):
             problem = (
@@ -66,5 +66,5 @@ def reading(role: ServedRole, policy: Tokenizer) -> Encode:
         return lambda request: [*request.prompt_token_ids, *request.token_ids]
     chats = settings.template == CHAT
     text = chat_text(own, f"{key}.template", "{prompt}", "{response}") if chats else settings.template
-    template = Template(own, text, ("prompt", "response", "answer"))
+    template = Template(own, text, ("prompt", "response", "answer"), chats)
     return lambda request: template.encode(prompt=request.prompt, response=request.response, answer=request.answer)

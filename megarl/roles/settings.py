@@ -19,6 +19,19 @@ CHAT = "chat"  # value of `template`: the chat template of the model's tokenizer
 
 
 @dataclass
+class ChatTemplateConfig:
+    """How the chat template of a model's tokenizer is applied."""
+
+    name: str | None = setting(
+        None, "which of several templates; null: the tokenizer's only one, or as in Transformers tool_use if there are tools, else default"
+    )
+    arguments: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"meaning": "variables of the template, such as {enable_thinking: false} or {date_string: 26 Jul 2024}"},
+    )
+
+
+@dataclass
 class RoleConfig:
     """docs/rewards.md says which keys belong to which role."""
 
@@ -56,6 +69,7 @@ class RoleConfig:
         "tokens. judge: a text with {prompt}, {response} and, if wanted, {answer}; to compare pairs, {response_a} and {response_b}",
     )
     chat: bool = setting(True, "judge: the text is a user's message in the model's chat template; false: it is the whole input")
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     mode: str = setting(
         POINTWISE,
         "judge. pointwise: each response by itself; pairwise: the prompt's responses against each other, each pair in both orders. "

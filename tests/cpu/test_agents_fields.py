@@ -191,7 +191,7 @@ REFUSED = [
     (OPENAI, "frequency_penalty", -1, DRAWN),
     (OPENAI, "repetition_penalty", 1.1, "repetition_penalty=1.1: must be 1"),
     (OPENAI, "logit_bias", {"5": 100}, DRAWN),
-    (OPENAI, "chat_template_kwargs", {"enable_thinking": False}, "rendered by the chat template as it is"),
+    (OPENAI, "chat_template_kwargs", {"tools": []}, "chat_template_kwargs: tools is set for every conversation"),
     (OPENAI, "top_logprobs", 5, "only the log-probs of sampled tokens are known"),
     (OPENAI, "functions", [{"name": "f"}], "use tools instead"),
     (OPENAI, "modalities", ["text", "audio"], "modalities=['text', 'audio']: must be ['text']"),

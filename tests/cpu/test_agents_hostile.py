@@ -30,7 +30,7 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.generator.tool_parsers import OwnParser, ToolCall, find_parser, json_calls, sglang_calls
 from megarl.sandbox import jail
 
-TEMPLATE = load_chat_template(TOKENIZER.source, "model.path=tiny-agent")
+TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
 USER = {"role": "user", "content": "6*7="}
 OPENAI, RESPONSES, ANTHROPIC = "chat/completions", "responses", "messages"
 pytestmark = pytest.mark.timeout(900)

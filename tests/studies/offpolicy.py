@@ -475,7 +475,7 @@ class Study:
         tokenizer = load_tokenizer(config.model)
         prompts = held_out_sets(config, tokenizer, find_spec(config))[0].prompts
         assert config.data.eval is not None  # judge_of has checked it
-        rows = load_rows(config.data.eval, "data.eval", config.seed, "none", tokenizer.source)
+        rows = load_rows(config.data.eval, "data.eval", config.seed, "none", config.model)
         shown = [rows[place].demonstration for place in range(len(prompts))]
         held_out = HeldOut(prompts, [each if isinstance(each, str) else each[-1] for each in shown], tokenizer, judge_of(config))
         models = self.initial(cell), self.reward_model(cell) if self.learned else None

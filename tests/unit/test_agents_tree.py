@@ -32,7 +32,7 @@ from megarl.rollouts.environments.base import sample_problems
 
 MODEL = Path(__file__).parents[2] / "configs/models/tiny-agent"
 TOKENIZER = tokenizer_of(str(MODEL), "model.path")
-TEMPLATE = load_chat_template(str(MODEL), "model.path=tiny-agent")
+TEMPLATE = load_chat_template(TOKENIZER, "model.path=tiny-agent")
 TOOL = {"name": "calculate", "description": "", "parameters": {}}
 TOOLS = [{"type": "function", "function": TOOL}]
 EOS, VOCABULARY, MAX_TOKENS = TOKENIZER.eos_id, 109, 400
@@ -405,6 +405,26 @@ def test_a_rewritten_turn_is_context_of_a_new_branch():
     asyncio.run(agent())
 
 
+def test_template_arguments_of_a_request_reach_the_template_as_text(tmp_path: Path):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "chat_template.jinja"
+    path.write_text("{{ mode }}" + path.read_text())
+
+    async def agent() -> None:
+        played, policy = episode("1$", "2$", "3$")
+        played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x").with_arguments({"mode": "a"})
+        await played.complete([user("a")])
+        await played.complete([user("a")], arguments={"mode": "b<eos>"})
+        assert [TOKENIZER.decode_all(ids) for ids in policy.asked] == [f"{mode}<bos><user>a<assistant>" for mode in ("a", "b<eos>")]
+        assert TOKENIZER.eos_id not in policy.asked[1], "an argument cannot end a turn"
+        talk = [user("a"), {"role": "assistant", "content": "1"}, user("b")]
+        await played.complete(talk, arguments={"mode": "b"})
+        assert TOKENIZER.decode_all(policy.asked[2]).startswith("b<bos>"), "not the turn that other arguments have asked for"
+
+    asyncio.run(agent())
+
+
 def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -414,7 +434,7 @@ def test_a_template_that_rewrites_turns_makes_a_branch(tmp_path: Path):
 
     async def agent() -> None:
         played, policy = episode("t1$", "4$")
-        played.template = load_chat_template(str(tmp_path), "model.path=x")
+        played.template = load_chat_template(tokenizer_of(str(tmp_path), "model.path"), "model.path=x")
         await played.complete([user("a")])
         await played.complete([user("a"), {"role": "assistant", "content": "t1"}, user("b")])
         assert TOKENIZER.decode_all(policy.asked[1]) == "<bos><user>a<assistant><eos><user>b<assistant>", "as the template has it"

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import LearnedConfig
+from megarl.config.schema import LearnedConfig, ModelConfig
 from megarl.data.batches import sft_sequence
 from megarl.data.datasets import load_rows
 from megarl.data.rows import Answers, Row
@@ -65,7 +65,7 @@ def write(path: Path, *rows: Any) -> str:
 
 def load(tmp_path: Path, row: Any, answers: Answers = "none", template: str = PLAIN, **settings: Any) -> Row:
     source = write(tmp_path / "rows.jsonl", row)
-    (found,) = load_rows(LearnedConfig(source=source, **settings), "data.train", 0, answers, model(tmp_path, template))
+    (found,) = load_rows(LearnedConfig(source=source, **settings), "data.train", 0, answers, ModelConfig(path=model(tmp_path, template)))
     return found
 
 
@@ -158,14 +158,14 @@ def test_what_a_template_leaves_out_is_not_learned_without(tmp_path: Path) -> No
 
 def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     path = model(tmp_path, MARKED)
-    reference = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    reference = AutoTokenizer.from_pretrained(path, local_files_only=True)
     for talk, tools in ((TALK, None), ([{**TOOL_TALK[0]}, say("assistant", "2"), say("user", "9?"), say("assistant", "9")], TOOLS)):
         wanted = reference.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         ours = sft_sequence(load(tmp_path, {"messages": talk, "tools": tools}, template=MARKED), tokenizer_of(path, "model.path"), 4096)
-        count = len(ours) - 1  # the template adds a newline after the last turn, which is not learned, and no <bos> in front
-        assert ours.token_ids[1:].tolist() == wanted["input_ids"][:count]
-        assert ours.loss_mask[1:].tolist() == list(map(bool, wanted["assistant_masks"][:count]))
-        assert not any(wanted["assistant_masks"][count:]) and ours.loss_mask[0] == 0
+        count = len(ours)  # the template adds a newline after the last turn, which is not learned
+        assert ours.token_ids.tolist() == wanted["input_ids"][:count]
+        assert ours.loss_mask.tolist() == list(map(bool, wanted["assistant_masks"][:count]))
+        assert not any(wanted["assistant_masks"][count:])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learned(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
     assert "#user\n1+1?<eos>" in load(tmp_path, {"messages": talk}).prompt
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": [say("user", "9?"), say("assistant", "9", weight=1)]}]), path)
-    (row,) = load_rows(LearnedConfig(source=str(path)), "sft.data", 0, "none", model(tmp_path))
+    (row,) = load_rows(LearnedConfig(source=str(path)), "sft.data", 0, "none", ModelConfig(path=model(tmp_path)))
     assert learned(row) == ["9<eos>"]
 
 
@@ -301,5 +301,5 @@ def test_a_row_that_fits_two_formats_is_not_guessed_at(tmp_path: Path) -> None:
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", VERL)
     with pytest.raises(ConfigError) as error:
-        load_rows(LearnedConfig(source=source), "data.train", 0, "final", str(TINY))
+        load_rows(LearnedConfig(source=source), "data.train", 0, "final", ModelConfig(path=str(TINY)))
     assert error.value.problems == [f"data.train.source={source}: {TINY} has no chat template; its rows have messages, which need one"]

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -134,13 +134,13 @@ def test_chain_is_deterministic_by_seed():
 
 
 def test_tiny_tokenizer_agrees_with_transformers_and_decodes_exactly(tokenizer: Tokenizer):
-    reference = PreTrainedTokenizerFast.from_pretrained(TINY, local_files_only=True)
+    reference = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
     text = "7+0-9=12,3: so x^2 <= (y/3)!\n  two  blanks"
     assert tokenizer.encode_prompt(text) == reference(text)["input_ids"]
     assert tokenizer.encode_prompt(text)[0] == reference.bos_token_id
     assert tokenizer.encode_response(text)[-1] == reference.eos_token_id == tokenizer.eos_id
     assert tokenizer.decode(tokenizer.encode_response(text)) == text
-    assert tokenizer.encode_prompt("<bos>7") == tokenizer.encode_prompt("7")  # a template may add its own
+    assert tokenizer.encode_prompt("<bos>7", rendered=True) == tokenizer.encode_prompt("7"), "a template adds its own"
     assert len(tokenizer.encode_prompt("7+0=")) == 5
 
 
@@ -156,12 +156,15 @@ def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, spec: ModelSpec
     larger = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     larger.add_tokens(["extra"])
     (problem,) = tokenizer_problems(Tokenizer("big", larger, None, None, (2,)), spec)
-    assert problem == "tokenizer big has ids up to 64, but the model's vocab_size is 64: they do not belong together"
+    assert problem == "tokenizer big has ids up to 64 ('extra'), but the model's vocab_size is 64: they do not belong together"
 
 
 def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
     assert edited_tokenizer(tmp_path / "a", "config.json", eos_token_id=[2, 0]).eos_ids == (2, 0)
-    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"content": "<pad>"}).eos_ids == (0, 2)
+    assert edited_tokenizer(tmp_path / "b", "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<pad>"}).eos_ids == (
+        0,
+        2,
+    )
     shutil.copytree(tmp_path / "b", tmp_path / "c")
     (tmp_path / "c" / "config.json").write_text("{}")
     (problem,) = tokenizer_problems(edited_tokenizer_without_eos(tmp_path / "c"), spec)
@@ -174,10 +177,10 @@ def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: the folder holds no tokenizer.json$"):
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: holds no tokenizer"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer"):
+    with pytest.raises(ConfigError, match="AutoTokenizer of transformers cannot read it: "):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import LearnedConfig, PreferenceConfig
+from megarl.config.schema import LearnedConfig, ModelConfig, PreferenceConfig
 from megarl.data.datasets import ROLES, load_rows, read_pairs, read_rows
 from megarl.data.rows import Reading, Row, RowProblem
 
@@ -120,11 +120,11 @@ def test_a_problem_of_all_rows_is_one_line_that_names_the_settings(tmp_path: Pat
 def test_of_a_large_file_the_rows_that_are_asked_for_are_kept_and_all_are_checked(tmp_path: Path):
     rows = [{"question": "q", "answer": str(n)} for n in range(50)]
     source = write(tmp_path / "many.jsonl", *rows)
-    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", kept=3)
+    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, kept=3)
     assert [row.answer for row in found] == ["0", "1", "2"] and count == 50
     source = write(tmp_path / "late.jsonl", *rows, "{")
     with pytest.raises(ConfigError, match="late.jsonl, line 51: malformed JSON"):
-        read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", kept=3)
+        read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, kept=3)
 
 
 def test_rows_are_read_from_json_and_from_separated_values(tmp_path: Path):
@@ -186,7 +186,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
         return len(row.prompt)
 
     reading = Reading(drop=True, tokens=tokens)
-    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", "", reading)
+    found, count = read_rows(LearnedConfig(source=source), "data.train", 0, "final", None, reading)
     assert [row.answer for row in found] == ["1", "2", "1"] and count == 8 and reading.lengths == [4, 4, 4]
     assert {kind: len(where) for kind, where in reading.dropped.items()} == {
         "malformed JSON": 1, "field 'question' is empty": 1, "field 'answer' must be text, not null": 2, "a long prompt": 1,
@@ -194,7 +194,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Pat
     assert (reading.repeated, reading.otherwise) == (2, 1)
     assert len(problems(source)) == 3, "otherwise nothing starts"
     with pytest.raises(ConfigError, match="line 1: field 'question' is empty"):
-        read_rows(LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", "", Reading(drop=True))
+        read_rows(LearnedConfig(source=write(tmp_path / "none.jsonl", *bad[1:])), "data.train", 0, "final", None, Reading(drop=True))
 
 
 def test_what_is_no_dataset(tmp_path: Path):
@@ -232,7 +232,7 @@ def test_a_line_that_json_refuses_in_other_ways_is_named_too(tmp_path: Path, lin
 def test_a_margin_may_not_be_larger_than_any_float(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(f'{{"prompt": "1", "chosen": "2", "rejected": "3", "m": -1{"0" * 400}}}')
     with pytest.raises(ConfigError, match="line 1: field 'm' must be a finite number, not -100"):
-        read_pairs(PreferenceConfig(source=f"{tmp_path}/pairs.jsonl", margin_key="m"), "reward_model.data", 0, "")
+        read_pairs(PreferenceConfig(source=f"{tmp_path}/pairs.jsonl", margin_key="m"), "reward_model.data", 0, None)
 
 
 def test_a_local_folder_is_read_as_the_hub_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -297,8 +297,8 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     rows = [{"prompt": turns, "reward_model": {"ground_truth": "#### 2"}} for turns in (conversation, "1+1?")]
     columns = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "prompt_template": "chat"}
     source = write(tmp_path / "a.jsonl", *rows)
-    found = load_rows(LearnedConfig(source=source, **columns), "data.train", 0, tokenizer=str(model))
-    reference = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
+    found = load_rows(LearnedConfig(source=source, **columns), "data.train", 0, model=ModelConfig(path=str(model)))
+    reference = AutoTokenizer.from_pretrained(model, local_files_only=True)
     both = (conversation, conversation[1:])
     wanted = [reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in both]
     assert (
@@ -315,14 +315,14 @@ def test_prompts_by_the_models_own_chat_template(place: str, tmp_path: Path):
     ):
         bad = write(tmp_path / "bad.jsonl", {**rows[0], "prompt": turns})
         with pytest.raises(ConfigError) as error:
-            load_rows(LearnedConfig(source=bad, **columns), "data.train", 0, tokenizer=str(model))
+            load_rows(LearnedConfig(source=bad, **columns), "data.train", 0, model=ModelConfig(path=str(model)))
         assert error.value.problems == [f"{bad}, line 1: {problem}"]
 
 
 def test_a_model_without_chat_template(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", {"question": "a", "answer": "1"})
     with pytest.raises(ConfigError) as error:
-        load_rows(LearnedConfig(source=source, prompt_template="chat"), "data.eval", 0, tokenizer=str(TINY))
+        load_rows(LearnedConfig(source=source, prompt_template="chat"), "data.eval", 0, model=ModelConfig(path=str(TINY)))
     assert error.value.problems == [f"data.eval.prompt_template=chat: {TINY} has no chat template; write one with {{prompt}} in it"]
 
 

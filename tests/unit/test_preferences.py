@@ -13,7 +13,7 @@ import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import PreferenceConfig, RunConfig
+from megarl.config.schema import ModelConfig, PreferenceConfig, RunConfig
 from megarl.data.batches import batch_of, evaluated_pairs, load_pairs, pair_tokens, training_steps
 from megarl.data.datasets import read_pairs
 from megarl.data.tokenizer import load_tokenizer
@@ -57,7 +57,9 @@ def test_a_score_is_the_value_after_the_last_token() -> None:
 
 def pairs_of(folder: Path, rows: list[dict], tokenizer: str = str(TINY), **settings: str) -> list:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, tokenizer)[0])
+    return list(
+        read_pairs(PreferenceConfig(source=str(folder / "pairs.jsonl"), **settings), "reward_model.data", 0, ModelConfig(path=tokenizer))[0]
+    )
 
 
 def test_pairs_are_read_from_texts_and_from_messages(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_synthetic_pairs_have_one_right_response() -> None:
         totals = [eval(text[: 2 * n + 1]) % 10 for n in range(5)]
         assert pair.chosen == ",".join(map(str, totals)) != pair.rejected and len(pair.rejected) == 9
     with pytest.raises(ConfigError, match="source=synthetic:product: no such task; there is synthetic:chain, synthetic:summary"):
-        read_pairs(PreferenceConfig(source="synthetic:product"), "reward_model.data", 0, "")
+        read_pairs(PreferenceConfig(source="synthetic:product"), "reward_model.data", 0, None)
 
 
 def test_every_epoch_has_each_pair_once(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_demonstrations_are_neither_hopeless_nor_perfect() -> None:
 
 
 def test_the_gold_scorer_prefers_the_chosen_response_of_each_pair() -> None:
-    pairs, _ = read_pairs(PreferenceConfig(source="synthetic:summary", size=300), "reward_model.data", 3, "")
+    pairs, _ = read_pairs(PreferenceConfig(source="synthetic:summary", size=300), "reward_model.data", 3, None)
     posts = Summaries("train", 3)
     for pair, row in zip(pairs, posts, strict=False):
         assert pair.prompt == row.prompt and score(pair.chosen, row.answer) > score(pair.rejected, row.answer)

@@ -71,8 +71,8 @@ def test_chat_template_is_read_as_utf8_under_an_ascii_locale(tmp_path: Path) -> 
     shutil.copytree(ROOT / "configs/models/tiny-agent", folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} «é» 你好", encoding="utf-8")
     code = (
-        "import sys; from megarl.data.chat import load_chat_template; "
-        f"template = load_chat_template({str(folder)!r}, 'data.train.prompt_template=chat'); "
+        "import sys; from megarl.data.chat import load_chat_template; from megarl.data.tokenizer import tokenizer_of; "
+        f"template = load_chat_template(tokenizer_of({str(folder)!r}, 'model.path'), 'data.train.prompt_template=chat'); "
         "sys.stdout.buffer.write(template.render([{'role': 'user', 'content': 'Hi'}]).encode())"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -53,7 +53,7 @@ class OpenEnv(HubRollout):
             rollout="openenv",
             name=f"the environment {', '.join(_listed(server))}",
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer.source, "rollout.name=openenv", "conversations cannot be rendered without one"),
+            template=load_chat_template(tokenizer, "rollout.name=openenv", "conversations cannot be rendered without one"),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
             worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
             deadline_s=deadline_s,

@@ -46,7 +46,7 @@ class Verifiers(HubRollout):
             rollout="verifiers",
             name=f"the environment {environment}",
             tokenizer=tokenizer,
-            template=load_chat_template(tokenizer.source, "rollout.name=verifiers", "conversations cannot be rendered without one"),
+            template=load_chat_template(tokenizer, "rollout.name=verifiers", "conversations cannot be rendered without one"),
             parser=find_parser(tool_parser, "rollout.args.tool_parser"),
             worker=Worker(interpreter.command("serve"), interpreter.variables(), memory_mib, start_s),
             deadline_s=deadline_s,
