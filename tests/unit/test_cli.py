@@ -63,7 +63,9 @@ def test_which_weights_eval_scores(
         Path(folder, "model.safetensors").touch()
     Path("run/checkpoints/step_000010").mkdir(parents=True)
     Path("rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    Path("run.yaml").write_text("run_dir: run\nmodel: {path: model}\ndata: {train: {source: rows.jsonl}, eval: {source: rows.jsonl}}\n")
+    Path("run.yaml").write_text(
+        "run_dir: run\nmodel: {path: model}\ndata: {train: {source: rows.jsonl}, eval: {source: rows.jsonl}}\nrollout: {max_tokens: 64}\n"
+    )
     Path("run/config.yaml").write_text(dump_config(load_config("run.yaml")))
     exports = []
 
