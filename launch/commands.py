@@ -168,6 +168,14 @@ def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
     return replace(plan, config=config)
 
 
+def gpus_line(plan: RunPlan) -> str:
+    """How many GPUs, or ranks on CPUs, a run takes."""
+    trainer = plan.trainer_topology.world_size
+    engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator")))
+    unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
+    return f"{unit:<10} {trainer + engines}: {trainer} for the trainer, {engines} for engines"
+
+
 def render_launch(plan: RunPlan) -> str:
     """One line per group of nodes with the same processes, and for each role a command that its node would start."""
     job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")

@@ -255,7 +255,15 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from megarl.launch.commands import render_launch, role_lines, sampling_lines, sandbox_lines, weights_lines, with_lengths_of
+        from megarl.launch.commands import (
+            gpus_line,
+            render_launch,
+            role_lines,
+            sampling_lines,
+            sandbox_lines,
+            weights_lines,
+            with_lengths_of,
+        )
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
 
@@ -263,14 +271,15 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
         plan = with_lengths_of(plan, inputs.datasets)
+        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
+            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
+        print(gpus_line(plan))
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
         print(*weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
-        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
-            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return

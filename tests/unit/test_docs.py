@@ -11,6 +11,8 @@ from documented import DOCUMENTS, LISTED, QUICK, ROOT, checkout, commands, comma
 
 from megarl.cli import EXAMPLES, main
 
+pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
+
 COMMANDS = {command.text: command.where for command in commands()}
 HELP = [text for examples in EXAMPLES.values() for text in examples]  # the examples in megarl --help
 COMPUTING = [text for text in dict.fromkeys((*COMMANDS, *HELP)) if text not in LISTED and QUICK.fullmatch(text)]
