@@ -87,6 +87,12 @@ def test_which_weights_eval_scores(
     assert printed.out == f"held-out scores of {what}\n{weights}\n"
 
 
+def test_overrides_follow_the_file_of_every_command() -> None:
+    for command in cli.COMMANDS:
+        needed = ["--output", "folder"] if command == "export" else []
+        assert cli.parse([command, "run.yaml", "seed=1", *needed, "trainer.tp=2"]).overrides == ["seed=1", "trainer.tp=2"]
+
+
 def test_eval_is_refused_before_it_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run/checkpoints/step_000010").mkdir(parents=True)
