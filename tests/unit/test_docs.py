@@ -10,6 +10,7 @@ import pytest
 from documented import DOCUMENTS, FENCE, LISTED, QUICK, ROOT, checkout, commands, commands_of, run, snippets
 
 from megarl.cli import EXAMPLES, main
+from megarl.config.schema import AsyncConfig
 
 pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 
@@ -61,6 +62,12 @@ def test_the_readme_names_the_commands_of_ci() -> None:
     called = re.findall(r"make [\w-]+", (ROOT / ".ci/run").read_text())
     assert called == ["make check", "make test"]
     assert all(f"`{command}`" in readme for command in called)
+
+
+def test_the_documents_begin_with_the_default_asynchrony() -> None:
+    defaults = AsyncConfig()
+    text = (ROOT / "docs/asynchrony.md").read_text()
+    assert f"Begin with the defaults, `capacity: {defaults.capacity}` and `partial_rollout: {defaults.partial_rollout}`." in text
 
 
 def test_commands_are_found_in_blocks_and_in_prose() -> None:
