@@ -43,7 +43,7 @@ from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import EngineGroup
-from megarl.plan.weights import WARM, begin_with, needs_first_weights, needs_reference, why_first_weights
+from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
 from megarl.rollouts.buffer import Ledger
@@ -166,6 +166,14 @@ def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
         return plan
     config = replace(plan.config, plan=replace(plan.config.plan, prompt_tokens=max(1, round(fmean(lengths)))))
     return replace(plan, config=config)
+
+
+def gpus_line(plan: RunPlan) -> str:
+    """How many GPUs, or ranks on CPUs, a run takes."""
+    trainer = plan.trainer_topology.world_size
+    engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator")))
+    unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
+    return f"{unit:<10} {trainer + engines}: {trainer} for the trainer, {engines} for engines"
 
 
 def render_launch(plan: RunPlan) -> str:
@@ -396,7 +404,7 @@ def accuracy_line(metrics: str) -> str:
 
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:
-    """Evaluates `model.path` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
+    """Evaluates the weights of `plan` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
     node = this_node()
 
     def prepare(_: Path) -> None:
@@ -409,7 +417,7 @@ def evaluate(plan: RunPlan, json_output: bool) -> None:
     folder = launch(plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None)
     if node.is_head:
         result = _read_result(folder / "result.json")
-        print(json.dumps(result) if json_output else evaluation_text(result, plan.weights_path))
+        print(json.dumps({"weights": plan.weights.scored, **result}) if json_output else evaluation_text(result, plan.weights))
 
 
 def warm(plan: RunPlan) -> None:
@@ -425,9 +433,9 @@ def warm(plan: RunPlan) -> None:
         print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)
 
 
-def evaluation_text(result: Mapping[str, Any], weights: str) -> str:
+def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
     """A line for each held-out set."""
-    lines = [f"held-out scores of the weights in {weights}"]
+    lines = [f"held-out scores of {weights}"]
     for name, scores in sets(result).items():
         passes = ", ".join(f"{key} {scores[key]:.3f}{_interval(scores, key)}" for key in scores if key.startswith(SHARES))
         right = f"{scores['correct']} of " if passes else ""
@@ -449,8 +457,9 @@ def _read_result(path: Path) -> dict[str, float]:
         raise RuntimeError(f"{path}: the result is missing or damaged ({error}); evaluate again") from error
 
 
-def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> None:
-    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF checkpoint or an adapter at `output`."""
+def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = False, best: bool = False) -> str:
+    """Writes the weights of a checkpoint (the newest, the one of `step`, or the `best`) as an HF checkpoint or an adapter at `output`.
+    Returns the checkpoint's folder."""
     if adapter and plan.adapters is None:
         raise ConfigError("--lora: lora.rank is null: the run trains all weights, and has no adapter")
     run_dir, node = Path(plan.config.run_dir), this_node()
@@ -468,9 +477,10 @@ def export(plan: RunPlan, output: str, step: int | None = None, adapter: bool = 
             (folder / "export.json").write_text(json.dumps(request), encoding="utf-8")
             print(f"Weights: the checkpoint {of}{why}", flush=True)
 
-        launch(plan, job, node, prepare)
+        launched = launch(plan, job, node, prepare)
     if node.is_head:
         print(f"{'The adapter' if adapter else 'Weights'} of step {step} {'is' if adapter else 'are'} in {output}")
+    return json.loads((launched / "export.json").read_text(encoding="utf-8"))["of"]
 
 
 def best_step(config: RunConfig) -> tuple[int, str]:

@@ -4,6 +4,7 @@ classes, and disk space."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,9 @@ def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) 
                 wanted.setdefault(part, []).append((checked, rows))
     if not wanted:
         return []
-    tokenizer = load_tokenizer(config.model) if Path(config.model.tokenizer or config.model.path).is_dir() else None
+    tokenizer = None
+    with contextlib.suppress(ConfigError):  # a dry run goes on without what the hub does not give (check_data)
+        tokenizer = load_tokenizer(config.model)
     with tempfile.TemporaryDirectory(prefix="megarl-trial-") as logs:
         return asyncio.run(_try_all(replace(config, reward=replace(config.reward, workers=1)), wanted, tokenizer, Path(logs)))
 
@@ -218,8 +221,8 @@ class Inputs:
 def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand: bool = False) -> Inputs:
     """Checks all inputs. `plan` is None if the settings do not give a valid one.
 
-    With `at_hand`, checks only files on this machine, and only the first prompts of long datasets. That takes seconds, and works
-    where a run could not. Raises ConfigError with all problems.
+    With `at_hand`, checks what this machine has or the hub gives to it, and only the first prompts of long datasets. That works where a
+    run could not. Raises ConfigError with all problems.
     """
     datasets: list[Checked] = []
     reads = COMMANDS[command]

@@ -190,13 +190,13 @@ def launch(
         raise ConfigError(f"run_dir={plan.config.run_dir}: cannot be written to: {error.strerror}: {error.filename}") from error
     with (
         failing_together(meeting, node),
+        contextlib.nullcontext(_placed(plan, job, node)) as placed,
         _prepared(plan, job, node, folder, prepare),
         traced(plan, node, resume) if job.stops else contextlib.nullcontext() as trace,
         scratch_folder() as scratch,
         ProcessGroup(job.logs) as processes,
         _termination(processes, meeting, plan) as order,
     ):
-        placed = placement(plan, job, node.count, len(gpus()))
         report = report_of(plan, node, placed[node.rank], drives=_drives(placed[node.rank], job))
         rendezvous = _meet(job, meeting, placed, report, resume)
         working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
@@ -266,6 +266,19 @@ def _prepared(plan: RunPlan, job: Job, node: Node, folder: Path, prepare: Callab
         (folder / "config.yaml").write_text(dump_config(plan.config), encoding="utf-8")
         prepare(folder)
         yield
+
+
+def _placed(plan: RunPlan, job: Job, node: Node) -> list[NodePlan]:
+    """The placement on the nodes that there are. Raises ConfigError if they are too few, or if a Slurm job for GPUs has none."""
+    gpus_here = len(gpus())
+    gpu = plan.config.cluster.gpu
+    if node.launch.startswith("slurm.") and gpu != "cpu" and not gpus_here:
+        raise ConfigError(f"cluster.gpu={gpu}: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or set cluster.gpu=cpu")
+    placed = placement(plan, job, node.count, gpus_here)
+    idle = sum(each.idle for each in placed)
+    if idle and job.stops and node.is_head:
+        print(f"{idle} of {node.count} nodes have nothing to do: the run needs {node.count - idle}", flush=True)
+    return placed
 
 
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:

@@ -181,7 +181,8 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
     if needed > nodes:
         ranks = [f"{trainer_ranks} trainer ranks", *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets)]
         listed = " and ".join((", ".join(ranks[:-1]), ranks[-1])) if fleets else ranks[0]
-        raise ConfigError(f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}")
+        remedy = f"ask for more (sbatch --nodes={needed}), or reduce the sizes"
+        raise ConfigError(f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}: {remedy}")
     plans = []
     for node in range(nodes):
         begin, end = node * slots, (node + 1) * slots

@@ -14,6 +14,7 @@ import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import megarl
@@ -23,9 +24,11 @@ from megarl.config.errors import ConfigError, problems_of, tell, unreadable
 from megarl.config.keys import nearest, settings, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
+from megarl.config.schema import RunConfig
 from megarl.launch import doctor, joining
+from megarl.plan.checks import COMMAND_CHECKS, problems_by_group
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.weights import warm_start_due
+from megarl.plan.weights import Weights, of_the_run, warm_start_due
 from megarl.report import command as report
 from megarl.starter import command as init
 
@@ -40,7 +43,8 @@ COMMANDS = {
     "reward-model": "train a reward model on pairs of responses (Bradley-Terry)",
     "rows": "write the rows of an environment from a hub to data.train.source and data.eval.source (rollout.name=verifiers or openenv)",
     "train": "train by reinforcement learning; goes on from the last checkpoint in run_dir",
-    "eval": "scores on data.eval and eval.suites, through SGLang: pass@1 of greedy answers, or pass@k, avg@k and maj@k of eval.samples",
+    "eval": "scores of the run's newest checkpoint, or of another model.path, on data.eval and eval.suites: pass@1 of greedy answers, "
+    "or pass@k, avg@k and maj@k of eval.samples",
     "export": "write a checkpoint's weights as a Hugging Face checkpoint",
     "plan": "whether a run fits, how long its steps take and what binds; --search finds the fastest split of a GPU budget",
     "reshard": "how weights travel from trainer to generator: copies, bytes, balance, and the proof that each byte is written once",
@@ -56,7 +60,11 @@ EXAMPLES = {
         "megarl train configs/8b_aipo.yaml trainer.tp=4 generator.engines=8 run_dir=runs/8b",
         "megarl train configs/405b_aipo.yaml --dry-run",
     ],
-    "eval": ["megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json"],
+    "eval": [
+        "megarl eval configs/quickstart.yaml",
+        "megarl eval configs/quickstart.yaml --step 0",
+        "megarl eval configs/quickstart.yaml model.path=runs/quickstart/export --json",
+    ],
     "export": ["megarl export configs/quickstart.yaml --output runs/quickstart/export"],
     "plan": [
         "megarl plan configs/8b_aipo.yaml trainer.dp=16",
@@ -76,6 +84,7 @@ EXAMPLES = {
     "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
+EVALUATED = "evaluated"  # folder in run_dir for the export of the checkpoint that megarl eval scores
 WITH_JSON = ("eval", "plan", "reshard")
 WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": joining, "report": report, "bench": bench}
 
@@ -134,12 +143,14 @@ def _resolved(arguments: argparse.Namespace) -> RunPlan:
     command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
     if command == "run":
         command = "dry-run" if warm_start_due(config) else "train"
-    if command == "eval" and arguments.best:
-        command = "export"  # the weights that are evaluated are still to be exported
+    if command == "eval" and _scores_checkpoint(config, arguments):
+        command = "export"  # its first half
     try:
         plan = resolve(config, command)
     except ConfigError as error:
         problems += filter(loaded.concerns, error.problems)
+    if (command, arguments.command) == ("export", "eval"):
+        problems += problems_by_group(config, COMMAND_CHECKS["eval"])
     if plan is not None and not problems:
         return plan
     if command in inputs.COMMANDS:
@@ -195,10 +206,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     by_name["train"].set_defaults(**unused, search=False, theory=False, gpus=None, simulate=False, sweep=[], source=None, output=None)
     by_name["export"].add_argument("--output", metavar="DIR", required=True, help="folder to write")
     by_name["export"].add_argument("--lora", action="store_true", help="write the adapter of a run with lora.rank, in PEFT's format")
-    which = by_name["export"].add_mutually_exclusive_group()
-    which.add_argument("--step", metavar="N", type=int, help="checkpoint to take; default: the newest")
-    for options in (which, by_name["eval"]):
-        options.add_argument("--best", action="store_true", help="take the checkpoint with the best held-out score (checkpoint.keep_best)")
+    for name, more in (("export", ""), ("eval", "; 0: model.path, or the warm start made from it")):
+        which = by_name[name].add_mutually_exclusive_group()
+        which.add_argument("--step", metavar="N", type=int, help=f"checkpoint to take; default: the newest{more}")
+        which.add_argument("--best", action="store_true", help="take the checkpoint with the best held-out score (checkpoint.keep_best)")
     reshard = by_name["reshard"]
     reshard.add_argument("--rank", metavar="trainer:N|generator:N", help="list the copies of this rank alone")
     shares = "predict an update that carries only what has changed (weights.delta), if this share of the elements has; default: 0.01"
@@ -244,7 +255,15 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from megarl.launch.commands import render_launch, role_lines, sampling_lines, sandbox_lines, weights_lines, with_lengths_of
+        from megarl.launch.commands import (
+            gpus_line,
+            render_launch,
+            role_lines,
+            sampling_lines,
+            sandbox_lines,
+            weights_lines,
+            with_lengths_of,
+        )
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
 
@@ -252,14 +271,15 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
         plan = with_lengths_of(plan, inputs.datasets)
+        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
+            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
+        print(gpus_line(plan))
         _plan(plan, arguments)
         _reshard(plan, arguments)
         print(render_launch(plan))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
         print(*weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
-        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
-            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return
@@ -308,15 +328,24 @@ def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.config.load import load_config
+    from megarl.data.check import check_data
     from megarl.launch.commands import evaluate, export
 
-    if arguments.best:
-        exported = f"{plan.config.run_dir}/best"
+    if _scores_checkpoint(plan.config, arguments):
+        check_data(plan.config, plan.spec, "eval", at_hand=True)  # what is wrong is told before the export takes minutes
+        folder = f"{plan.config.run_dir}/{EVALUATED}"
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            export(plan, exported, best=True)
-        plan = resolve(load_config(arguments.config, [*arguments.overrides, f"model.path={exported}"]), "eval")
+            checkpoint = export(plan, folder, arguments.step, best=arguments.best)
+        exported = replace(plan.config, model=replace(plan.config.model, path=folder))
+        plan = replace(resolve(exported, "eval"), weights=Weights(folder, checkpoint=checkpoint))
     evaluate(plan, arguments.json)
+
+
+def _scores_checkpoint(config: RunConfig, arguments: argparse.Namespace) -> bool:
+    """Whether megarl eval scores a checkpoint of the run, which it first exports."""
+    if arguments.step is not None:
+        return arguments.step != 0
+    return arguments.best or of_the_run(config)
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -11,8 +11,13 @@ if [ ! -x .venv/bin/megarl ]; then
 fi
 
 megarl_job() {
-    # Typos and impossible sizes end the job here, with exit status 2, before a launcher starts.
-    .venv/bin/megarl train "$@" --dry-run > /dev/null
+    # Typos and impossible sizes end the job here, with exit status 2, before a launcher starts. The log has the plan only then.
+    local plan status=0
+    plan=$(.venv/bin/megarl train "$@" --dry-run) || status=$?
+    if [ $status -ne 0 ]; then
+        [ -z "$plan" ] || echo "$plan"
+        exit $status
+    fi
     for command in ${MEGARL_COMMANDS:-train}; do
         megarl_step "$command" "$@"
     done

@@ -80,6 +80,10 @@ class HubError(Exception):
     """The reason why a file cannot be had. It completes the sentence "model.path=owner/name: …"."""
 
 
+class HubAway(HubError):
+    """A file that another machine or user may have: the hub cannot be reached here, or wants a login."""
+
+
 def hub_file(repository: str, name: str, kind: str = "model") -> Path:
     """The path in the cache of a file of owner/name, which is a "model" or a "dataset". Raises HubError."""
     with _hub(name) as only_cached:
@@ -105,11 +109,11 @@ def _hub(name: str) -> Iterator[bool]:
     try:
         yield bool(use_cache)
     except LocalEntryNotFoundError as error:
-        raise HubError(f"{name} is not in the hub's cache, and {use_cache or _first_line(error)}") from error
+        raise HubAway(f"{name} is not in the hub's cache, and {use_cache or _first_line(error)}") from error
     except EntryNotFoundError as error:
         raise HubError(f"has no {name} on the hub") from error
     except GatedRepoError as error:
-        raise HubError("is gated on the hub: accept its terms there, and log in by `hf auth login`") from error
+        raise HubAway("is gated on the hub: accept its terms there, and log in by `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise HubError("is no local folder, and no repository on the hub; a private one needs `hf auth login`") from error
     except (OSError, ValueError) as error:  # the base classes of all errors of the hub

@@ -827,7 +827,7 @@ class AsyncConfig:
         None, "most prompts in flight at a time, over all of generator.engines; null: rollout.prompts_per_step", at_least(1)
     )
     partial_rollout: str = setting(
-        "block",
+        "in_flight",
         "what a weight update does to running requests. block: waits for rollouts to finish, and begins none; in_flight: pauses requests "
         "and keeps their KV cache; retract: pauses them and computes their KV cache anew; abort: begins them again from the prompt, once; "
         "resume: cuts them and continues from prompt and prefix",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megarl.base.files import HubAway
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, DatasetConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.data.batches import demonstration_tokens, pair_sets, responses_tokens, sft_data
@@ -26,7 +26,7 @@ _FIRST = 3  # how many rows are kept for a dry run to score
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of checking one dataset. `rows` is None if the dataset is on the hub and was not read."""
+    """The result of checking one dataset. `rows` is None if the dataset is on the hub and could not be read here."""
 
     key: str
     source: str
@@ -34,10 +34,11 @@ class Checked:
     reading: Reading = field(default_factory=Reading)
     first: tuple[Row | Pair, ...] = ()  # the first rows
     shared: int = 0  # how many prompts of a held-out set are also in data.train
+    absence: str = ""  # why it could not be read
 
     def __str__(self) -> str:
         if self.rows is None:
-            return f"{self.key}: {self.source}, on the hub, is read when the run starts"
+            return f"{self.key}: {self.source}, on the hub, is read when the run starts; not checked here: {self.absence}"
         lengths = self.reading.lengths
         prompts = f"the first {len(lengths):,} prompts" if len(lengths) < self.rows - self.dropped else "all prompts"
         fit = f"{prompts} leave room for a response" if lengths else "lengths are checked when the run starts"
@@ -68,31 +69,36 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
     """Reads what `command` ("train", "sft", "reward-model", "eval") will read, and checks it against tokenizer and model. Without `spec`,
     checks only the rows.
 
-    `at_hand`: checks only what is on this machine, and at most a thousand prompts per dataset against the model's context.
+    `at_hand`: goes on without what the hub does not give to this machine, and checks at most a thousand prompts per dataset against the
+    model's context.
     Raises ConfigError with all problems: problems in the files (see load_rows), a tokenizer that does not fit the model, characters that
     the tokenizer does not know, prompts that leave no room for a response in the model's context. With data.bad_rows=drop, rows with
     problems are counted instead, unless no row is left.
     """
     problems: list[str] = []
-    tokenizer, checked = None, []
-    if not at_hand or Path(config.model.tokenizer or config.model.path).is_dir():
-        try:
-            tokenizer = load_tokenizer(config.model)
-        except ConfigError as error:
-            problems += error.problems
+    checked: list[Checked] = []
+    tokenizer, absence = None, ""
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except ConfigError as error:
+        absence = _absence(error) if at_hand else ""
+        problems += [] if absence else error.problems
     if tokenizer is not None and spec is not None:
         problems += tokenizer_problems(tokenizer, spec)
     trained: dict[int, int] = {}  # Reading.prompts of all sources of data.train
     for key, dataset, response_tokens in _datasets(config, command):
-        if at_hand and not is_local(dataset.source):
-            checked.append(Checked(key, dataset.source, None))
+        if absence and not is_local(dataset.source):  # its prompts may need the tokenizer's chat template
+            checked.append(Checked(key, dataset.source, None, absence=absence))
             continue
         tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
         reading = Reading(config.data.bad_rows == DROP, tokens, prompts=trained if key.startswith("data.train") else {})
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
-            problems += error.problems
+            if at_hand and (away := _absence(error)):
+                checked.append(Checked(key, dataset.source, None, absence=away))
+            else:
+                problems += error.problems
             continue
         held = command == "train" and not key.startswith("data.train")
         shared = len(reading.prompts.keys() & trained.keys()) if held else 0
@@ -100,6 +106,11 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
     if problems:
         raise ConfigError(problems)
     return checked
+
+
+def _absence(error: ConfigError) -> str:
+    """Why the hub does not give this machine what a run elsewhere may have; empty for any other error."""
+    return str(error.__cause__) if isinstance(error.__cause__, HubAway) else ""
 
 
 def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:

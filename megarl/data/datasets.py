@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.base.files import HubError, hub_file, unreachable
+from megarl.base.files import HubAway, HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
 from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, ModelConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
@@ -176,7 +176,7 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
         subset = f", subset {config.subset}" if config.subset else ""
         what = f"{key}.source={config.source}{subset}, split {config.split}"
         reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{what}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{what}: cannot be loaded: {reason}") from (HubAway(why) if why else error)
     for number, record in enumerate(rows, start=1):
         yield f"{config.source}, split {config.split}, row {number}", record
 

@@ -386,5 +386,12 @@ def _earlier(config: RunConfig) -> Mapping[str, Any]:
     return {key: value_at(earlier, key) for key in keys_of(earlier)}
 
 
+def model_before(config: RunConfig) -> str | None:
+    """`model.path` of the run in `config.run_dir`; None if no run has left a checkpoint there, or its settings cannot be read."""
+    with contextlib.suppress(ConfigError):
+        return _earlier(config).get("model.path")
+    return None
+
+
 def _settings_before(config: RunConfig) -> Path:
     return Path(config.run_dir) / "config.yaml"

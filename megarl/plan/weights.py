@@ -18,7 +18,7 @@ from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.keys import keys_of, value_at
 from megarl.config.schema import RunConfig
-from megarl.plan.checkpoints import check_names, complete_checkpoints
+from megarl.plan.checkpoints import check_names, complete_checkpoints, model_before
 from megarl.roles.settings import REFERENCE, role_of
 
 WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
@@ -34,6 +34,7 @@ class Weights:
     warm_start: bool = False  # whether megarl sft made it
     are_gone: bool = False  # whether the weights are gone, but also not needed
     remark: str = ""  # why these weights are used instead of others that the user may expect
+    checkpoint: str = ""  # the checkpoint of a run whose export this is
     fingerprint: str = ""  # of the weights that a run began with; empty if not computed
 
     @property
@@ -41,7 +42,14 @@ class Weights:
         """Whether the weights are on this machine. A hub name counts as present: the hub is asked when the weights are read."""
         return holds_weights(self.path) or (not self.warm_start and not Path(self.path).is_dir())
 
+    @property
+    def scored(self) -> str:
+        """What megarl eval calls them: a folder, or a hub name."""
+        return self.checkpoint or self.path
+
     def __str__(self) -> str:
+        if self.checkpoint:
+            return f"the checkpoint {self.checkpoint}"
         where = f"the warm start in sft.output={self.path}" if self.warm_start else f"model.path={self.path}"
         return f"{where}; {self.remark}" if self.remark else where
 
@@ -57,6 +65,12 @@ def find_weights(config: RunConfig, command: str | None) -> Weights:
         return _chosen(config)
     begun = read_begun_with(config) or _chosen(config)
     return begun if begun.are_there or needs_first_weights(config) else Weights(config.model.path, are_gone=True)
+
+
+def of_the_run(config: RunConfig) -> bool:
+    """Whether `run_dir` has checkpoints of a run that began from this `model.path`. Without the run's settings they count as its own."""
+    before = model_before(config)
+    return bool(complete_checkpoints(config.run_dir)) and (before is None or _same_folder(before, config.model.path))
 
 
 def _chosen(config: RunConfig) -> Weights:

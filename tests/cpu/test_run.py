@@ -215,9 +215,14 @@ def test_a_finished_run_says_so_and_its_weights_can_be_exported_and_evaluated(re
         {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (run_dir / "hf/step_000006", tmp_path / "hf")
     )
     assert of_run == of_command, "exported beside the run's steps, and from its checkpoint"
-    scored = run(["eval", "configs/quickstart.yaml", f"model.path={tmp_path / 'hf'}", f"run_dir={tmp_path}", "eval.limit=16", "--json"])
-    assert scored.returncode == 0, scored.stderr
-    assert json.loads(scored.stdout)["pass@1"] == json.loads((run_dir / "eval/version_000006.json").read_text())["pass@1"]
+    scores = json.loads((run_dir / "eval/version_000006.json").read_text())
+    of_checkpoint = (f"model.path={model}", f"run_dir={run_dir}")
+    of_export = (f"model.path={tmp_path / 'hf'}", f"run_dir={run_dir}")
+    for weights, settings in ((run_dir / "checkpoints/step_000006", of_checkpoint), (tmp_path / "hf", of_export)):
+        scored = run(["eval", "configs/quickstart.yaml", *settings, "eval.limit=16", "--json"])
+        assert scored.returncode == 0, scored.stderr
+        result = json.loads(scored.stdout)
+        assert (result["weights"], result["pass@1"]) == (str(weights), scores["pass@1"])
 
 
 def test_synchronous_pipeline_trainer_over_gloo_to_a_tp2_engine_with_the_experts_that_it_chose(tmp_path):

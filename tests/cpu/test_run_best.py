@@ -26,12 +26,15 @@ def test_the_best_is_kept_across_a_resume_exported_and_evaluated(tmp_path: Path)
         score = read_results(run_dir)[-1]["pass@1"]
         assert f"  best checkpoint         step 2, eval/pass@1 {score:.3f} (--best of megarl export and megarl eval)\n" in done.stdout
     evaluated = run(["eval", *arguments, "--best", "--json"])
-    assert evaluated.returncode == 0 and json.loads(evaluated.stdout)["pass@1"] == score, evaluated.stderr
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads(evaluated.stdout)
+    assert (result["weights"], result["pass@1"]) == (f"{run_dir}/checkpoints/step_000002", score)
     best = f"Weights: the checkpoint {run_dir}/checkpoints/step_000002, the best by eval/pass@1: {score:.3f}\n"
     assert best in evaluated.stderr
     exported = run(["export", *arguments, "--best", "--output", str(tmp_path / "exported")])
     assert exported.returncode == 0 and best in exported.stdout, exported.stderr
     newest = run(["export", *arguments, "--output", str(tmp_path / "newest")])
     assert newest.returncode == 0, newest.stderr
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "exported", run_dir / "best", tmp_path / "newest")]
+    folders = (tmp_path / "exported", run_dir / "evaluated", tmp_path / "newest")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1] != weights[2]

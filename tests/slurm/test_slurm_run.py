@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -51,6 +52,45 @@ def test_a_typo_in_an_override_ends_the_job_before_anything_starts(cluster, tmp_
     assert cluster.exit_code(job) == "2:0"
     assert (tmp_path / "log").read_text() == "megarl: trainer.tpp=2: unknown key; did you mean trainer.tp?\n"
     assert not (tmp_path / "run").exists()
+
+
+def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) -> int:
+    """`sbatch OPTIONS slurm/run.sbatch my.yaml key=value …`, as in README.md."""
+    own = tmp_path / "my.yaml"
+    shutil.copy(ROOT / "configs/quickstart.yaml", own)
+    settings = (f"run_dir={tmp_path / 'run'}", f"sft.output={make_model(tmp_path / 'hf')}", *OVERRIDES, *overrides)
+    options = ("--output", str(tmp_path / "log"), *options.split())
+    return cluster.submit("slurm/run.sbatch", str(own), *settings, options=options, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cluster.gpu=H100"], "cluster.gpu=H100: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or set cluster.gpu=cpu"),
+        (
+            ["launch.ranks_per_node=1", "trainer.tp=2"],
+            "2 trainer ranks and 1 engines of generator.tp=1 need 3 nodes of 1 slots; the allocation has 2: "
+            "ask for more (sbatch --nodes=3), or reduce the sizes",
+        ),
+    ],
+    ids=["gpus", "nodes"],
+)
+def test_a_job_too_small_for_its_run_says_what_it_needs(settings: list[str], message: str, cluster: Cluster, tmp_path: Path) -> None:
+    job = submit_own(cluster, tmp_path, "generator.engines=1", *settings, options="--nodes=2")
+    assert cluster.wait(job, ENDED, 240) == "FAILED"
+    log = (tmp_path / "log").read_text()
+    assert f"megarl: {message}\n" in log
+    assert cluster.exit_code(job) == "2:0", log
+    assert not (tmp_path / "run/logs").exists(), "nothing was started"
+
+
+@pytest.mark.long
+def test_a_run_of_ones_own_trains_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """On two of three nodes, since it has two ranks."""
+    job = submit_own(cluster, tmp_path, "trainer.tp=1", "generator.engines=1", "launch.ranks_per_node=1", options="--nodes=3")
+    assert cluster.wait(job, ENDED, START_S) == "COMPLETED", (tmp_path / "log").read_text()
+    assert "1 of 3 nodes have nothing to do: the run needs 2\n" in (tmp_path / "log").read_text()
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(6))
 
 
 @pytest.mark.parametrize("nodes", [pytest.param("--nodes=4", marks=pytest.mark.long), TWO_COMPONENTS], ids=["plain", "heterogeneous"])

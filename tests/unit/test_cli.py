@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.config.load import dump_config, load_config
+from megarl.launch.commands import evaluation_text
+from megarl.plan.resolve import RunPlan
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -32,6 +36,71 @@ def test_a_missing_file_ends_with_2_before_any_heavy_import() -> None:
     done = fresh_python(MAIN_AND_IMPORTS, "train", "bad=1")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "megarl: bad=1: no such file; the configuration file comes before the overrides: CONFIG bad=1\n[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exported", "weights"),
+    [
+        ([], (None, False), "run/checkpoints/step_000010"),
+        (["--step", "5"], (5, False), "run/checkpoints/step_000005"),
+        (["--step", "0"], None, "model"),
+        (["model.path=other"], None, "other"),
+        (["model.path=other", "--best"], (None, True), "run/checkpoints/step_000010"),
+    ],
+)
+def test_which_weights_eval_scores(
+    arguments: list[str],
+    exported: tuple | None,
+    weights: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With an export and an engine that only note what they are asked for. tests/cpu/test_run.py has real ones."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("model", "other"):
+        shutil.copytree(MODELS / "tiny-llama", folder)
+        Path(folder, "model.safetensors").touch()
+    Path("run/checkpoints/step_000010").mkdir(parents=True)
+    Path("rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    Path("run.yaml").write_text(
+        "run_dir: run\nmodel: {path: model}\ndata: {train: {source: rows.jsonl}, eval: {source: rows.jsonl}}\nrollout: {max_tokens: 64}\n"
+    )
+    Path("run/config.yaml").write_text(dump_config(load_config("run.yaml")))
+    exports = []
+
+    def export(plan: RunPlan, output: str, step: int | None, best: bool) -> str:
+        exports.append((step, best))
+        shutil.copytree("model", output)
+        return f"run/checkpoints/step_{step or 10:06d}"
+
+    def evaluate(plan: RunPlan, json_output: bool) -> None:
+        print(evaluation_text({}, plan.weights), plan.weights.scored, sep="\n")
+
+    monkeypatch.setattr("megarl.launch.commands.export", export)
+    monkeypatch.setattr("megarl.launch.commands.evaluate", evaluate)
+    status = cli.main(["eval", "run.yaml", *arguments])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert exports == ([] if exported is None else [exported])
+    what = f"the checkpoint {weights}" if exported else f"model.path={weights}"
+    assert printed.out == f"held-out scores of {what}\n{weights}\n"
+
+
+def test_overrides_follow_the_file_of_every_command() -> None:
+    for command in cli.COMMANDS:
+        needed = ["--output", "folder"] if command == "export" else []
+        assert cli.parse([command, "run.yaml", "seed=1", *needed, "trainer.tp=2"]).overrides == ["seed=1", "trainer.tp=2"]
+
+
+def test_eval_is_refused_before_it_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run/checkpoints/step_000010").mkdir(parents=True)
+    Path("run.yaml").write_text(f"run_dir: run\nmodel: {{path: {MODELS}/llama-3.1-8b}}\ndata: {{train: {{source: synthetic:chain}}}}\n")
+    assert cli.main(["eval", "run.yaml", "generator.quantization=fp8_block"]) == 2
+    told = capsys.readouterr().err
+    assert "generator.quantization=fp8_block: must be null for megarl eval" in told
+    assert "data.eval=null: megarl eval needs a held-out set" in told
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

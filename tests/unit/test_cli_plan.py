@@ -9,6 +9,7 @@ import pytest
 
 from megarl import cli
 
+pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
 

@@ -7,9 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documented import DOCUMENTS, LISTED, QUICK, ROOT, checkout, commands, commands_of, run, snippets
+from documented import DOCUMENTS, FENCE, LISTED, QUICK, ROOT, checkout, commands, commands_of, run, snippets
 
 from megarl.cli import EXAMPLES, main
+from megarl.config.schema import AsyncConfig
+
+pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 
 COMMANDS = {command.text: command.where for command in commands()}
 HELP = [text for examples in EXAMPLES.values() for text in examples]  # the examples in megarl --help
@@ -49,6 +52,22 @@ def test_the_program_is_always_called_by_the_same_name() -> None:
     """Only README.md says, once, that the program is in .venv/bin, and how to activate it."""
     found = [f"{path.name}: {line}" for path in DOCUMENTS for line in path.read_text().splitlines() if ".venv/bin/megarl" in line]
     assert len(found) == 1 and found[0].startswith("README.md")
+
+
+def test_the_readme_names_the_commands_of_ci() -> None:
+    """`make test` stands beside `make quickstart`, in the README's first block of commands."""
+    readme = (ROOT / "README.md").read_text()
+    first = FENCE.search(readme[readme.index("```sh") :])
+    assert first is not None and {"make quickstart", "make test"} <= {command.text for command in commands_of("README.md", first[0])}
+    called = re.findall(r"make [\w-]+", (ROOT / ".ci/run").read_text())
+    assert called == ["make check", "make test"]
+    assert all(f"`{command}`" in readme for command in called)
+
+
+def test_the_documents_begin_with_the_default_asynchrony() -> None:
+    defaults = AsyncConfig()
+    text = (ROOT / "docs/asynchrony.md").read_text()
+    assert f"Begin with the defaults, `capacity: {defaults.capacity}` and `partial_rollout: {defaults.partial_rollout}`." in text
 
 
 def test_commands_are_found_in_blocks_and_in_prose() -> None:

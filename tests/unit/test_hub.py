@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_stand_in import hub_stand_in
 
 from megarl.messaging.rendezvous import free_ports
 
@@ -57,3 +58,40 @@ def test_one_that_is_in_the_cache_is_taken_from_there(tmp_path: Path, offline: d
     in_cache(tmp_path, offline)
     done = megarl("plan", tmp_path, offline, "rollout.max_tokens=64")
     assert done.returncode == 0 and "llama" in done.stdout and done.stderr == ""
+
+
+def test_a_dry_run_reads_what_the_hub_gives(tmp_path: Path, offline: dict[str, str]) -> None:
+    """As in README.md, where model and rows are names on the hub."""
+    shutil.copytree(TINY, tmp_path / "hub/owner/model")
+    rows = tmp_path / "hub/datasets/owner/rows/train.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text('{"question": "1+2=", "answer": "3"}\n{"question": "4+5=", "answer": "9"}\n')
+    with hub_stand_in(tmp_path / "hub") as address:
+        environment = offline | {"HF_ENDPOINT": address}
+        done = megarl("train --dry-run", tmp_path, environment, "rollout.max_tokens=64", "reward.name=math")
+        rows.write_text('{"question": "1+2="}\n')
+        shutil.rmtree(environment["HF_HOME"])
+        wrong = ["data.train.source=owner/none", "data.eval.source=owner/rows", "data.eval.split=train"]
+        refused = megarl("train --dry-run", tmp_path, environment, *wrong, "rollout.max_tokens=64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "data       data.train: 2 rows of owner/rows, all read; all prompts leave room for a response; prompts of 5 tokens"
+    )
+    assert lines[1].startswith("reward     reward.name=math, 2 rows of data.train: the reference answer 1, 1;")
+    assert lines[2] == "CPU ranks  2: 1 for the trainer, 1 for engines"
+    assert refused.returncode == 2
+    assert "data.train.source=owner/none, split train: cannot be loaded: " in refused.stderr
+    assert "owner/rows, split train, row 1: no column 'answer'" in refused.stderr
+
+
+def test_a_dry_run_says_why_the_hub_was_not_read(tmp_path: Path, offline: dict[str, str]) -> None:
+    in_cache(tmp_path, offline)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
+    settings = ["rollout.max_tokens=64", "data.eval.source=rows.jsonl"]
+    done = megarl("train --dry-run", tmp_path, offline, *settings)
+    assert done.returncode == 0, done.stderr
+    why = f"{offline['HF_ENDPOINT']} cannot be reached ([Errno 111] Connection refused)"
+    first, second = done.stdout.splitlines()[:2]
+    assert first == f"data       data.train: owner/rows, on the hub, is read when the run starts; not checked here: {why}"
+    assert "data.eval: 1 rows of rows.jsonl, all read; all prompts leave room" in second, "the cached tokenizer was used"

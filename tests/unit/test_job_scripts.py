@@ -68,3 +68,32 @@ def test_the_quickstarts_job_checks_its_settings_where_nothing_has_run_yet(tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.search(r"bin/megarl (\w+) configs/quickstart.yaml ", line)[1] for line in done.stdout.splitlines()] == ["sft", "train"]
     assert not (tmp_path / "run").exists()
+
+
+def own_job(folder: Path, megarl: str) -> subprocess.CompletedProcess[str]:
+    """`sbatch slurm/run.sbatch my.yaml trainer.tp=4` in a checkout with another `megarl`, and an srun that only prints its arguments."""
+    for path, script in ((".venv/bin/megarl", megarl), ("bin/srun", 'echo "$@"')):
+        program = folder / path
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    (folder / "slurm").symlink_to(ROOT / "slurm")
+    environment = os.environ | {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "MEGARL_COMMANDS": "sft train",
+    }
+    script = ["bash", "slurm/run.sbatch", "my.yaml", "trainer.tp=4"]
+    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_job_of_ones_own_passes_on_file_and_overrides(tmp_path: Path) -> None:
+    done = own_job(tmp_path, "echo a plan")
+    assert (done.returncode, done.stderr) == (0, "")
+    started = [line.partition(".venv/bin/")[2] for line in done.stdout.splitlines()]
+    assert started == ["megarl sft my.yaml trainer.tp=4", "megarl train my.yaml trainer.tp=4"]
+
+
+def test_a_job_shows_the_plan_of_a_run_that_is_refused(tmp_path: Path) -> None:
+    done = own_job(tmp_path, "echo fits no; exit 1")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "fits no\n", "")

@@ -36,7 +36,7 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes():
 
 
 def test_too_few_nodes_and_odd_engines_are_refused():
-    with pytest.raises(ConfigError, match="need 3 nodes of 8 slots; the allocation has 2"):
+    with pytest.raises(ConfigError, match="need 3 nodes of 8 slots; the allocation has 2: ask for more .sbatch --nodes=3"):
         place(trainer_ranks=16, fleets=[EngineFleet(1, 1)], nodes=2, slots=8)
     with pytest.raises(ConfigError, match="generator.tp=12"):
         place(trainer_ranks=0, fleets=[EngineFleet(1, 12)], nodes=2, slots=8)

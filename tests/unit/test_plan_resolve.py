@@ -107,7 +107,7 @@ def test_a_plan_follows_from_the_config(tmp_path: Path) -> None:
         ),
         (
             "async.chunk_tokens=64",
-            "async.chunk_tokens=64: only async.partial_rollout=resume cuts responses; it is block",
+            "async.chunk_tokens=64: only async.partial_rollout=resume cuts responses; it is in_flight",
         ),
         (
             "async.partial_rollout=resume async.chunk_tokens=1024",

@@ -13,7 +13,7 @@ from resolving import CONFIGS, MODEL, config, problems_of, with_weights
 from megarl.config.load import dump_config
 from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
-from megarl.plan.weights import WARM_START, begin_with, warm_start_record
+from megarl.plan.weights import WARM_START, begin_with, of_the_run, warm_start_record
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
@@ -147,6 +147,15 @@ class TestResume:
             "max_steps=500, was 100",
         ]  # fmt: skip
         assert changes(config(tmp_path)) == []
+
+    def test_checkpoints_are_of_the_run_that_began_from_the_model(self, tmp_path: Path) -> None:
+        model, other = with_weights(tmp_path / "model"), with_weights(tmp_path / "other")
+        assert not of_the_run(config(tmp_path, model))
+        self.begin(tmp_path, model)
+        assert of_the_run(config(tmp_path, model)) and of_the_run(config(tmp_path, f"{model}/../model"))
+        assert not of_the_run(config(tmp_path, other))
+        (tmp_path / "run/config.yaml").unlink()
+        assert of_the_run(config(tmp_path, other))
 
     def test_a_half_written_checkpoint_is_none(self, tmp_path: Path) -> None:
         self.begin(tmp_path)
