@@ -244,24 +244,37 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from megarl.launch.commands import render_launch, role_lines, sampling_lines, sandbox_lines, weights_lines, with_lengths_of
+        from megarl.launch.commands import (
+            cache_lines,
+            render_launch,
+            role_lines,
+            sampling_lines,
+            sandbox_lines,
+            weights_lines,
+            with_caches,
+            with_lengths_of,
+            with_nodes_of_here,
+        )
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
 
         resume = latest_checkpoint(plan.config.run_dir)
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
-        plan = with_lengths_of(plan, inputs.datasets)
-        _plan(plan, arguments)
+        plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
+        fits = _planned_to_fit(plan, arguments)
         _reshard(plan, arguments)
-        print(render_launch(plan))
+        sized = with_caches(plan, dry_run=True)
+        print(render_launch(sized))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
-        print(*weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
+        print(*weights_lines(plan, resume), *role_lines(plan), *cache_lines(sized), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
         for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
             print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
+        if not fits:
+            raise SystemExit(1)
         return
     from megarl.launch.commands import train
 
@@ -326,17 +339,24 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
+    if not _planned_to_fit(plan, arguments):
+        raise SystemExit(1)
+
+
+def _planned_to_fit(plan: RunPlan, arguments: argparse.Namespace) -> bool:
+    """Prints the plan. Returns whether it can be run."""
     if arguments.simulate:
         others = ("search", "theory", "gpus", "picture")
         if unused := [f"--{name}" for name in others if getattr(arguments, name) not in (None, False)]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
-        return _simulate(arguments)
+        _simulate(arguments)
+        return True
     given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
     if given:
         raise ConfigError(f"{given[0]}: needs --simulate")
     from megarl.estimate.command import run_plan
 
-    run_plan(
+    return run_plan(
         plan,
         shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,

@@ -13,9 +13,9 @@ from megarl.estimate.memory import (
     GeneratorWeights,
     Held,
     Workload,
-    cache_tokens,
     generator_weights,
     kv_bytes_read,
+    kv_tokens,
     largest_stage,
     stage_layers,
     state_bytes,
@@ -391,7 +391,7 @@ class GenerateModel:
 
     def room(self, workload: Workload) -> float:
         """The number of requests of mean length that the KV cache holds at once."""
-        return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
+        return kv_tokens(self.spec, self.generator, self.dtype, workload, self.cluster.gpu) / workload.tokens_per_sequence
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
         """Decodes one token for each of `running` requests with `context` tokens. This is a pass, or the part of a pass that gives a
