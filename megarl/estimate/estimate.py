@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -418,11 +419,16 @@ def overlaps(config: RunConfig) -> bool:
     return run_ahead(config.async_) != 0
 
 
-def unfinished(config: RunConfig) -> dict[str, bool]:
-    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, and
-    whether they are prefilled again for that."""
+def unfinished(config: RunConfig) -> dict[str, Any]:
+    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, whether
+    they are prefilled again for that, and how many steps' responses may run at once."""
     mode = config.async_.partial_rollout if overlaps(config) else "block"
-    return {"carried_over": mode in ("in_flight", "retract", "resume"), "prefilled_again": mode in ("retract", "resume")}
+    ahead = run_ahead(config.async_)
+    return {
+        "carried_over": mode in ("in_flight", "retract", "resume"),
+        "prefilled_again": mode in ("retract", "resume"),
+        "ahead": math.inf if ahead is None else max(1, ahead),
+    }
 
 
 def train_parts(time: TrainTime) -> dict[str, float]:

