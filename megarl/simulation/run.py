@@ -25,7 +25,7 @@ from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
 from megarl.estimate.estimate import estimate, training_time, with_kv_caches
 from megarl.estimate.hardware import Cluster, constants_of
-from megarl.estimate.memory import Workload
+from megarl.estimate.memory import Workload, kv_room
 from megarl.estimate.times import GenerateModel
 from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.client import EngineUnreachable
@@ -80,8 +80,7 @@ def speed_of(model: GenerateModel) -> Speed:
     def of(running: int, bucket: int) -> float:
         return model.decode_step(running, math.exp(bucket / 50)).total
 
-    tokens = model.generator.kv_cache_tokens
-    assert tokens is not None  # with_kv_caches
+    tokens = model.generator.kv_cache_tokens or kv_room(model.spec, model.generator, model.dtype, model.cluster.gpu)
     return Speed(
         lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
         model.prefilled_s,
