@@ -170,7 +170,12 @@ def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: 
 def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
     """What an engine of `shape` holds beside its own weights, as arguments of `kv_tokens`: memory for landing, and the adapters' pool."""
     landing = landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
-    return {"landing": landing, "pool": adapters.pool_bytes(config, spec, gpu.device)}
+    return {"landing": landing, "pool": adapters_pool(config, spec)}
+
+
+def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
+    """Bytes of an engine's pool of adapters; 0 if updates carry all weights, with the adapters merged."""
+    return adapters.pool_bytes(config, spec, Cluster.of(config).gpu.device)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megarl.config.keys import field_path, yaml_text
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import (
     Estimate,
+    adapters_pool,
     estimate,
     may_land,
     of_groups,
@@ -33,8 +34,6 @@ from megarl.estimate.estimate import (
 from megarl.estimate.hardware import GIB, Cluster, constants_of
 from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_room, kv_tokens, landing_bytes, shape_of, usable_static
 from megarl.estimate.times import GenerateModel, balanced_sync_s
-from megarl.lora import estimate as adapters
-from megarl.lora.plan import sends_adapters
 from megarl.models import ModelSpec
 from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_sizes, problems_by_group, refused_by_train, with_model
 from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
@@ -314,7 +313,7 @@ class Search:
         if key not in self.beside:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
             landing = landing_bytes(self.spec, finest, shape, self.dtype) if may_land(self.config, self.gpus) else 0
-            pool = adapters.pool_bytes(replace(self.config, generator=shape), self.spec, self.cluster.gpu.device)
+            pool = adapters_pool(replace(self.config, generator=shape), self.spec)
             self.beside[key] = {"landing": landing, "pool": pool}
         return self.beside[key]
 
@@ -354,7 +353,6 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
 
 def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorConfig]:
     """Combinations of all settings except the number of engines: tensor parallelism, precision, concurrency."""
-    device = Cluster.of(config).gpu.device
     for tp in (1, 2, 4, 8, 16):
         for quantization in (None, "fp8_block"):
             for ep in sorted({1, tp}) if spec.num_experts else (1,):
@@ -366,7 +364,7 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorC
                 changed = replace(config, generator=shape)
                 if _new_problems(changed, config, spec, "generator."):
                     continue
-                if sends_adapters(changed, spec, device) != sends_adapters(config, spec, device):
+                if bool(adapters_pool(changed, spec)) != bool(adapters_pool(config, spec)):
                     continue  # the trainer keeps other copies of the weights if adapters are merged
                 yield from (replace(shape, max_concurrency=2**i) for i in range(2, 11))
 
