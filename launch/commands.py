@@ -21,6 +21,9 @@ from megarl.critic.plan import critic_path
 from megarl.data.batches import load_pairs, training_steps
 from megarl.data.check import Checked
 from megarl.data.rows import held_out
+from megarl.estimate.estimate import with_kv_caches
+from megarl.estimate.hardware import GIB, GPUS
+from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sets
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import check_inputs, check_room_for_weights
@@ -42,8 +45,9 @@ from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topologies import EngineGroup
+from megarl.plan.topologies import EngineGroup, gpus_per_node
 from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
+from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
 from megarl.rollouts.buffer import Ledger
@@ -103,6 +107,25 @@ def _critic_lines(plan: RunPlan) -> list[str]:
     return [f"Critic: {begins}, {'a reward model' if plan.critic.head == SCALAR else 'with a new head of zeros'}{first}"]
 
 
+def with_caches(plan: RunPlan, dry_run: bool = False) -> RunPlan:
+    """The plan with the size of every engine's KV cache, so that no engine takes its share of what happens to be free. `dry_run`: for
+    cluster.gpu, even if this machine has no GPU."""
+    gpu = GPUS[plan.config.cluster.gpu if dry_run or gpus() else "cpu"]
+    config = with_kv_caches(plan.config, plan.spec, plan.served, gpu)
+    return replace(plan, config=config, served=tuple(replace(role, settings=config.roles[role.name]) for role in plan.served))
+
+
+def cache_lines(plan: RunPlan) -> list[str]:
+    """A line about the engines' KV cache, for each group. `plan`: one of `with_caches`."""
+    lines = []
+    for group in plan.groups:
+        tokens, of = group.settings.kv_cache_tokens or 0, f" of {group.name}" if group.name else ""
+        item = ITEM_BYTES[group.dtype(plan.config.model.dtype)]
+        gib = tokens * kv_bytes_per_token(plan.spec, group.settings, item) / GIB
+        lines.append(f"KV cache: {tokens:,} tokens an engine{of}, {gib:.2f} GiB a rank (generator.kv_cache_tokens)")
+    return lines
+
+
 def sampling_lines(plan: RunPlan) -> list[str]:
     """Warnings about sampling: restricted vocabulary, or responses that start again."""
     rollout, lines = plan.config.rollout, list[str]()
@@ -151,12 +174,25 @@ _MOST_NODES = 4096
 
 
 def nodes_needed(plan: RunPlan, job: Job) -> int:
-    """The least number of nodes of launch.ranks_per_node slots for the plan; 1 if that is not set."""
-    slots = plan.config.launch.ranks_per_node or len(gpus())
-    if not slots:
+    """The least number of nodes for the plan; 1 on CPUs, if launch.ranks_per_node is not set."""
+    if not gpus_of_node(plan.config):
         return 1
-    placed = placement(plan, job, _MOST_NODES, slots)
+    placed = placement(plan, job, _MOST_NODES, gpus_of_node(plan.config))
     return sum(not node.idle for node in placed)
+
+
+def gpus_of_node(config: RunConfig) -> int:
+    """The GPUs of the run's nodes, which are like this machine. If it has none, as a login node, they are as megarl plan counts them."""
+    on_cpus = config.cluster.gpu == "cpu" and config.launch.ranks_per_node is None
+    return len(gpus()) or (0 if on_cpus else gpus_per_node(config))
+
+
+def with_nodes_of_here(plan: RunPlan) -> RunPlan:
+    """The plan for nodes of as many GPUs as this machine has, unless it has none, or launch.ranks_per_node is set."""
+    config = plan.config
+    if config.cluster.gpu == "cpu" or not gpus():
+        return plan
+    return replace(plan, config=replace(config, launch=replace(config.launch, ranks_per_node=config.launch.ranks_per_node or len(gpus()))))
 
 
 def with_lengths_of(plan: RunPlan, datasets: Iterable[Checked]) -> RunPlan:
@@ -179,7 +215,7 @@ def gpus_line(plan: RunPlan) -> str:
 def render_launch(plan: RunPlan) -> str:
     """One line per group of nodes with the same processes, and for each role a command that its node would start."""
     job = Job("train", Path(plan.config.run_dir) / "logs", trainer_role="trainer", driver_role="generator")
-    placed = placement(plan, job, nodes_needed(plan, job), len(gpus()))
+    placed = placement(plan, job, nodes_needed(plan, job), gpus_of_node(plan.config))
     lines = [f"launch     {len(placed)} node{'s' * (len(placed) > 1)}, one `megarl train` on each; trainer {sizes(plan)}"]
     for alike in _runs(placed):
         lines.append(f"  {_node_names(alike):<14} {_what(alike)}")
@@ -256,6 +292,7 @@ SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
 
 def train(plan: RunPlan) -> None:
     """Starts or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
+    given, plan = plan.config, with_caches(plan)
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
     resume, late = latest_checkpoint(run_dir), unscored(config)
     if resume.step < config.max_steps or late:
@@ -265,13 +302,14 @@ def train(plan: RunPlan) -> None:
             inputs = check_inputs(config, "train", plan)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = *weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks
+            lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *cache_lines(plan)]
+            lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
                 print(f"The run ended before version {resume.step}, its last, was evaluated: this is done now", flush=True)
             if resume.checkpoint:
                 mend_records(run_dir, resume)
-            write_whole(run_dir / "config.yaml", dump_config(config))
+            write_whole(run_dir / "config.yaml", dump_config(given))  # a resumed run plans its caches again
 
         job = Job("train", run_dir / "logs", trainer_role="trainer", driver_role="generator", stops=True)
         try:
@@ -405,6 +443,7 @@ def accuracy_line(metrics: str) -> str:
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:
     """Evaluates the weights of `plan` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
+    plan = with_caches(plan)
     node = this_node()
 
     def prepare(_: Path) -> None:
@@ -427,7 +466,7 @@ def warm(plan: RunPlan) -> None:
         began = time.monotonic()
         with scratch_folder() as run_dir:
             config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(group.settings, engines=1))
-            alone = replace(resolve(config, WARM), served=())
+            alone = with_caches(replace(resolve(config, WARM), served=()))
             launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
         took = f"{time.monotonic() - began:.0f} s"
         print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)

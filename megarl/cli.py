@@ -1,6 +1,6 @@
 """The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
 
-Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 stopped by
+Exit status: 0 success, 1 a run that failed or a plan that does not fit, 2 a mistake in arguments or configuration, 130 stopped by
 Ctrl-C, 143 by SIGTERM (see checkpoint.on_termination_s).
 """
 
@@ -95,20 +95,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status_of(lambda: _do(arguments))
 
 
-def _do(arguments: argparse.Namespace) -> None:
+def _do(arguments: argparse.Namespace) -> int | None:
     with _paths_looked_at():
         _check_outputs(arguments)
         plan = None if arguments.command in WITHOUT_CONFIG else _resolved(arguments)
     if plan is None:
         plan = WITHOUT_CONFIG[arguments.command].run(arguments)
-    if plan is not None:
-        RUN[arguments.command](plan, arguments)
+    return RUN[arguments.command](plan, arguments) if plan is not None else None
 
 
-def status_of(command: Callable[[], None]) -> int:
-    """Runs a command; prints why it ends if it fails. Returns the exit status: 2 for a mistake in the input, 1 for what failed later."""
+def status_of(command: Callable[[], int | None]) -> int:
+    """Runs a command; prints why it ends if it fails. Returns the exit status: that of the command, 2 for a mistake in the input, 1 for
+    what failed later."""
     try:
-        command()
+        return command() or 0
     except ConfigError as error:
         return _fail(error, 2)
     except (RuntimeError, TimeoutError) as error:
@@ -253,16 +253,19 @@ def _meant_as_settings(options: Sequence[str]) -> str:
     return f"; settings have no dashes: {' '.join(meant)}" if meant else ""
 
 
-def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
+def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
         from megarl.launch.commands import (
+            cache_lines,
             gpus_line,
             render_launch,
             role_lines,
             sampling_lines,
             sandbox_lines,
             weights_lines,
+            with_caches,
             with_lengths_of,
+            with_nodes_of_here,
         )
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
@@ -270,19 +273,20 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> None:
         resume = latest_checkpoint(plan.config.run_dir)
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
-        plan = with_lengths_of(plan, inputs.datasets)
-        for name, found in (("data", inputs.datasets), ("reward", inputs.rewards)):
-            print(*(f"{'' if number else name:<10} {each}\n" for number, each in enumerate(found)), sep="", end="")
+        plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
+        for name, lines in (("data", inputs.datasets), ("reward", inputs.rewards)):
+            print(*(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)), sep="", end="")
         print(gpus_line(plan))
-        _plan(plan, arguments)
+        status = _plan(plan, arguments)
         _reshard(plan, arguments)
-        print(render_launch(plan))
+        sized = with_caches(plan, dry_run=True)
+        print(render_launch(sized))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
-        print(*weights_lines(plan, resume), *role_lines(plan), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
+        print(*weights_lines(plan, resume), *role_lines(plan), *cache_lines(sized), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
-        return
+        return status
     from megarl.launch.commands import train
 
     train(plan)
@@ -354,18 +358,20 @@ def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
     export(plan, arguments.output, arguments.step, arguments.lora, arguments.best)
 
 
-def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
+def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
+    """Prints the plan. Returns the exit status: 1 for one that cannot be run."""
     if arguments.simulate:
         others = ("search", "theory", "gpus", "picture")
         if unused := [f"--{name}" for name in others if getattr(arguments, name) not in (None, False)]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
-        return _simulate(arguments)
+        _simulate(arguments)
+        return 0
     given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
     if given:
         raise ConfigError(f"{given[0]}: needs --simulate")
     from megarl.estimate.command import run_plan
 
-    run_plan(
+    fits = run_plan(
         plan,
         shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,
@@ -374,6 +380,7 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> None:
         picture=arguments.picture,
         as_json=arguments.json,
     )
+    return 0 if fits else 1
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -399,7 +406,7 @@ def _warm(plan: RunPlan, arguments: argparse.Namespace) -> None:
     warm(plan)
 
 
-RUN: dict[str, Callable[[RunPlan, argparse.Namespace], None]] = {
+RUN: dict[str, Callable[[RunPlan, argparse.Namespace], int | None]] = {
     "sft": _sft,
     "run": _run,
     "rows": _rows,

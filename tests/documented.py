@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,6 +225,42 @@ def commands_of(name: str, text: str) -> Iterator[Command]:
 def _program(command: str) -> bool:
     program, _, rest = command.partition(" ")
     return program in PROGRAMS and bool(rest)
+
+
+@dataclass(frozen=True)
+class Printed:
+    command: str
+    where: str  # document:line
+    lines: tuple[str, ...]  # `…` stands for any number of lines
+
+
+def printed() -> Iterator[Printed]:
+    """The blocks of all documents that show what a command prints that only computes. The command is the last one between backticks in
+    the paragraph before the block, which says `prints`."""
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for block in FENCE.finditer(text):
+            before = text[: block.start()].rstrip().rpartition("\n\n")[2]
+            commands = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", before)]
+            shown = [command for command in commands if QUICK.fullmatch(command)]
+            if block[1] == "" and shown and "prints" in before:
+                where = f"{document.name}:{text[: block.start()].count(chr(10)) + 1}"
+                yield Printed(shown[-1], where, tuple(block[2].splitlines()))
+
+
+def first_stale(lines: Sequence[str], output: Sequence[str]) -> str | None:
+    """The first of a document's `lines` that is not in the `output` where it should be."""
+    place, skips = 0, False
+    for line in lines:
+        if line.strip() == "…":
+            skips = True
+            continue
+        candidates = output[place:] if skips else output[place : place + 1]
+        if line not in candidates:
+            return line
+        place += candidates.index(line) + 1
+        skips = False
+    return None if skips or place == len(output) else f"the end, before {output[place]!r}"
 
 
 def snippets(document: str, kind: str) -> list[str]:

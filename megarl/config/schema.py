@@ -751,7 +751,7 @@ class GroupConfig:
     max_concurrency: int | None = setting(
         None, "requests in flight per engine. Rollouts go to the groups in proportion to it, so it is also a group's share", at_least(1)
     )
-    kv_cache_tokens: int | None = setting(None, "size of an engine's KV cache", at_least(1))
+    kv_cache_tokens: int | None = setting(None, "tokens of an engine's KV cache", at_least(1))
     mem_fraction: float | None = setting(None, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of these engines, in addition to generator.server_args"}
@@ -772,7 +772,9 @@ class GeneratorConfig:
     )
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
     kv_cache_tokens: int | None = setting(
-        None, "size of an engine's KV cache, over all replicas of attention; null: SGLang decides from free memory", at_least(1)
+        None,
+        "tokens of an engine's KV cache, over all replicas of attention; null: what mem_fraction leaves",
+        at_least(1),
     )
     mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
     startup_timeout_s: float = setting(900.0, "time for an engine to start and answer", seconds())

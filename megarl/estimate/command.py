@@ -15,7 +15,7 @@ from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
 from megarl.estimate.times import link_bytes_per_s
 from megarl.lora.estimate import adapters_s
-from megarl.plan.checks import OF_GPUS, problems_by_group
+from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import engines_layout, generator_ranks
 from megarl.reshard import report as map_report
@@ -34,8 +34,9 @@ def run_plan(
     budget: int | None = None,
     picture: str | None = None,
     as_json: bool = False,
-) -> None:
-    """Prints the plan of the config; with `searching`, the plan of the best config on `budget` GPUs.
+) -> bool:
+    """Prints the plan of the config; with `searching`, the plan of the best config on `budget` GPUs. Returns whether it can be run: whether
+    it fits, and megarl train would accept it.
 
     `command`: the config and its overrides, as given by the user. `theory`: whether to print the optimum of LlamaRL's section 7 besides the
     best config. Raises ConfigError for what cannot be planned.
@@ -53,7 +54,8 @@ def run_plan(
     check_longest(plan.config, plan.spec)
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, gpus(plan)), remedies(plan.config, plan.spec, estimated)
-    facts, refused = describe(plan), problems_by_group(plan.config, OF_GPUS)
+    facts, refused = describe(plan), refused_by_train(plan.config, plan.spec)
+    fits = not estimated.overfull and not refused
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
@@ -61,18 +63,19 @@ def run_plan(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        facts |= {"not_counted": report.not_counted(plan.config), "refused": refused}
+        facts |= {"fits": fits, "not_counted": report.not_counted(plan.config), "refused": refused}
         facts |= {"search": report.search_details(found)} if searching and found else {}
         print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
-        return
+        return fits
     _print_roles(plan, facts)
-    print(*report.render(estimated, baseline, cures), *(f"refused    by megarl train: {problem}" for problem in refused), sep="\n")
+    print(*report.render(estimated, baseline, cures, refused), sep="\n")
     if left_out := report.not_counted(plan.config):
         print(f"not counted: {', '.join(left_out)}")
     if searching and found:
         print(*report.render_search(found, budget, asked, command), sep="\n")
     if optima:
         print(*report.render_theory(optima, budget), sep="\n")
+    return fits
 
 
 def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:

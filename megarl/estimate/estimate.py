@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import SAMPLED, GeneratorConfig, RunConfig, TrainerConfig
+from megarl.config.schema import SAMPLED, GeneratorConfig, GroupConfig, RunConfig, TrainerConfig
 from megarl.critic.plan import find_critic
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
     GeneratorMemory,
     TrainerMemory,
     Workload,
-    cache_tokens,
     generator_memory,
     generator_weights,
+    kv_room,
+    kv_tokens,
     landing_bytes,
     saving_bytes,
     scoring_passes,
@@ -101,7 +103,16 @@ def served(config: RunConfig) -> dict[str, Served]:
 
 def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
     own, spec, gpu = role.settings, replace(role.spec, head=LM), cluster.gpu  # a scalar head needs no more memory or time than LM's
-    shape = GeneratorConfig(
+    shape, work = _shape_of(role), _workload(config, role)
+    memory = generator_memory(spec, shape, role.dtype, work, gpu)
+    over = max(memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB)
+    time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
+    return Served(own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill)
+
+
+def _shape_of(role: ServedRole) -> GeneratorConfig:
+    own = role.settings
+    return GeneratorConfig(
         engines=own.engines,
         tp=own.tp,
         ep=own.ep,
@@ -110,11 +121,6 @@ def _served(config: RunConfig, role: ServedRole, cluster: Cluster) -> Served:
         mem_fraction=own.mem_fraction,
         server_args=own.server_args,
     )
-    work = _workload(config, role)
-    memory = generator_memory(spec, shape, role.dtype, work, gpu)
-    over = max(memory.total / GIB - gpu.memory_gib, (memory.static - usable_static(shape, gpu)) / GIB)
-    time = GenerateModel(spec, shape, role.dtype, cluster, constants_of(gpu.name)).seconds(work)
-    return Served(own.engines * own.tp, memory, over, time.total if role.role == JUDGE else time.prefill)
 
 
 def _workload(config: RunConfig, role: ServedRole) -> Workload:
@@ -130,6 +136,48 @@ def _workload(config: RunConfig, role: ServedRole) -> Workload:
     return Workload(sequences, sequences, read, own.max_tokens / 2, own.max_tokens + longest - read)
 
 
+# The KV cache of every engine. Its size is set before the run, in tokens, so that it can be planned, shown and given to SGLang.
+
+
+UNBOUNDED_TOKENS = 10**15
+
+
+def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRole] = (), gpu: Gpu | None = None) -> RunConfig:
+    """The config with the size of each KV cache that it leaves open (kv_cache_tokens): of the policy's engines, and of the roles `served`.
+
+    `gpu`: what the engines run on; None: cluster.gpu. Raises ConfigError if the parallel sizes do not divide the model.
+    """
+    gpu, generator = gpu or Cluster.of(config).gpu, config.generator
+    groups = {}
+    for name, shape in generator.shapes.items():
+        if name:
+            groups[name] = replace(generator.groups[name] or GroupConfig(), kv_cache_tokens=_kv_tokens(config, spec, shape, gpu))
+    if not groups or config.eval.engines:  # engines that only evaluate belong to no group
+        generator = replace(generator, kv_cache_tokens=_kv_tokens(config, spec, replace(generator, groups={}), gpu))
+    roles = dict(config.roles)
+    for role in served:
+        tokens = kv_tokens(role.spec, _shape_of(role), role.dtype, _workload(config, role), gpu)
+        roles[role.name] = replace(role.settings, kv_cache_tokens=tokens)
+    return replace(config, generator=replace(generator, groups=groups), roles=roles)
+
+
+def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
+    longest_response = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    workload = replace(Workload.of(config), max_response_tokens=longest_response)
+    return kv_tokens(spec, shape, config.model.dtype, workload, gpu, **beside_cache(config, spec, shape, gpu))
+
+
+def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
+    """What an engine of `shape` holds beside its own weights, as arguments of `kv_tokens`: memory for landing, and the adapters' pool."""
+    landing = landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
+    return {"landing": landing, "pool": adapters_pool(config, spec)}
+
+
+def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
+    """Bytes of an engine's pool of adapters; 0 if updates carry all weights, with the adapters merged."""
+    return adapters.pool_bytes(config, spec, Cluster.of(config).gpu.device)
+
+
 @dataclass(frozen=True)
 class GroupEstimate:
     """The engines of one group (generator.groups), or all engines."""
@@ -143,6 +191,9 @@ class GroupEstimate:
     share: float  # share of the step's responses
     time: GenerateTime  # time for its share
     tokens_per_s: float  # tokens that all its engines sample
+    kv_tokens: int  # tokens that the KV cache of an engine holds
+    at_full_length: float  # requests that an engine holds if all have full length
+    unbounded_s: float  # time for its share if the KV cache held all requests that may run
 
     def over_gib(self, gpu: Gpu) -> float:
         """The amount by which a rank is too large; negative: free memory."""
@@ -152,7 +203,8 @@ class GroupEstimate:
     def facts(self) -> dict[str, Any]:
         """For megarl plan --json."""
         own = {"engines": self.engines, "gpus": self.gpus, "gib_per_gpu": self.memory.total / GIB}
-        return own | {"share": self.share, "generate_s": self.time.total, "tokens_per_s": self.tokens_per_s}
+        own |= {"share": self.share, "generate_s": self.time.total, "tokens_per_s": self.tokens_per_s}
+        return own | {"kv_cache_tokens": self.kv_tokens, "concurrency_per_engine": self.time.concurrency}
 
 
 @dataclass(frozen=True)
@@ -227,27 +279,26 @@ class Estimate:
 
 def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
     """Raises ConfigError if the parallel sizes do not divide the model."""
+    config = with_kv_caches(config, spec)
     cluster, workload = Cluster.of(config), Workload.of(config)
     constants, generated = constants_of(cluster.gpu.name), Workload.generated(config)
     groups, senders = engine_groups(config.generator), trainer_topology(config.trainer).world_size
-    ranks = senders + generator_ranks(groups) + config.eval.engines * config.generator.tp
     full_s, delta_s = sync_s(spec, config, cluster)
     alone_s = adapters.alone_s(config, spec, cluster)
     messages_s = updates_control_s(groups, senders, constants)
-    lands = may_land(config, ranks, cluster)
     return Estimate(
         workload=workload,
         generated=generated,
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
-        groups=of_groups(config, spec, groups, lands),
+        groups=of_groups(config, spec, groups),
         saving=_saving_bytes(config, spec, cluster),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
         delta_sync_s=delta_s + messages_s,
         control_s=messages_s,
         shadow=_shadow_bytes_of_node(config, spec, cluster),
-        inboxes=_inbox_bytes_of_node(config, spec, cluster) if lands else 0.0,
+        inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
         served=served(config),
@@ -259,11 +310,11 @@ def updates_control_s(groups: Sequence[EngineGroup], senders: int, constants: Co
     return sum(control_s(senders * (not g.first), g.settings.engines, g.settings.tp, constants) for g in groups)
 
 
-def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup], lands: bool) -> tuple[GroupEstimate, ...]:
+def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup]) -> tuple[GroupEstimate, ...]:
     """Estimates the groups, among which responses are divided. With partial rollouts each group gets as many as it can generate in the
     time. Otherwise all responses begin together, and go to engines in proportion to max_concurrency."""
     cluster, dtype, work, how = Cluster.of(config), config.model.dtype, Workload.generated(config), unfinished(config)
-    gpu, pool = cluster.gpu, adapters.pool_bytes(config, spec, cluster.gpu.device)
+    gpu = cluster.gpu
     shared = dtype, cluster, constants_of(gpu.name)
     models = [GenerateModel(spec, group.settings, *shared, accept_length=config.plan.accept_length) for group in groups]
     speeds = [float(at_once([group])) for group in groups]
@@ -272,13 +323,28 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup],
     found = []
     for group, model, speed in zip(groups, models, speeds):
         own, share = group.settings, speed / sum(speeds)
-        landing = landing_bytes(spec, config.trainer, own, dtype) if lands else 0
         part = work if len(groups) == 1 else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         time = model.seconds(part, **how)
-        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, landing, pool)
+        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside_cache(config, spec, own, gpu))
         rate = own.engines * time.concurrency / time.token_s
-        sizes = own.engines, group.topology.world_size, memory, usable_static(own, gpu)
-        found.append(GroupEstimate(group.name, group.key, *sizes, share, time, rate))
+        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside_cache(config, spec, own, gpu))
+        endless = replace(model, generator=replace(own, kv_cache_tokens=UNBOUNDED_TOKENS))
+        found.append(
+            GroupEstimate(
+                name=group.name,
+                key=group.key,
+                engines=own.engines,
+                gpus=group.topology.world_size,
+                memory=memory,
+                static_limit=usable_static(own, gpu),
+                share=share,
+                time=time,
+                tokens_per_s=rate,
+                kv_tokens=tokens,
+                at_full_length=tokens / work.longest,
+                unbounded_s=endless.seconds(part, **how).total,
+            )
+        )
     return tuple(found)
 
 
@@ -294,11 +360,13 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
     }
     for group in engine_groups(config.generator):
         g, key = group.settings, group.key
-        cache = int(cache_tokens(spec, g, config.model.dtype, gpu)) // g.dp_attention
-        if g.kv_cache_tokens is None and cache > 0:
+        if g.kv_cache_tokens is not None:
+            name = f"{key}.kv_cache_tokens" + f" / {key}.dp_attention" * (g.dp_attention > 1) + " ="
+            room[name] = g.kv_cache_tokens // g.dp_attention
+            continue
+        cache = int(kv_room(spec, g, config.model.dtype, gpu, **beside_cache(config, spec, g, gpu))) // g.dp_attention
+        if cache > 0:
             room[f"what an engine of {key}.tp={g.tp} on {gpu.name} has for its KV cache ({key}.mem_fraction={g.mem_fraction}):"] = cache
-        elif g.kv_cache_tokens is not None:
-            room[f"{key}.kv_cache_tokens" + f" / {key}.dp_attention" * (g.dp_attention > 1) + " ="] = cache
     longest = config.rollout.max_tokens + prompt
     said = f"plan.prompt_tokens={prompt}" if config.plan.prompt_tokens else "one token"
     problems = [
@@ -311,9 +379,13 @@ def check_longest(config: RunConfig, spec: ModelSpec) -> None:
         raise ConfigError(problems)
 
 
-def may_land(config: RunConfig, ranks: int, cluster: Cluster) -> bool:
-    """Whether weights may be sent by Mooncake, which needs landing memory: true if the `ranks` of both sides fill several nodes."""
-    return ranks > cluster.gpus_per_node and config.weights.transport in ("auto", "mooncake")
+def may_land(config: RunConfig, ranks: int | None = None) -> bool:
+    """Whether weights may be sent by Mooncake, which needs landing memory: true if the ranks of both sides fill several nodes. `ranks`:
+    their number; None: that of the config."""
+    if ranks is None:
+        engines = generator_ranks(engine_groups(config.generator)) + config.eval.engines * config.generator.tp
+        ranks = trainer_topology(config.trainer).world_size + engines
+    return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
 def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
@@ -352,11 +424,16 @@ def overlaps(config: RunConfig) -> bool:
     return run_ahead(config.async_) != 0
 
 
-def unfinished(config: RunConfig) -> dict[str, bool]:
-    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, and
-    whether they are prefilled again for that."""
+def unfinished(config: RunConfig) -> dict[str, Any]:
+    """Arguments of GenerateModel.seconds: whether unfinished responses continue under the next weights instead of being waited for, whether
+    they are prefilled again for that, and how many steps' responses may run at once."""
     mode = config.async_.partial_rollout if overlaps(config) else "block"
-    return {"carried_over": mode in ("in_flight", "retract", "resume"), "prefilled_again": mode in ("retract", "resume")}
+    ahead = run_ahead(config.async_)
+    return {
+        "carried_over": mode in ("in_flight", "retract", "resume"),
+        "prefilled_again": mode in ("retract", "resume"),
+        "ahead": math.inf if ahead is None else max(1, ahead),
+    }
 
 
 def train_parts(time: TrainTime) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.schema import RunConfig
+from megarl.plan.topologies import GPUS_PER_NODE, gpus_per_node
 
 GIB = 2.0**30
 
@@ -55,7 +56,7 @@ GPUS = {
 @dataclass(frozen=True)
 class Cluster:
     gpu: Gpu
-    gpus_per_node: int = 8  # connected by NVLink; each GPU has a NIC to other nodes
+    gpus_per_node: int = GPUS_PER_NODE  # connected by NVLink; each GPU has a NIC to other nodes
 
     @property
     def nvlinked(self) -> int:
@@ -64,7 +65,7 @@ class Cluster:
 
     @classmethod
     def of(cls, config: RunConfig) -> Cluster:
-        return cls(GPUS[config.cluster.gpu], config.launch.ranks_per_node or cls.gpus_per_node)
+        return cls(GPUS[config.cluster.gpu], gpus_per_node(config))
 
 
 # The shares of the hardware's peak rates that are reached.

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.algorithms.recipes import needs_reference, recipe_of
 from megarl.base.geometry import STATES_PER_REQUEST, GeneratorTopology, TrainerTopology
-from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
+from megarl.config.schema import TRAIN, GeneratorConfig, PlanConfig, RunConfig, TrainerConfig
 from megarl.estimate.hardware import GIB, Gpu
 from megarl.models import ModelSpec
 from megarl.models.parameters import FIRST, padded_vocab_size
@@ -488,11 +488,12 @@ def microbatches_in_flight(trainer: TrainerConfig, stage: int) -> float:
 CHUNKED_PREFILL_TOKENS = ((60, 4096), (160, 8192), (math.inf, 16384))  # (GiB, SGLang's default on GPUs with less): memory_hook.py
 CUDA_GRAPH_BYTES = 2 << 20  # per unit of batch size: sglang/srt/arg_groups/memory_hook.py
 PAGE_SLACK = 1.02  # on average, a sequence's last page is half empty
+UNKNOWN_PROMPT = PlanConfig().mean_prompt_tokens  # a run ignores plan.prompt_tokens, so what is set for it must not depend on that
 
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes on one rank. `kv_cache` holds max_concurrency requests of full length, and `states` the states of gated delta nets for them."""
+    """Bytes on one rank. `kv_cache` holds `kv_tokens`, and `states` the states of gated delta nets for max_concurrency requests."""
 
     weights: float
     kv_cache: float
@@ -516,20 +517,63 @@ def generator_memory(
     spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0, pool: float = 0.0
 ) -> GeneratorMemory:
     """`landing`: landing_bytes if `may_land`. `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
+    tokens = kv_tokens(spec, generator, dtype, workload, gpu, landing=landing, pool=pool)
+    kv_cache = tokens * kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
+    return replace(_without_cache(spec, generator, dtype, gpu, landing, pool), kv_cache=kv_cache)
+
+
+def _without_cache(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, landing: float, pool: float) -> GeneratorMemory:
     item, tp = ITEM_BYTES[dtype], generator.tp
-    kv_tokens = generator.kv_cache_tokens or generator.max_concurrency * workload.longest * PAGE_SLACK
     ffn = max(spec.intermediate_size / tp, spec.experts_per_token * spec.expert_intermediate_size * generator.ep / tp)
     table = 4 * (generator.max_concurrency + 1) * spec.max_position_embeddings  # int32, as long as the context of engines
     logits = 2 * 4 * generator.max_concurrency * spec.vocab_size  # fp32, gathered over tp, and a copy for sampling
     return GeneratorMemory(
         weights=generator_weights(spec, generator, dtype).total + pool,
-        kv_cache=kv_tokens * kv_bytes_per_token(spec, generator, item),
+        kv_cache=0.0,
         states=states_bytes(spec, generator, item),
         landing=landing,
         graphs=0.0 if gpu.name == "cpu" else CUDA_GRAPH_BYTES * generator.max_concurrency,
         activations=prefill_tokens(spec, generator, gpu) * item * (4 * spec.hidden_size + 3 * ffn) + logits + table,
         runtime=gpu.runtime_gib * GIB,
     )
+
+
+def kv_tokens(
+    spec: ModelSpec,
+    generator: GeneratorConfig,
+    dtype: str,
+    workload: Workload,
+    gpu: Gpu,
+    *,
+    landing: float = 0.0,
+    pool: float = 0.0,
+    occupied: float = 0.0,
+) -> int:
+    """Tokens of an engine's KV cache, over all replicas of attention, as the launcher sets it.
+
+    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU the cache is no larger
+    than max_concurrency requests of full length or one whole context, since other programs use the machine's memory too. Holds at least one
+    request of full length, even if there is no memory for it. `landing`, `pool`: as in `generator_memory`. `occupied`: bytes of the device
+    that another process has.
+    """
+    if generator.kv_cache_tokens is not None:
+        return generator.kv_cache_tokens
+    longest = math.ceil((UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens) + workload.max_response_tokens)
+    room = math.floor(kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied))
+    tokens = max(room, longest * generator.dp_attention)
+    if gpu.name != "cpu":
+        return tokens
+    needed = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
+    return min(tokens, max(needed, spec.max_position_embeddings * generator.dp_attention))
+
+
+def kv_room(
+    spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu, *, landing: float = 0.0, pool: float = 0.0, occupied: float = 0.0
+) -> float:
+    """Tokens of KV cache for which a rank has memory beside all else. Negative: there is too little even for the rest."""
+    rest = _without_cache(spec, generator, dtype, gpu, landing, pool)
+    left = min(usable_static(generator, gpu) - rest.static, gpu.memory_gib * GIB - rest.total - occupied)
+    return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
 # Families for which SGLang has a second pool of keys and values, for layers with windows, and the ratio of that pool's tokens to the
@@ -574,16 +618,6 @@ def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float
 def states_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
     """Bytes of the pool of states: several for each request, because SGLang keeps some for its prefix cache, and one for padding."""
     return (STATES_PER_REQUEST * generator.max_concurrency + 1) * state_bytes(spec, generator, item)
-
-
-def cache_tokens(spec: ModelSpec, generator: GeneratorConfig, dtype: str, gpu: Gpu) -> float:
-    """Tokens that an engine's KV cache holds: the configured number, or else as many as fit beside the weights. Negative: the weights do
-    not fit."""
-    if generator.kv_cache_tokens is not None:
-        return generator.kv_cache_tokens
-    left = usable_static(generator, gpu) - generator_weights(spec, generator, dtype).total
-    left -= states_bytes(spec, generator, ITEM_BYTES[dtype])
-    return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
 def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.keys import value_at
 from megarl.config.schema import RunConfig
-from megarl.estimate.estimate import Estimate, generate_parts, train_parts
+from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
 from megarl.estimate.memory import dropped_share
 from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, turned, written
@@ -16,11 +16,14 @@ from megarl.estimate.times import CHANGED, GenerateTime
 from megarl.plan.topologies import engine_groups, generator_ranks
 
 
-def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy]) -> Iterator[str]:
+def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy], refused: Iterable[str] = ()) -> Iterator[str]:
+    """`refused`: what megarl train would refuse."""
     yield from _memory(found)
     yield from _time(found, baseline)
     yield f"binds      {found.binding}"
-    yield from _verdict(found, list(remedies))
+    problems = [f"refused    by megarl train: {problem}" for problem in refused]
+    yield from problems
+    yield from _verdict(found, list(remedies), refused=bool(problems))
 
 
 COUNTED = ("overlap_grad_reduce", "moe_token_dispatcher_type", "fp8", "fp8_recipe", "chunked_prefill_size", "disable_overlap_schedule")
@@ -57,6 +60,7 @@ def _memory(found: Estimate) -> Iterator[str]:
         if len(found.groups) > 1:
             yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
         yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
+        yield f"           {_requests(group)}"
     if found.saving:
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
     if found.shadow:
@@ -65,6 +69,14 @@ def _memory(found: Estimate) -> Iterator[str]:
     if found.inboxes:
         gib = found.inboxes / GIB
         yield f"           inboxes for what has changed take {gib:.1f} to {2 * gib:.1f} GiB of an engine node's memory, which is pinned"
+
+
+def _requests(group: GroupEstimate) -> str:
+    """How many requests an engine's KV cache holds, and what a larger cache would save."""
+    running = f"{group.time.concurrency:.0f} requests run at once in an engine"
+    line = f"{running}; its KV cache of {group.kv_tokens:,} tokens holds {group.at_full_length:.0f} of full length"
+    saved_s = group.time.total - group.unbounded_s
+    return f"{line}, and costs {saved_s:.3g} s a step" if saved_s > 0.005 * group.time.total else line
 
 
 def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
@@ -108,9 +120,9 @@ def _decode_rate(g: GenerateTime) -> str:
     return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
 
 
-def _verdict(found: Estimate, remedies: list[Remedy]) -> Iterator[str]:
+def _verdict(found: Estimate, remedies: list[Remedy], refused: bool) -> Iterator[str]:
     if not found.overfull:
-        yield "fits       yes"
+        yield "fits       no: into memory, but megarl train refuses these settings" if refused else "fits       yes"
         return
     too_large = " and ".join(f"the {side} is {gib:.1f} GiB" for side, gib in found.overfull.items())
     yield f"fits       no: {too_large} per GPU too large"
@@ -195,6 +207,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "generate_parts_s": generate_parts(found.generate),
         "train_tflops_per_gpu": found.train.tflops,
         "concurrency_per_engine": found.generate.concurrency,
+        "kv_cache_tokens": min(group.kv_tokens for group in found.groups),
         "decode_step_s": found.generate.token_s,
         "sync_baseline_model_parallel": baseline.m if baseline else None,
         **({"groups": {group.name: group.facts for group in found.groups}} if len(found.groups) > 1 else {}),

@@ -20,6 +20,7 @@ from megarl.config.keys import field_path, yaml_text
 from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import (
     Estimate,
+    adapters_pool,
     estimate,
     may_land,
     of_groups,
@@ -28,15 +29,15 @@ from megarl.estimate.estimate import (
     training_time,
     unfinished,
     updates_control_s,
+    with_kv_caches,
 )
 from megarl.estimate.hardware import GIB, Cluster, constants_of
-from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_bytes_per_token, landing_bytes, shape_of, usable_static
+from megarl.estimate.memory import Workload, generator_memory, generator_weights, kv_room, kv_tokens, landing_bytes, shape_of, usable_static
 from megarl.estimate.times import GenerateModel, balanced_sync_s
 from megarl.models import ModelSpec
-from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, ConfigCheck, ModelCheck, check_expert_sequences, check_sizes, problems_by_group
+from megarl.plan.checks import CONFIG_CHECKS, MODEL_CHECKS, check_sizes, problems_by_group, refused_by_train, with_model
 from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
 from megarl.reshard.forwarding import ENGINES
-from megarl.reshard.layout import ITEM_BYTES
 
 # Changing settings of a config, and checking the result.
 
@@ -58,12 +59,15 @@ def turned(config: RunConfig, settings: Settings) -> RunConfig:
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
-    """The problems that `megarl plan` and `megarl train` would find in the sizes; empty if the config can be planned."""
-    return problems_by_group(config, [*CONFIG_CHECKS, *(_of_model(check, spec) for check in (*MODEL_CHECKS, check_expert_sequences))])
+    """The problems that `megarl plan` and `megarl train` would find in the settings; empty if the run could begin."""
+    found = problems_by_group(config, [*CONFIG_CHECKS, *(with_model(check, spec) for check in MODEL_CHECKS)])
+    return found + refused_by_train(config, spec)
 
 
-def _of_model(check: ModelCheck, spec: ModelSpec) -> ConfigCheck:
-    return lambda config: check(config, spec)
+def _new_problems(changed: RunConfig, config: RunConfig, spec: ModelSpec, section: str = "") -> list[str]:
+    """The problems of `changed` that `config` does not have, or that `changed` should have solved: those of `section`'s settings."""
+    old = [problem for problem in problems(config, spec) if not section or not problem.startswith(section)]
+    return [problem for problem in problems(changed, spec) if problem not in old]
 
 
 def written(settings: Settings) -> str:
@@ -102,16 +106,11 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
             continue
         try:
             of_trainer = training_memory(config, spec, trainer, cluster.gpu)
-            of_generator = generator_memory(spec, generator, dtype, workload, cluster.gpu)
-            runtime = of_generator.runtime  # counted once: the phases share the GPU
-            spare = cluster.gpu.memory_gib * GIB - (of_trainer.total + of_generator.total - runtime)
-            cache = generator.kv_cache_tokens
-            if spare < 0 and cache is not None:  # a cache of a given size is made smaller, if the longest sequence still fits
-                cache -= math.ceil(-spare / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype]))
-                generator = replace(generator, kv_cache_tokens=cache)
-                spare = cache - workload.longest
-            if spare < 0:
+            occupied = of_trainer.total - of_trainer.runtime  # this is counted once: the phases share the GPU
+            tokens = math.floor(kv_room(spec, generator, dtype, cluster.gpu, occupied=occupied))
+            if tokens < workload.longest:
                 continue
+            generator = replace(generator, kv_cache_tokens=tokens)
             train = training_time(config, spec, trainer, cluster, constants, workload)
             generate = GenerateModel(spec, generator, dtype, cluster, constants, accept_length=config.plan.accept_length).seconds(
                 Workload.generated(config)
@@ -135,7 +134,8 @@ def _layouts(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> Iterator[
             sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
         )  # fmt: skip
         ep = min(m, config.generator.ep) if spec.num_experts else 1
-        yield trainer, replace(config.generator, tp=m, ep=ep, dp_attention=1, engines=gpus // m, quantization=None, groups={})
+        plain = replace(config.generator, dp_attention=1, quantization=None, groups={}, kv_cache_tokens=None)
+        yield trainer, replace(plain, tp=m, ep=ep, engines=gpus // m)
 
 
 def even_stages(layers: int, pp: int) -> tuple[int | None, int | None]:
@@ -183,7 +183,7 @@ class Search:
     gpus: int
     trainers: dict[int, Side | None] = field(default_factory=dict)
     generators: dict[int, Side | None] = field(default_factory=dict)
-    landings: dict[tuple[int, int, str | None], int] = field(default_factory=dict)
+    beside: dict[tuple[int, int, str | None], dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
@@ -204,10 +204,11 @@ class Search:
             tried = [splits[i] for i in (meet - 1, *(meet + 2**n - 1 for n in range(12))) if 0 <= i < len(splits)]
         else:  # equation 2: both count
             tried = list(splits[:: max(1, len(splits) // 16)])
-        best = min(tried, key=self._step_s)
-        trainer, generator = self.trainer(best), self.generator(self.gpus - best)
-        if trainer is None or generator is None:
+        best = next(filter(self._fits, sorted(tried, key=self._step_s)), None)
+        if best is None:
             raise ConfigError(f"--gpus {self.gpus}: nothing fits on {self.gpus} {self.cluster.gpu.name}; {self._needed()}")
+        trainer, generator = self.trainer(best), self.generator(self.gpus - best)
+        assert trainer is not None and generator is not None
         spent = trainer.seconds * best, generator.seconds * (self.gpus - best)
         return Found(
             settings={**trainer.settings, **generator.settings},
@@ -218,6 +219,13 @@ class Search:
             trainer_too_large=_fastest_too_large(trainer, self._trainers(best, fitting=False)),
             generator_too_large=_fastest_too_large(generator, self._generators(self.gpus - best, fitting=False)),
         )
+
+    def _fits(self, trainer_gpus: int) -> bool:
+        """Whether both sides still fit when they are planned together: each was chosen beside the config's other side."""
+        trainer, generator = self.trainer(trainer_gpus), self.generator(self.gpus - trainer_gpus)
+        if trainer is None or generator is None:
+            return False
+        return not estimate(turned(self.config, {**trainer.settings, **generator.settings}), self.spec).overfull
 
     def _step_s(self, trainer_gpus: int) -> float:
         """Includes the update. More senders shorten it, so more trainer ranks than balance requires may be better."""
@@ -273,7 +281,8 @@ class Search:
             return
         settings = {f"{group.key}.engines": group.settings.engines // unit * times for group in groups}
         chosen = turned(self.config, settings)
-        found = of_groups(chosen, self.spec, engine_groups(chosen.generator), may_land(self.config, self.gpus, self.cluster))
+        chosen = with_kv_caches(chosen, self.spec)
+        found = of_groups(chosen, self.spec, engine_groups(chosen.generator))
         over = max(group.over_gib(self.cluster.gpu) for group in found)
         if (over <= 0) == fitting:
             yield Side(settings, max(group.time.total for group in found), over)
@@ -287,35 +296,26 @@ class Search:
             if engines < 1:
                 continue
             generator = replace(shape, engines=min(engines, self.workload.sequences))
-            landing = self._landing(shape)
-            if self.config.generator.kv_cache_tokens is not None:
-                generator = self._with_cache(generator, landing)
-            memory = generator_memory(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, landing)
+            least = replace(generator, kv_cache_tokens=math.ceil(self.workload.longest))
+            memory = generator_memory(self.spec, least, self.dtype, self.workload, self.cluster.gpu, **self._beside(shape))
             over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
+                tokens = kv_tokens(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, **self._beside(shape))
+                sized = replace(generator, kv_cache_tokens=tokens)
                 accepted = self.config.plan.accept_length
-                model = GenerateModel(self.spec, generator, self.dtype, self.cluster, self.constants, accept_length=accepted)
+                model = GenerateModel(self.spec, sized, self.dtype, self.cluster, self.constants, accept_length=accepted)
                 time = model.seconds(Workload.generated(self.config), **unfinished(self.config)).total
                 yield Side(_generator_settings(generator), time, over)
 
-    def _landing(self, shape: GeneratorConfig) -> int:
-        """Computed for the finest trainer, since the trainer is not chosen yet."""
+    def _beside(self, shape: GeneratorConfig) -> dict[str, float]:
+        """As estimate.beside_cache, but for the finest trainer, since the trainer is not chosen yet."""
         key = (shape.tp, shape.ep, shape.quantization)
-        if key not in self.landings:
+        if key not in self.beside:
             finest = max(self.trainer_shapes, key=lambda trainer: trainer.tp)
-            lands = may_land(self.config, self.gpus, self.cluster)
-            self.landings[key] = landing_bytes(self.spec, finest, shape, self.dtype) if lands else 0
-        return self.landings[key]
-
-    def _with_cache(self, generator: GeneratorConfig, landing: int) -> GeneratorConfig:
-        """The config with the largest KV cache that fits, in thousands of tokens. It holds at least the longest sequence, and at most all
-        requests at full length. (If the config gives the size, a cache need not hold all requests at full length.)"""
-        alone, gpu = replace(generator, kv_cache_tokens=1), self.cluster.gpu
-        memory = generator_memory(self.spec, alone, self.dtype, self.workload, gpu, landing)
-        left = min(usable_static(alone, gpu) - memory.static, gpu.memory_gib * GIB - memory.total)
-        room = left / kv_bytes_per_token(self.spec, alone, ITEM_BYTES[self.dtype])
-        tokens = min(math.floor(room / 1000), math.ceil(generator.max_concurrency * self.workload.longest / 1000))
-        return replace(generator, kv_cache_tokens=1000 * max(tokens, math.ceil(self.workload.longest / 1000)))
+            landing = landing_bytes(self.spec, finest, shape, self.dtype) if may_land(self.config, self.gpus) else 0
+            pool = adapters_pool(replace(self.config, generator=shape), self.spec)
+            self.beside[key] = {"landing": landing, "pool": pool}
+        return self.beside[key]
 
     def _needed(self) -> str:
         """The side that does not fit even on all GPUs."""
@@ -343,7 +343,7 @@ def _trainer_shapes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> Ite
                 config.trainer, tp=tp, pp=pp, vpp=1, cp=cp, ep=1, etp=1, dp=max(experts), zero=1,
                 sequence_parallel=tp > 1, first_stage_layers=first, last_stage_layers=last,
             )  # fmt: skip
-            if problems(replace(config, trainer=replace(base, dp=1)), spec):
+            if _new_problems(replace(config, trainer=replace(base, dp=1)), config, spec, "trainer."):
                 continue
             for ep in experts:
                 for budget in budgets:
@@ -361,8 +361,11 @@ def _generator_shapes(config: RunConfig, spec: ModelSpec) -> Iterator[GeneratorC
                     generator_weights(spec, shape, config.model.dtype)
                 except ConfigError:  # SGLang cannot have these sizes
                     continue
-                if problems(replace(config, generator=shape), spec):
+                changed = replace(config, generator=shape)
+                if _new_problems(changed, config, spec, "generator."):
                     continue
+                if bool(adapters_pool(changed, spec)) != bool(adapters_pool(config, spec)):
+                    continue  # the trainer keeps other copies of the weights if adapters are merged
                 yield from (replace(shape, max_concurrency=2**i) for i in range(2, 11))
 
 
@@ -410,7 +413,7 @@ def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
 
 def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> Remedy | None:
     changed = turned(config, settings)
-    if problems(changed, spec):
+    if _new_problems(changed, config, spec):
         return None
     try:
         then = estimate(changed, spec)

@@ -13,9 +13,9 @@ from megarl.estimate.memory import (
     GeneratorWeights,
     Held,
     Workload,
-    cache_tokens,
     generator_weights,
     kv_bytes_read,
+    kv_tokens,
     largest_stage,
     stage_layers,
     state_bytes,
@@ -369,11 +369,13 @@ class GenerateModel:
     def active(self) -> float:
         return sum(active_elements(self.spec)) + self.spec.vocab_size * self.spec.hidden_size
 
-    def seconds(self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False) -> GenerateTime:
-        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full. `prefilled_again`:
-        after each update, keys and values of all running requests are computed again."""
+    def seconds(
+        self, workload: Workload, *, carried_over: bool = False, prefilled_again: bool = False, ahead: float = math.inf
+    ) -> GenerateTime:
+        """`carried_over`: unfinished responses continue in the next step (partial rollouts), so engines are always full, with the responses
+        of at most `ahead` steps. `prefilled_again`: after each update, keys and values of all running requests are computed again."""
         requests = workload.sequences / self.generator.engines
-        wanted = self.generator.max_concurrency if carried_over else min(self.generator.max_concurrency, requests)
+        wanted = min(self.generator.max_concurrency, requests * (ahead if carried_over else 1))
         running = max(1.0, min(wanted, self.room(workload)))
         context = workload.prompt_tokens + workload.decoded
         step = self.decode_step(running, context)
@@ -391,7 +393,7 @@ class GenerateModel:
 
     def room(self, workload: Workload) -> float:
         """The number of requests of mean length that the KV cache holds at once."""
-        return cache_tokens(self.spec, self.generator, self.dtype, self.cluster.gpu) / workload.tokens_per_sequence
+        return kv_tokens(self.spec, self.generator, self.dtype, workload, self.cluster.gpu) / workload.tokens_per_sequence
 
     def decode_step(self, running: float, context: float) -> DecodeStep:
         """Decodes one token for each of `running` requests with `context` tokens. This is a pass, or the part of a pass that gives a

@@ -34,7 +34,7 @@ from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
 from megarl.plan.checkpoints import check_best, check_exported, check_resume
-from megarl.plan.topologies import generator_topology, trainer_topology
+from megarl.plan.topologies import generator_topology, gpus_per_node, trainer_topology
 from megarl.plan.vendor_settings import check_megatron_settings, check_server_args
 from megarl.plan.weights import Weights, check_begun_warm_start, check_warm_start
 from megarl.reshard.forwarding import ENGINES
@@ -124,6 +124,21 @@ def repacked_blocks(config: RunConfig, where: str) -> Iterable[str]:
         if (backend := config.generator.server_args.get(name, chosen)) not in kept:
             needed = f"generator.server_args.{name} of {' or '.join(kept)}"
             yield f"generator.quantization=fp8_block: with {where} needs {needed}; it is {backend}, which repacks the scales"
+
+
+def check_dtype_of_gpus(config: RunConfig) -> Iterable[str]:
+    """As generator.server refuses it on the GPUs themselves."""
+    if config.cluster.gpu != "cpu" and config.model.dtype == "float32" and "attention_backend" not in config.generator.server_args:
+        yield f"model.dtype=float32: must be bfloat16 for engines on {config.cluster.gpu}: SGLang's kernels there compute in 16 bits"
+
+
+def check_whole_nodes(config: RunConfig) -> Iterable[str]:
+    """As the launcher refuses it when it places the engines (launch/nodes.py)."""
+    slots, sizes = gpus_per_node(config), {"generator": config.generator.tp}
+    sizes |= {f"roles.{name}": role.tp for name, role in config.roles.items() if role is not None}
+    for section, tp in sizes.items() if config.cluster.gpu != "cpu" or config.launch.ranks_per_node else ():
+        if tp > slots and tp % slots:
+            yield f"{section}.tp={tp}: an engine larger than a node must fill whole nodes of {slots} slots"
 
 
 def check_evaluated_format(config: RunConfig) -> Iterable[str]:
@@ -502,8 +517,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_distillation,
 )
 PLANNING_COMMANDS = ("plan", "reshard")
-OF_GPUS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks)  # `cluster.gpu`: a plan reports these and goes on
-_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (*OF_GPUS, check_resume, check_draft_model)
+_TRAIN_CHECKS: tuple[ConfigCheck, ...] = (check_ampere, check_blackwell_blocks, check_resume, check_draft_model)
 COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "sft": (check_run_dir, check_sft_command),
     "reward-model": (check_run_dir, check_reward_model_command),
@@ -512,3 +526,13 @@ COMMAND_CHECKS: dict[str, tuple[ConfigCheck, ...]] = {
     "eval": (check_run_dir, check_evaluated_format, check_eval_command, check_draft_model),
     "export": (check_run_dir, check_exported),
 }
+
+
+def with_model(check: ModelCheck, spec: ModelSpec) -> ConfigCheck:
+    return lambda config: check(config, spec)
+
+
+def refused_by_train(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """What megarl train would refuse before it starts anything, on the machines that are planned for. A plan reports it and goes on."""
+    checks = (*_TRAIN_CHECKS, check_dtype_of_gpus, check_whole_nodes, *(with_model(check, spec) for check in RUN_MODEL_CHECKS))
+    return problems_by_group(config, checks)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from megarl.base.geometry import TrainerTopology
@@ -23,10 +22,10 @@ from megarl.plan.checks import (
     MODEL_CHECKS,
     PLANNING_COMMANDS,
     RUN_MODEL_CHECKS,
-    ModelCheck,
     check_batch,
     check_sizes,
     problems_by_group,
+    with_model,
 )
 from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
 from megarl.plan.weights import Weights, find_weights, missing_weights
@@ -117,7 +116,7 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     except ConfigError as error:
         raise ConfigError(of_rollouts + _in_keys_of(command, config, problems) + error.problems) from error
     model_checks = MODEL_CHECKS + (() if command in PLANNING_COMMANDS else RUN_MODEL_CHECKS)
-    problems += problems_by_group(config, [partial(_with_model, check, spec) for check in model_checks])
+    problems += problems_by_group(config, [with_model(check, spec) for check in model_checks])
     problems = [
         *of_rollouts,
         *_in_keys_of(command, config, problems),
@@ -132,16 +131,12 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
         told = "must have no vision tower for megarl reward-model: what it writes would keep the name of a model that generates text"
         problems.append(f"model.path={config.model.path}: {told}")
     if command == "dry-run" and not find_weights(config, command).are_there:  # the dry run will tell the user to run megarl sft first
-        of_sizes = problems_by_group(with_own_sizes(config, "sft"), [partial(_with_model, check_sizes, spec)])
+        of_sizes = problems_by_group(with_own_sizes(config, "sft"), [with_model(check_sizes, spec)])
         of_warm_start = _in_keys_of("sft", config, of_sizes)
         problems += [problem for problem in of_warm_start if problem not in problems]  # the generator's sizes are the same
     if problems:
         raise ConfigError(problems)
     return _planned(config, spec, command)
-
-
-def _with_model(check: ModelCheck, spec: ModelSpec, config: RunConfig) -> Iterable[str]:
-    return check(config, spec)
 
 
 def checked_before(config: RunConfig, command: str | None) -> RunPlan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
-from megarl.config.schema import AsyncConfig, GeneratorConfig, TrainerConfig
+from megarl.config.schema import AsyncConfig, GeneratorConfig, RunConfig, TrainerConfig
 from megarl.models import ModelSpec
 from megarl.reshard.layout import Layout, generator_layout, side_by_side
 
@@ -18,6 +18,14 @@ def trainer_topology(trainer: TrainerConfig) -> TrainerTopology:
 def generator_topology(generator: GeneratorConfig) -> GeneratorTopology:
     """The topology of a generator without groups, or of one group."""
     return GeneratorTopology(generator.engines, generator.tp, generator.ep, generator.dp_attention)
+
+
+GPUS_PER_NODE = 8
+
+
+def gpus_per_node(config: RunConfig) -> int:
+    """GPUs of a node that is not there to be asked: launch.ranks_per_node, or else as many as most servers have."""
+    return config.launch.ranks_per_node or GPUS_PER_NODE
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class RoleConfig:
     tp: int = setting(1, "tensor parallel size of an engine", at_least(1))
     ep: int = setting(1, "expert parallel size of an engine", at_least(1))
     max_concurrency: int = setting(256, "requests in flight per engine", at_least(1))
-    kv_cache_tokens: int | None = setting(None, "size of an engine's KV cache; null: SGLang decides from free memory", at_least(1))
+    kv_cache_tokens: int | None = setting(None, "tokens of an engine's KV cache; null: as generator.kv_cache_tokens", at_least(1))
     mem_fraction: float = setting(0.85, "fraction of GPU memory for weights and KV cache together", between(0, 1, open_low=True))
     server_args: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "further arguments of the engines, by the names of SGLang's ServerArgs"}

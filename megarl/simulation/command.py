@@ -20,14 +20,14 @@ from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.config.schema import GeneratorConfig, RunConfig
-from megarl.estimate.estimate import check_longest, estimate
-from megarl.estimate.hardware import Cluster
-from megarl.estimate.memory import Workload, cache_tokens
+from megarl.estimate.estimate import check_longest, estimate, with_kv_caches
+from megarl.estimate.memory import Workload
 from megarl.estimate.report import not_counted
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
-from megarl.plan.checks import OF_GPUS, problems_by_group
+from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import engine_groups
 from megarl.simulation.lengths import EXPONENTIAL, LOGNORMAL
 from megarl.simulation.measured import measured
 from megarl.simulation.run import Broken, Models, Tell, Totals, simulate, simulated, unseen
@@ -217,7 +217,7 @@ def render(plan: RunPlan, found: Summary) -> list[str]:
     if found.engine_failures or found.trainer_failures:
         lost = f"{found.engine_failures} engines and {found.trainer_failures} trainer ranks failed"
         lines.append(f"failures   {lost}; {found.goodput:.1%} of the time was neither undone nor spent on restarts")
-    lines += [f"refused    by megarl train: {problem}" for problem in problems_by_group(plan.config, OF_GPUS)]
+    lines += [f"refused    by megarl train: {problem}" for problem in refused_by_train(plan.config, plan.spec)]
     if left_out := [*not_counted(plan.config), *(f"scores of {role.name} (set plan.simulation.score_s)" for role in plan.served)]:
         lines.append(f"not counted: {', '.join(left_out)}")
     return [*lines, f"advice     {advice(plan, found)}"]
@@ -252,13 +252,14 @@ def _depth(config: RunConfig) -> str:
 
 def _could_run(plan: RunPlan) -> float:
     """The number of requests that an engine has room for at a time, a mean over all engines."""
-    own = [(group.settings.engines, _room(plan, group.settings)) for group in plan.groups]
+    groups = engine_groups(with_kv_caches(plan.config, plan.spec).generator)
+    own = [(group.settings.engines, _room(plan, group.settings)) for group in groups]
     return sum(engines * room for engines, room in own) / plan.engines
 
 
 def _room(plan: RunPlan, generator: GeneratorConfig) -> float:
-    cache = cache_tokens(plan.spec, generator, plan.config.model.dtype, Cluster.of(plan.config).gpu)
-    return min(generator.max_concurrency, cache / Workload.of(plan.config).tokens_per_sequence)
+    assert generator.kv_cache_tokens is not None  # with_kv_caches
+    return min(generator.max_concurrency, generator.kv_cache_tokens / Workload.of(plan.config).tokens_per_sequence)
 
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {

@@ -23,9 +23,9 @@ from megarl.algorithms.batches import step_times
 from megarl.base.rollout_types import Batch, Group, Ordinal, Prompt, Sample, Version
 from megarl.config.schema import RunConfig
 from megarl.data.order import train_mixture
-from megarl.estimate.estimate import estimate, training_time
+from megarl.estimate.estimate import estimate, training_time, with_kv_caches
 from megarl.estimate.hardware import Cluster, constants_of
-from megarl.estimate.memory import Workload, cache_tokens
+from megarl.estimate.memory import Workload, kv_room
 from megarl.estimate.times import GenerateModel
 from megarl.executors.generator import GeneratorExecutor
 from megarl.generator.client import EngineUnreachable
@@ -33,7 +33,7 @@ from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet, watch_returns
 from megarl.observe.metrics import quantiles
 from megarl.plan.resolve import RunPlan
-from megarl.plan.topologies import run_ahead
+from megarl.plan.topologies import engine_groups, run_ahead
 from megarl.rollouts.buffer import Ledger, RolloutBuffer
 from megarl.rollouts.channel import Intake, RolloutsSender, batch_of, judged
 from megarl.rollouts.rollout import RolloutClock, Rollouts, ScoringClock, fleet_groups
@@ -67,7 +67,8 @@ class Models:
         whole_s = found.sync_s if plan.config.weights.delta == "off" else found.delta_sync_s
         config, cluster = plan.config, Cluster.of(plan.config)
         shared = config.model.dtype, cluster, constants_of(cluster.gpu.name)
-        engines = {each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in plan.groups}
+        groups = engine_groups(with_kv_caches(config, plan.spec).generator)
+        engines = {each.name: partial(GenerateModel, plan.spec, each.settings, *shared) for each in groups}
         speeds = {name: speed_of(engine(accept_length=config.plan.accept_length)) for name, engine in engines.items()}
         train_s = partial(_train_s, plan, unit, found.glue_s)
         of_groups = speeds if len(speeds) > 1 else {}
@@ -79,10 +80,11 @@ def speed_of(model: GenerateModel) -> Speed:
     def of(running: int, bucket: int) -> float:
         return model.decode_step(running, math.exp(bucket / 50)).total
 
+    tokens = model.generator.kv_cache_tokens or kv_room(model.spec, model.generator, model.dtype, model.cluster.gpu)
     return Speed(
         lambda running, context: of(running, round(50 * math.log(context))),  # contexts to 1 %
         model.prefilled_s,
-        cache_tokens(model.spec, model.generator, model.dtype, model.cluster.gpu),
+        tokens,
         model.generator.max_concurrency,
     )
 

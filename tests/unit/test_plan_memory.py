@@ -19,11 +19,13 @@ from megarl.estimate import memory
 from megarl.estimate.estimate import check_longest, estimate
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import (
+    PAGE_SLACK,
     Workload,
     generator_memory,
     generator_weights,
     kv_bytes_per_token,
     kv_bytes_read,
+    kv_tokens,
     landing_bytes,
     microbatches_in_flight,
     optimizer_bytes,
@@ -200,13 +202,28 @@ def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_
     assert [kv_bytes_read(oss, one, 2, context) / layer for context in (100, 1000)] == [24 * 100, 12 * 1000 + 12 * 128]
 
 
-def test_an_engine_needs_room_for_what_is_wanted() -> None:
-    generator = GeneratorConfig(tp=1, max_concurrency=128)
-    found = generator_memory(spec("llama-3.1-8b"), generator, "bfloat16", WORK, H100)
-    assert found.kv_cache == pytest.approx(128 * (128 + 2048) * 131072, rel=0.03)
-    assert found.static == found.weights + found.kv_cache < usable_static(generator, H100)
-    fixed = generator_memory(spec("llama-3.1-8b"), GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
+def test_a_kv_cache_fills_a_gpu_up_to_mem_fraction() -> None:
+    llama, generator = spec("llama-3.1-8b"), GeneratorConfig(tp=1, max_concurrency=128)
+    found = generator_memory(llama, generator, "bfloat16", WORK, H100)
+    assert found.static == pytest.approx(usable_static(generator, H100), abs=131072) and found.static <= usable_static(generator, H100)
+    fixed = generator_memory(llama, GeneratorConfig(kv_cache_tokens=1000), "bfloat16", WORK, H100)
     assert fixed.kv_cache == 1000 * 131072
+    shared = [kv_tokens(llama, generator, "bfloat16", WORK, H100, occupied=gib * GIB) for gib in (0, 30, 70)]
+    assert shared[1] == pytest.approx((79.1 - 30 - found.total / GIB + found.kv_cache / GIB) * GIB / 131072, abs=1)
+    assert shared[0] == found.kv_cache / 131072 and shared[2] == 128 + 2048, "at least one request of full length"
+
+
+def test_a_kv_cache_on_a_cpu_is_as_large_as_requests_need() -> None:
+    """Not a share of the machine: max_concurrency requests of the longest response and 256 tokens, or a whole context, in 4.4 GiB less the
+    weights. What a run sets must not depend on plan.*, which it ignores."""
+    tiny, large, cpu = spec("tiny-llama"), spec("qwen2.5-0.5b"), GPUS["cpu"]
+    few, many = GeneratorConfig(max_concurrency=4), GeneratorConfig(max_concurrency=256)
+    assert kv_tokens(tiny, few, "float32", WORK, cpu) == math.ceil(4 * (256 + 2048) * PAGE_SLACK)
+    assert kv_tokens(tiny, few, "float32", replace(WORK, prompt_tokens=9000), cpu) == kv_tokens(tiny, few, "float32", WORK, cpu)
+    short = replace(WORK, max_response_tokens=16)
+    assert kv_tokens(tiny, GeneratorConfig(max_concurrency=1), "float32", short, cpu) == tiny.max_position_embeddings
+    found = generator_memory(large, many, "float32", WORK, cpu)
+    assert found.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(large, many, 4) and found.static <= usable_static(many, cpu)
 
 
 def test_an_engine_prefills_in_chunks() -> None:
@@ -227,8 +244,8 @@ def test_an_engine_prefills_in_chunks() -> None:
         (["generator.kv_cache_tokens=33000"], "it is 33024 tokens; they must be at most generator.kv_cache_tokens = 33000"),
         (["plan.prompt_tokens=100000"], "it is 132768 tokens; they must be at most the model's context of 131072"),
         (
-            ["generator.kv_cache_tokens=null", "generator.tp=1", "generator.engines=128", "generator.mem_fraction=0.89"],
-            "what an engine of generator.tp=1 on H100 has for its KV cache (generator.mem_fraction=0.89): 1",
+            ["generator.kv_cache_tokens=null", "generator.tp=2", "generator.engines=64", "generator.mem_fraction=0.5"],
+            "what an engine of generator.tp=2 on H100 has for its KV cache (generator.mem_fraction=0.5): 2",
         ),
     ],
 )

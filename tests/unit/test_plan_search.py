@@ -56,6 +56,23 @@ def test_what_is_found_fits_and_is_legal(name: str, gpus: int) -> None:
     assert 0 < found.theta < 1 and 0 < found.balanced_theta < 1
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "gpus"),
+    [
+        ("8b_aipo", ("lora.rank=16",), 2),
+        ("8b_aipo", ("lora.rank=256", "lora.sync=merge"), 3),
+        ("qwen3_30b_a3b_aipo", ("lora.rank=64",), 4),
+        ("8b_aipo", ("weights.delta=auto", "weights.delta_shadow=device"), 8),
+        ("8b_aipo", ("cluster.gpu=A100",), 8),
+    ],
+)
+def test_what_is_found_fits_by_its_own_plan(name: str, overrides: tuple[str, ...], gpus: int) -> None:
+    """Also where one side's memory depends on the other side: with adapters, which may be merged, and with shadows on the GPU."""
+    config, spec = load(name, *overrides)
+    _, chosen = search(config, spec, gpus)
+    assert estimate(chosen, spec).overfull == {} and problems(chosen, spec) == []
+
+
 @pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "70b_32k_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])
 def test_it_is_no_slower_than_the_config_that_ships(name: str) -> None:
     config, spec = load(name)
@@ -72,7 +89,7 @@ def test_bisection_finds_what_trying_every_split_finds(capacity: int, gpus: int)
     unit = 4 if gpus > 16 else 1  # whole nodes
     every = {split: one._step_s(split) for split in range(unit, gpus, unit)}
     found = Search(config, spec, gpus).run()
-    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()))
+    assert every[round(found.theta * gpus)] == pytest.approx(min(every.values()), rel=1e-3)
 
 
 def test_sides_get_no_slower_with_more_gpus() -> None:
@@ -103,7 +120,6 @@ def test_nothing_fits_says_who_is_too_large() -> None:
         ("70b_aipo", ("generator.tp=1", "generator.max_concurrency=128")),
         ("8b_aipo", ("trainer.tp=1", "trainer.dp=4", "trainer.recompute=false")),
         ("qwen3_30b_a3b_aipo", ("trainer.ep=2",)),
-        ("8b_aipo", ("generator.max_concurrency=512", "rollout.max_tokens=8000")),
     ],
 )
 def test_remedies_make_it_fit(name: str, overrides: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,8 +267,18 @@ def test_which_partial_rollouts_prefill_again(mode: str, prefills: bool) -> None
     assert unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}")) == {
         "carried_over": mode != "block",
         "prefilled_again": prefills,
+        "ahead": 1,
     }
-    assert not any(unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0")).values())
+    synchronous = unfinished(config("70b_32k_aipo", f"async.partial_rollout={mode}", "async.capacity=0"))
+    assert not synchronous["carried_over"] and not synchronous["prefilled_again"]
+
+
+def test_engines_run_no_more_responses_than_may_be_ahead() -> None:
+    """With 512 responses a step on 8 engines, one step ahead, 64 run at once, however many an engine could run."""
+    model = GenerateModel(LLAMA_8B, GeneratorConfig(engines=8, max_concurrency=256), "bfloat16", H100)
+    work = Workload(512, 128, 128, 512, 2048)
+    found = [model.seconds(work, carried_over=True, ahead=ahead).concurrency for ahead in (1, 2, math.inf)]
+    assert found == [64, 128, 256]
 
 
 def test_decoding_is_bound_by_memory_then_by_products() -> None:

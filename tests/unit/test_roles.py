@@ -141,7 +141,7 @@ def test_its_engines_have_ranks_of_their_own(tmp_path: Path) -> None:
     found = estimate(asked, load_spec(MODEL))
     assert {name: served.gpus for name, served in found.served.items()} == {"rm": 6, "judge": 1}
     assert found.served["rm"].memory.weights < found.served["judge"].memory.weights
-    assert "rm" not in found.overfull and found.overfull["judge"] == found.served["judge"].over_gib > 0  # its cache of 256 long requests
+    assert found.overfull.keys().isdisjoint({"rm", "judge"})  # their caches take what is free
     assert found.scored_s == max(found.generate.total, *(served.score_s for served in found.served.values()))
 
 

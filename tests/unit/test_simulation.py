@@ -527,7 +527,7 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
         ([*CONFIG, "plan.simulation.lengths=lognormal", "plan.simulation.sigma=40"], "plan.simulation.sigma=40"),
         ([*CONFIG, "--from", "runs/none"], "runs/none/config.yaml"),
         ([*CONFIG, "plan.simulation.lengths=none.jsonl"], "none.jsonl"),
-        ([*CONFIG, "generator.engines=1", "generator.tp=1", "cluster.gpu=L40S"], "too large"),
+        ([*CONFIG, "trainer.tp=1", "cluster.gpu=L40S"], "too large"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_before(arguments, said, capsys):
