@@ -35,6 +35,7 @@ def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
 
 
 Dumper.add_representer(str, _represent_text)
+Dumper.add_multi_representer(str, _represent_text)  # OmegaConf has a class of its own for ???
 
 
 def read_yaml(text: str) -> Any:

@@ -479,9 +479,10 @@ def _internal(value: Any, outermost: bool = True) -> Any:
         return value
     if _ENDS_MISSING.fullmatch(value) and not (outermost and value == MISSING):
         return f"\\{value}"
-    return value.replace("${async.", "${async_.")
+    return _OF_ASYNC.sub(r"\1${async_.", value)
 
 
+_OF_ASYNC = re.compile(r"(?<!\\)((?:\\\\)*)\$\{async\.")  # not after an odd number of backslashes, which escape it
 _ENDS_MISSING = re.compile(r"\\*\?\?\?")  # with a backslash more, OmegaConf takes it for a text
 
 
