@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
@@ -30,6 +31,7 @@ class Row:
 
 
 Rows = Sequence[Row]
+ROW_DIGEST_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Reading:
     prompts: dict[int, int] = field(default_factory=dict)  # hash of each prompt -> hash of its answer, demonstration or responses
     repeated: int = 0  # rows with the same prompt as an earlier row
     otherwise: int = 0  # how many of the repeated rows have another answer
+    digests: bytearray | None = None  # one of ROW_DIGEST_BYTES for each usable row, in order; None: none is made
 
     def note(self, row: Row | Pair) -> None:
         """Counts a usable row."""
@@ -61,6 +64,9 @@ class Reading:
         prompt, now = hash(row.prompt), hash(after)
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
+        if self.digests is not None:
+            content = [value for name, value in vars(row).items() if name != "where"]
+            self.digests += blake2b(repr(content).encode(), digest_size=ROW_DIGEST_BYTES).digest()
 
 
 Answers = Literal[
