@@ -20,7 +20,7 @@ import megarl
 from megarl.base.files import PICTURES, file_problems, new_folder_problems
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, tell, unreadable
-from megarl.config.keys import nearest, settings, yaml_text
+from megarl.config.keys import nearest, settings
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.launch import doctor, joining

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
-from megarl.data.tokenizer import find_file, read_json, tokenizer_of
+from megarl.data.tokenizer import Tokenizer, find_file, read_json, tokenizer_of
 
 CHAT = "chat"  # as prompt_template: use the model's chat template
 _NONCE = secrets.token_hex(8)  # random, so that no message can contain the marks
@@ -21,6 +21,9 @@ _OPEN, _CLOSE = f"\ue000{_NONCE}", f"\ue001{_NONCE}"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _REWRITES = "changes this turn, or text before it, when more messages follow; with learn=last only the last turn is learned"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message for the assistant's thinking
+# Code points that stand for special tokens in messages while the template renders them. They are for private use. Terminals have no glyphs
+# for them, unlike for those from U+E000 on.
+_HIDDEN = 0x10F000
 Message = dict[str, Any]
 
 
@@ -70,6 +73,31 @@ class ChatTemplate:
             found += [whole[end:first], whole[first:last]]
             end = last
         return found
+
+    def following(self, messages: Sequence[Message], tokenizer: Tokenizer, ended: bool) -> list[int]:
+        """The ids with which the template goes on behind a turn of the assistant: `messages`, then the start of the next turn. They begin
+        with the token that ends the turn, unless the model has sampled it (`ended`).
+
+        Only `messages` are rendered, behind a short conversation. So templates that rewrite earlier turns change nothing. Names of special
+        tokens in `messages` stay text. Raises ValueError if the template refuses the messages, or does not end turns with an end-of-text
+        token.
+        """
+        names = StandIns([*self.special_tokens, *self.ends])
+        calls = [
+            {"type": "function", "id": message.get("tool_call_id", "call00000"), "function": {"name": "call", "arguments": {}}}
+            for message in messages
+            if message["role"] == "tool"
+        ]
+        turn = {"role": "assistant", "content": _NONCE} | ({"tool_calls": calls} if calls else {})
+        shown = [names.hide(message) for message in messages]
+        whole = self.render([{"role": "user", "content": "."}, turn, *shown])
+        check_shown(shown, whole, 2)
+        said = whole.rfind(_NONCE) + len(_NONCE)
+        ends = {whole.find(token, said): token for token in self.ends if whole.find(token, said) >= 0}
+        if not ends or (whole[said : min(ends)].strip() and not calls):
+            raise ValueError("the chat template does not end the assistant's turn with an end-of-text token of the model")
+        first = min(ends)
+        return names.encode(whole[first + len(ends[first]) * ended :], tokenizer)
 
     def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
         values = {"tools": tools, "add_generation_prompt": not answered}
@@ -149,6 +177,43 @@ class ChatTemplate:
                 for text in _texts(value):
                     if found := next((token for token in (*self.special_tokens, *self.ends) if token in text), None):
                         raise ValueError(f"{kind} {number}: holds the special token {found!r}, which could end a turn or open another")
+
+
+class StandIns:
+    """Replaces the names of special tokens in messages by private-use code points."""
+
+    def __init__(self, names: Sequence[str]):
+        self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
+        self._names = {mark: name for name, mark in self._of.items()}
+        self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for name, mark in self._of.items():
+                value = value.replace(name, mark)
+            return value
+        if isinstance(value, dict):
+            return {name: self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """The pieces of `text` in order, each with whether special tokens in it count as such."""
+        found, start = [], 0
+        for mark in self._marks.finditer(text):
+            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
+            start = mark.end()
+        return [part for part in [*found, (text[start:], True)] if part[0]]
+
+    def encode(self, text: str, tokenizer: Tokenizer, first: bool = False) -> list[int]:
+        """Tokenises rendered text. The template's own text may name special tokens; text of messages stays text, whatever it looks like.
+        `first`: the text begins the prompt."""
+        ids: list[int] = []
+        for number, (part, special) in enumerate(self.parts(text)):
+            if first and not number:
+                ids += tokenizer.encode_prompt(part)
+            else:
+                ids += tokenizer.encode_text(part, special_tokens=special)
+        return ids
 
 
 def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:

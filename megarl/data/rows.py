@@ -74,9 +74,14 @@ Answers = Literal[
 ]  # fmt: skip
 """Which part of the answer column becomes the reference. "final": the part marked as final answer. "instructions" or "tests": IFEval's
 instructions or a program's tests, checked. "whole": all of it, for a user's own reward function or a judge. "row": nothing, since an
-environment or an own rollout has the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row": the final
-answer, for a verifier, beside a user's own function or rollout, which is given the row."""
-WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "instructions, row", "tests": "tests, row", "unused": "row"}
+environment or an own rollout has the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row":
+the final answer, for a verifier, beside a user's own function or rollout, which is given the row."""
+WITH_ROW: dict[Answers, Answers] = {
+    "final": "final, row",
+    "instructions": "instructions, row",
+    "tests": "tests, row",
+    "unused": "row",
+}
 
 
 # Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that each asks.

@@ -255,7 +255,8 @@ def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
 
 def of_city(unit: str | None, **more: Any) -> dict[str, Any]:
     """A row with a tool whose fields depend on `more`, and a call of it with a null inside JSON."""
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}, **more}}}}
+    properties = {"a": {"type": "number"}, **more}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
     call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": json.dumps({"a": 1, "unit": unit})}}
     talk = [say("user", "1+1?"), say("assistant", None, tool_calls=[call]), say("tool", "2", tool_call_id="1"), say("assistant", "2")]
     return {"messages": talk, "tools": [tool]}
