@@ -424,8 +424,7 @@ def _wrong_type(setting: Setting, value: Any) -> str:
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
     """Resolves interpolations in `tree`, then checks every value against the limit of its setting."""
-    written = OmegaConf.to_container(tree)
-    assert isinstance(written, dict)
+    written: Any = OmegaConf.to_container(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
         if text is None or setting.key in skip:
