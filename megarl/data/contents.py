@@ -40,6 +40,7 @@ class Contents:
     rewards: dict[str, str]  # setting -> the built-in reward's name, or the hash of the own function's file, and its name
 
     def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / FILE, json.dumps(asdict(self)))
 
     def changes(self, now: Contents) -> Iterable[str]:

@@ -28,7 +28,6 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def run_dir(tmp_path: Path, model: Path) -> Path:
     """The folder of a run that began with ROWS."""
-    (tmp_path / "run").mkdir()
     assert kept(tmp_path, ROWS, resumed=False) == []
     return tmp_path / "run"
 
