@@ -64,7 +64,7 @@ KEYS = [  # settings that take any text or any number, a list of any texts, or a
 ]
 
 
-@examples(max_examples=50, deadline=None, phases=[Phase.generate])
+@examples(max_examples=20, deadline=None, phases=[Phase.generate])
 @given(st.data())
 def test_any_setting_comes_back_from_file_and_override(file: Path, data: st.DataObject) -> None:
     """The value is set on the dataclass, so that no reader has seen it before it is written."""
