@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -19,14 +19,15 @@ from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.critic.plan import critic_path
 from megarl.data.batches import load_pairs, training_steps
-from megarl.data.check import Checked
+from megarl.data.check import Checked, digests_of
+from megarl.data.contents import contents_of, keep_contents
 from megarl.data.rows import held_out
 from megarl.estimate.estimate import with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sets
 from megarl.launch.gpus import gpus
-from megarl.launch.inputs import check_inputs, check_room_for_weights
+from megarl.launch.inputs import Inputs, check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
 from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
@@ -49,7 +50,7 @@ from megarl.plan.topologies import EngineGroup, gpus_per_node
 from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
-from megarl.rewards.score import all_parts
+from megarl.rewards.score import Part, all_parts, parts_of
 from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
@@ -300,10 +301,11 @@ def train(plan: RunPlan) -> None:
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
             inputs = check_inputs(config, "train", plan)
+            of_data = compare_data(config, run_dir, resume, inputs, parts_of(config.reward))
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
             lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *cache_lines(plan)]
-            lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks
+            lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks, *of_data
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
                 print(f"The run ended before version {resume.step}, its last, was evaluated: this is done now", flush=True)
@@ -355,6 +357,13 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
         )
 
 
+def compare_data(config: RunConfig, folder: Path, resume: Resume, inputs: Inputs, rewards: Sequence[Part]) -> list[str]:
+    """Lines about rows, tokenizer, template and reward that have changed since the job in `folder` began. Raises ConfigError unless
+    checkpoint.accept_changed_data."""
+    now = contents_of(config, digests_of(inputs.datasets), rewards)
+    return keep_contents(folder, bool(resume.checkpoint), now, config.checkpoint.accept_changed_data)
+
+
 def mend_records(run_dir: Path, resume: Resume) -> None:
     """Prints what the records of a resumed run lack, and restores what the checkpoint knows."""
     ledger = Ledger.load(resume.checkpoint)
@@ -392,6 +401,7 @@ def sft(plan: RunPlan) -> None:
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "sft", plan)
+        of_data = compare_data(config, run_dir, resume, inputs, rewards=())
         remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights
@@ -399,6 +409,7 @@ def sft(plan: RunPlan) -> None:
         print(
             f"Weights: {f'the checkpoint {resume.checkpoint}' if resume.checkpoint else begins}",
             *inputs.remarks,
+            *of_data,
             sep="\n",
             flush=True,
         )

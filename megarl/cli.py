@@ -21,7 +21,7 @@ import megarl
 from megarl.base.files import PICTURES, file_problems, new_folder_problems
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, tell, unreadable
-from megarl.config.keys import nearest, settings, yaml_text
+from megarl.config.keys import nearest, settings
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.schema import RunConfig
@@ -310,7 +310,7 @@ def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.config.load import load_config
+    from megarl.config.load import load_config, override_text
     from megarl.launch.commands import sft
     from megarl.roles.plan import roles_of
     from megarl.roles.settings import flat
@@ -318,7 +318,7 @@ def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
     config, others = plan.config, []
     for name, role in roles_of(config).items():  # what the run needs beside its policy
         if role.sft:
-            own = [f"{key}={yaml_text(value)}" for key, value in flat(role.sft).items()]
+            own = [override_text(key, value) for key, value in flat(role.sft).items()]
             where = [f"run_dir={config.run_dir}/{name}", f"sft.output={role.path}"]
             others.append(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
     for each in (*others, plan):

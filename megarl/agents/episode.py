@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 import secrets
 import string
 from array import array
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join
-from megarl.data.chat import ChatTemplate, Message
+from megarl.data.chat import ChatTemplate, Message, StandIns
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
 from megarl.generator.tool_parsers import Parser, ToolCall, Tools
@@ -140,9 +139,6 @@ def _sample(path: list[Turn], learned: set[int], prompt_tokens: int, decode: Cal
 NO_ARGUMENTS: Mapping[str, Any] = {}
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse ids of any other length
-# Code points that stand for special tokens in messages while the template renders them. They are for private use. Terminals have no glyphs
-# for them, unlike for those from U+E000 on.
-_HIDDEN = 0x10F000
 _COUNTED_A_CALL = 4
 TOO_LARGE, TOO_LONG = "request_too_large", "context_length_exceeded"
 _Found = TypeVar("_Found")
@@ -323,14 +319,14 @@ class Episode:
         conversations up to each message) the turn is None. Raises ValueError if the template refuses the messages, and Refused."""
         if len(messages) > self.sampling.max_tokens:
             raise self._too_long(f"{len(messages)} messages")
-        stand_ins = _StandIns([*self.template.special_tokens, *self.template.ends])
+        stand_ins = StandIns([*self.template.special_tokens, *self.template.ends])
         template = self.template.with_arguments(stand_ins.hide(dict(arguments)))
         shown, listed = [stand_ins.hide(_as_template_wants(message)) for message in messages], list(tools) or None
         whole = template.render(shown, listed)
         if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
             raise self._too_long(f"{len(whole)} characters")
         if conversations is None:
-            return None, self._encode(whole, stand_ins)
+            return None, stand_ins.encode(whole, self.tokenizer)
         said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         self.counts["rewritten"] += bool(said) and conversations[said[-1]] not in self._known
         for place in reversed(said):
@@ -341,9 +337,9 @@ class Episode:
             if end and not before[end:].strip() and whole.startswith(before):
                 ended = turn.completion.token_ids[-1:].tolist()[-1] in self.tokenizer.eos_ids
                 begin = end if ended else max(before.rfind(token) for token in template.ends)
-                return turn, self._encode(whole[begin:], stand_ins)
+                return turn, stand_ins.encode(whole[begin:], self.tokenizer)
             self.counts["unstable"] += 1
-        return None, self._encode(whole, stand_ins)
+        return None, stand_ins.encode(whole, self.tokenizer)
 
     def _no_more_calls(self) -> Refused:
         return Refused(f"rollout.args.max_calls={self.max_calls} is the most that an episode may sample", "max_calls")
@@ -351,13 +347,6 @@ class Episode:
     def _too_long(self, length: str) -> Refused:
         limit = f"rollout.max_tokens={self.sampling.max_tokens} is the most that a conversation may have"
         return Refused(f"the maximum context length is exceeded: {length}, and {limit}", TOO_LONG)
-
-    def _encode(self, text: str, stand_ins: _StandIns) -> list[int]:
-        """Tokenises rendered text. The template's own text may name special tokens; text of messages stays text, whatever it looks like."""
-        ids: list[int] = []
-        for part, special in stand_ins.parts(text):
-            ids += self.tokenizer.encode_text(part, special_tokens=special)
-        return ids
 
     async def _heard(self, completion: Completion, tools: Tools, stops: Sequence[str]) -> _Heard:
         ids = completion.token_ids.tolist()
@@ -416,29 +405,3 @@ def _as_template_wants(message: Message) -> Message:
         {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}} for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
-
-
-class _StandIns:
-    """Replaces the names of special tokens in messages by private-use code points."""
-
-    def __init__(self, names: Sequence[str]):
-        self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
-        self._names = {mark: name for name, mark in self._of.items()}
-        self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
-
-    def hide(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for name, mark in self._of.items():
-                value = value.replace(name, mark)
-            return value
-        if isinstance(value, dict):
-            return {name: self.hide(inner) for name, inner in value.items()}
-        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
-
-    def parts(self, text: str) -> list[tuple[str, bool]]:
-        """The pieces of `text` in order, each with whether special tokens in it count as such."""
-        found, start = [], 0
-        for mark in self._marks.finditer(text):
-            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
-            start = mark.end()
-        return [part for part in [*found, (text[start:], True)] if part[0]]

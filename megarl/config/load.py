@@ -10,7 +10,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
+from megarl.config.dialect import read_texts, read_yaml, write_line, write_yaml
 from megarl.config.errors import ConfigError
 from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
 from megarl.config.limits import INPUT, MODULE
@@ -171,8 +172,13 @@ def _defaults() -> bytes:
 
 def dump_config(config: RunConfig) -> str:
     """`config` as YAML. `load_config` reads it back as an equal configuration."""
-    tree = _escape(OmegaConf.to_container(OmegaConf.structured(config)))
-    return yaml.safe_dump({"async" if key == "async_" else key: value for key, value in tree.items()}, sort_keys=False, allow_unicode=True)
+    tree = escaped(asdict(config))
+    return write_yaml({"async" if key == "async_" else key: value for key, value in tree.items()})
+
+
+def override_text(key: str, value: Any) -> str:
+    """The override that sets `key` to `value`, whatever that is."""
+    return f"{key}={write_line(escaped(value))}"
 
 
 def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
@@ -184,24 +190,50 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(text))
+        tree = _as_written(read_yaml(text), read_texts(text))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
         tab = any("\t" in there for there in text.splitlines()[at : at + 1])
         raise ConfigError(f"{path}{line}: not valid YAML: {'a tab where YAML allows only spaces' if tab else error.problem}") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, dict) or list(tree) == [text.strip()]:  # OmegaConf makes a bare word a key
+    if tree is None:
+        return []
+    if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys to values")
     return list(_leaves(tree, "", problems))
 
 
-def _plain_mapping(tree: DictConfig) -> dict[Any, Any]:
-    """Like OmegaConf.to_container, but always a dict."""
-    plain = OmegaConf.to_container(tree)
-    assert isinstance(plain, dict)
-    return plain
+@dataclass(frozen=True)
+class _Number:
+    """A number in a file or an override, and the text that stands for it there."""
+
+    value: int | float
+    text: str
+
+
+def _as_written(value: Any, text: Any) -> Any:
+    """`value` with a _Number for each number, and the written text for each key that is one. `text`: the same, read by `read_texts`."""
+    if isinstance(value, dict):
+        return {name if isinstance(key, int | float) else key: _as_written(item, inner)
+                for (key, item), (name, inner) in zip(value.items(), text.items(), strict=True)}  # fmt: skip
+    if isinstance(value, list):
+        return [_as_written(item, inner) for item, inner in zip(value, text, strict=True)]
+    return _Number(value, text) if isinstance(text, str) and not isinstance(value, str) else value
+
+
+def _read_as(key: str, value: Any) -> Any:
+    """The value of the setting `key`: if it is a text or a list of texts, numbers are what was written."""
+    setting = setting_of(_in_sft(key)[1] or key)
+    texts = setting is not None and setting.type in (str, list[str])
+    if isinstance(value, Mapping):
+        return {name: _read_as(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_read_as(key, item) for item in value]
+    if isinstance(value, _Number):
+        return value.text if texts else value.value
+    return value
 
 
 def _not_found(path: Path) -> str:
@@ -220,12 +252,12 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             problems.append(f"{override}: an override must be of the form key=value, such as trainer.tp=2")
             continue
         try:
-            value = _plain_mapping(OmegaConf.from_dotlist(["value=" + text]))["value"] if text else ""
-        except (yaml.YAMLError, OmegaConfBaseException):
-            value = text
+            value = _as_written(read_yaml(text), read_texts(text)) if text else ""
+        except (yaml.YAMLError, ValueError):
+            value = text  # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
         setting = setting_of(_in_sft(key)[1] or key)
         if setting and setting.type is str and not isinstance(value, str | None):
-            value = text  # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
+            value = text
         found.extend(_leaves({key: value}, "", problems))
     return found
 
@@ -235,11 +267,11 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterat
         key = f"{prefix}{'on' if name is True else name}"  # YAML reads a bare `on` as true
         section = section_of(key)
         if section is None or (section.optional and value in (None, {})):
-            yield key, value
+            yield key, _read_as(key, value)
         elif isinstance(value, Mapping):
             yield from _leaves(value, f"{key}.", problems)
         else:
-            problems.append(f"{key}={yaml_text(value)}: is a section; set its keys, such as {_children(key)[0]}")
+            problems.append(f"{key}={yaml_text(_read_as(key, value))}: is a section; set its keys, such as {_children(key)[0]}")
 
 
 def _children(section: str) -> list[str]:
@@ -337,7 +369,7 @@ def _assign(tree: DictConfig, key: str, value: Any) -> Iterator[str]:
     if setting is None and value == {}:
         return
     try:
-        OmegaConf.update(tree, field_path(key), _internal_interpolations(value), merge=False, force_add=free)
+        OmegaConf.update(tree, field_path(key), _internal(value), merge=False, force_add=free)
     except OmegaConfBaseException:
         yield _wrong_type(setting, value) if setting else f"{key}={yaml_text(value)}: cannot be set"
 
@@ -374,12 +406,14 @@ def _hint(key: str) -> str:
 
 
 def _right_kind(setting: Setting, value: Any) -> bool:
-    """False for values that OmegaConf would convert silently: null if it is not allowed, booleans or collections to text, and numbers but 0
-    and 1 to booleans."""
+    """False for values that OmegaConf would convert silently: null if it is not allowed, booleans or collections to text, also in a list of
+    texts, and numbers but 0 and 1 to booleans."""
     if value is None:
         return setting.optional
     if setting.type is bool and isinstance(value, int | float):
         return value in (0, 1)
+    if setting.type == list[str] and isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
     return setting.type is not str or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 
@@ -390,7 +424,7 @@ def _wrong_type(setting: Setting, value: Any) -> str:
 
 def _check_values(tree: DictConfig, skip: set[str]) -> Iterator[tuple[Setting, str]]:
     """Resolves interpolations in `tree`, then checks every value against the limit of its setting."""
-    written = _plain_mapping(tree)
+    written: Any = OmegaConf.to_container(tree)
     for setting in concrete(written):
         text = _dig(written, setting.key)
         if text is None or setting.key in skip:
@@ -434,14 +468,27 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _internal_interpolations(value: Any) -> Any:
-    return value.replace("${async.", "${async_.") if isinstance(value, str) else value
+def _internal(value: Any, outermost: bool = True) -> Any:
+    """`value` in the form that OmegaConf takes: with the internal name of `async`, and with ??? as a text, unless it is the whole value."""
+    if isinstance(value, Mapping):
+        return {key: _internal(item, outermost=False) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_internal(item, outermost=False) for item in value]
+    if not isinstance(value, str):
+        return value
+    if _ENDS_MISSING.fullmatch(value) and not (outermost and value == MISSING):
+        return f"\\{value}"
+    return _OF_ASYNC.sub(r"\1${async_.", value)
 
 
-def _escape(value: Any) -> Any:
-    """Escapes a text that looks like an interpolation, so that it is not resolved again."""
+_OF_ASYNC = re.compile(r"(?<!\\)((?:\\\\)*)\$\{async\.")  # not after an odd number of backslashes, which escape it
+_ENDS_MISSING = re.compile(r"\\*\?\?\?")  # with a backslash more, OmegaConf takes it for a text
+
+
+def escaped(value: Any) -> Any:
+    """`value` with each text that looks like an interpolation escaped, so that OmegaConf resolves it to itself."""
     if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
+        return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_escape(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+        return [escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

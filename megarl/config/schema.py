@@ -539,6 +539,11 @@ class CheckpointConfig:
         "steps between exports of the weights as a Hugging Face checkpoint (run_dir/hf/step_000010, …), all of which are kept; 0: none",
         at_least(0),
     )
+    accept_changed_data: bool = setting(
+        False,
+        "a resumed run, or megarl sft, goes on although rows, tokenizer, chat template or the file of a reward function have changed since"
+        " it began. It keeps its place in the order of rows, so some prompts may be trained twice or never",
+    )
     on_termination_s: float = setting(
         120.0, "on SIGTERM (Slurm's preemption), time to finish and save the running step; then the run is ended regardless", seconds()
     )

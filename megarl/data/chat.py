@@ -26,6 +26,9 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates in Transformer
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message")
 """No arguments of a template: Transformers and SGLang give them a meaning of their own."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message for the assistant's thinking
+# Code points that stand for special tokens in messages while the template renders them. They are for private use. Terminals have no glyphs
+# for them, unlike for those from U+E000 on.
+_HIDDEN = 0x10F000
 Message = dict[str, Any]
 
 
@@ -84,6 +87,31 @@ class ChatTemplate:
     def _variant(self, tools: Any) -> str:
         """Chosen as by get_chat_template of Transformers."""
         return self.name or (_TOOL_USE if tools is not None and _TOOL_USE in self.variants else _DEFAULT)
+
+    def following(self, messages: Sequence[Message], tokenizer: Tokenizer, ended: bool) -> list[int]:
+        """The ids with which the template goes on behind a turn of the assistant: `messages`, then the start of the next turn. They begin
+        with the token that ends the turn, unless the model has sampled it (`ended`).
+
+        Only `messages` are rendered, behind a short conversation. So templates that rewrite earlier turns change nothing. Names of special
+        tokens in `messages` stay text. Raises ValueError if the template refuses the messages, or does not end turns with an end-of-text
+        token.
+        """
+        names = StandIns([*self.special_tokens, *self.ends])
+        calls = [
+            {"type": "function", "id": message.get("tool_call_id", "call00000"), "function": {"name": "call", "arguments": {}}}
+            for message in messages
+            if message["role"] == "tool"
+        ]
+        turn = {"role": "assistant", "content": _NONCE} | ({"tool_calls": calls} if calls else {})
+        shown = [names.hide(message) for message in messages]
+        whole = self.render([{"role": "user", "content": "."}, turn, *shown])
+        check_shown(shown, whole, 2)
+        said = whole.rfind(_NONCE) + len(_NONCE)
+        ends = {whole.find(token, said): token for token in self.ends if whole.find(token, said) >= 0}
+        if not ends or (whole[said : min(ends)].strip() and not calls):
+            raise ValueError("the chat template does not end the assistant's turn with an end-of-text token of the model")
+        first = min(ends)
+        return names.encode(whole[first + len(ends[first]) * ended :], tokenizer)
 
     def _marked(self, messages: Sequence[Message], tools: Any, answered: bool) -> str:
         tools = tools or None
@@ -182,6 +210,39 @@ class ChatTemplate:
                 for text in _texts(value):
                     if found := next((token for token in (*self.special_tokens, *self.ends) if token in text), None):
                         raise ValueError(f"{kind} {number}: holds the special token {found!r}, which could end a turn or open another")
+
+
+class StandIns:
+    """Replaces the names of special tokens in messages by private-use code points."""
+
+    def __init__(self, names: Sequence[str]):
+        self._of = {name: chr(_HIDDEN + number) for number, name in enumerate(sorted(set(names), key=len, reverse=True))}
+        self._names = {mark: name for name, mark in self._of.items()}
+        self._marks = re.compile(f"[{''.join(self._names)}]" if self._names else "(?!)")
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for name, mark in self._of.items():
+                value = value.replace(name, mark)
+            return value
+        if isinstance(value, dict):
+            return {name: self.hide(inner) for name, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list) else value
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """The pieces of `text` in order, each with whether special tokens in it count as such."""
+        found, start = [], 0
+        for mark in self._marks.finditer(text):
+            found += [(text[start : mark.start()], True), (self._names[mark[0]], False)]
+            start = mark.end()
+        return [part for part in [*found, (text[start:], True)] if part[0]]
+
+    def encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Tokenises rendered text. The template's own text may name special tokens; text of messages stays text, whatever it looks like."""
+        ids: list[int] = []
+        for part, special in self.parts(text):
+            ids += tokenizer.encode_text(part, special_tokens=special)
+        return ids
 
 
 def check_shown(messages: Sequence[Message], text: str, first: int = 0) -> None:

@@ -14,7 +14,7 @@ from megarl.data.batches import demonstration_tokens, pair_sets, responses_token
 from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
 from megarl.data.order import source_sets
 from megarl.data.prompts import prompt_tokens
-from megarl.data.rows import Pair, Reading, Row, held_out, held_out_tokens
+from megarl.data.rows import ROW_DIGEST_BYTES, Pair, Reading, Row, held_out, held_out_tokens
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -92,6 +92,7 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             continue
         tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
         reading = Reading(config.data.bad_rows == DROP, tokens, prompts=trained if key.startswith("data.train") else {})
+        reading.digests = None if at_hand or not _is_learned(key) else bytearray()
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
@@ -121,6 +122,21 @@ def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, read
     assert isinstance(dataset, DatasetConfig)
     answers = "none" if command == "sft" else answers_of(config, not key.startswith("data.train"), key.removeprefix("eval.suites."))
     return read_rows(dataset, key, config.seed, answers, config.model, reading, most)
+
+
+def _is_learned(key: str) -> bool:
+    return key.startswith(("data.train", "sft.data"))
+
+
+def digests_of(checked: Sequence[Checked]) -> dict[str, bytes]:
+    """Config section of each source that is learned -> the digests of its usable rows. A synthetic task has those of its first rows, which
+    show task, split and seed, and the number of all its rows."""
+    digests = {}
+    for each in checked:
+        if each.reading.digests is not None:
+            count = (each.rows or 0).to_bytes(ROW_DIGEST_BYTES) if each.source.startswith(PREFIX) else b""
+            digests[each.key] = bytes(each.reading.digests) + count
+    return digests
 
 
 def _tokens(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, command: str, response_tokens: int) -> Callable[[Any], int] | None:

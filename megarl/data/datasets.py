@@ -157,7 +157,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         for number, record in enumerate((record for batch in batches for record in batch.to_pylist()), start=1):
-            yield f"{path}, row {number}", record
+            yield f"{path}, row {number}", ArrowRow(record)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a parquet file ({error})") from error
 
@@ -178,7 +178,24 @@ def _hub(config: SourceConfig, key: str) -> Iterator[tuple[str, Any]]:
         reason = (why and f"it is not in the cache, and {why}") or (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{what}: cannot be loaded: {reason}") from (HubAway(why) if why else error)
     for number, record in enumerate(rows, start=1):
-        yield f"{config.source}, split {config.split}, row {number}", record
+        yield f"{config.source}, split {config.split}, row {number}", ArrowRow(record)
+
+
+class ArrowRow(dict[str, Any]):
+    """A row of a parquet file or of the library datasets. Arrow gives all objects of a column the same fields, and those that an object
+    lacks are null."""
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The row without the nulls inside its columns. In Arrow they cannot be told from absent fields. A list's items, and what is in a
+        column of JSON texts, are as they were written. TRL's remove_none_values does the same."""
+        return {name: _without_nulls(value) for name, value in self.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 # Finds the columns of a row in a known format, and reads its conversation.
@@ -390,7 +407,8 @@ def answers_of(config: RunConfig, evaluated: bool = False, suite: str = "") -> A
     needs = {_answer_for(part, config) for part in (parts_in_evaluation(config, suite) if evaluated else parts_of(config.reward))}
     forms: tuple[Answers, ...] = ("final", "instructions", "tests", "whole", "unused")
     found: Answers = next(form for form in forms if form in needs)
-    return WITH_ROW[found] if "whole" in needs and found in WITH_ROW else found
+    gives_row = "whole" in needs or ":" in config.rollout.name or config.rollout.name == "program"
+    return WITH_ROW.get(found, found) if gives_row else found
 
 
 def _answer_for(part: Part, config: RunConfig) -> Answers:
@@ -458,6 +476,7 @@ def _as_in(others: int) -> str:
 
 
 def _pair(where: str, record: dict[str, Any], config: PreferenceConfig, key: str, chat: Chat) -> Pair:
+    record = record.whole if isinstance(record, ArrowRow) else record
     field = config.prompt_key or "prompt"
     named = {"chosen_key": config.chosen_key, "rejected_key": config.rejected_key}
     named |= {"margin_key": config.margin_key} if config.margin_key else {}
@@ -507,8 +526,9 @@ def _response(record: dict[str, Any], field: str) -> str:
 
 
 def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
+    given = {**record} if answers == "whole" or answers in WITH_ROW.values() else {}  # with the nulls, which functions of verl expect
+    record = record.whole if isinstance(record, ArrowRow) else record
     columns = columns_of(record, config, key)
-    keeping = answers == "whole" or answers in WITH_ROW.values()
     demonstration = config.demonstration_key if isinstance(config, LearnedConfig) else None
     messages = _dig(record, columns.prompt)
     if columns.answer is None and not isinstance(messages, list):
@@ -522,7 +542,8 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
     prompt = _prompt(record, columns.prompt, config, chat, answered=config.prompt_key is None)
     rendered = _is_rendered(record, columns.prompt, config)
     if answers in ("row", "unused"):
-        return Row(prompt, "", "", where, record if answers == "row" else {}, rendered=rendered)
+        answer = _dig(record, columns.answer or "")
+        return Row(prompt, answer if isinstance(answer, str) else "", "", where, given, rendered=rendered)
     if answers == "none":
         return Row(prompt, "", _demonstration(record, demonstration or columns.answer or ""), where, rendered=rendered)
     if columns.answer is None:
@@ -534,7 +555,7 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
         answer=_REFERENCES[answers](text, columns.answer or columns.prompt),
         demonstration=_demonstration(record, demonstration) if demonstration else text,
         where=where,
-        record=record if keeping else {},
+        record=given,
         rendered=rendered,
     )
 
@@ -683,7 +704,7 @@ _REFERENCES: dict[Answers, Callable[[str, str], str]] = {
     "tests": _tests,
     "whole": lambda text, field: text,
 }
-_REFERENCES |= {WITH_ROW[form]: _REFERENCES[form] for form in WITH_ROW}
+_REFERENCES |= {WITH_ROW[form]: _REFERENCES[form] for form in WITH_ROW if form in _REFERENCES}
 _FINAL = ("final", WITH_ROW["final"])
 _FORMS: dict[str, Answers] = {ifeval.NAME: "instructions", code.NAME: "tests"}  # reward.name -> form of the reference answers
 _KINDS = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
@@ -31,6 +32,7 @@ class Row:
 
 
 Rows = Sequence[Row]
+ROW_DIGEST_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Reading:
     repeated: int = 0  # rows with the same prompt as an earlier row
     otherwise: int = 0  # how many of the repeated rows have another answer
     remark: str = ""  # a warning about the chat template
+    digests: bytearray | None = None  # one of ROW_DIGEST_BYTES for each usable row, in order; None: none is made
 
     def note(self, row: Row | Pair) -> None:
         """Counts a usable row."""
@@ -64,6 +67,9 @@ class Reading:
         prompt, now = hash(row.prompt), hash(after)
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
+        if self.digests is not None:
+            content = [value for name, value in vars(row).items() if name != "where"]
+            self.digests += blake2b(repr(content).encode(), digest_size=ROW_DIGEST_BYTES).digest()
 
 
 Answers = Literal[
@@ -71,9 +77,14 @@ Answers = Literal[
 ]  # fmt: skip
 """Which part of the answer column becomes the reference. "final": the part marked as final answer. "instructions" or "tests": IFEval's
 instructions or a program's tests, checked. "whole": all of it, for a user's own reward function or a judge. "row": nothing, since an
-environment scores by the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row": the final
-answer, for a verifier, beside a user's own function, which is given the row."""
-WITH_ROW: dict[Answers, Answers] = {"final": "final, row", "instructions": "instructions, row", "tests": "tests, row"}
+environment or an own rollout has the whole row. "unused": no score needs a reference. "none": only demonstrations are read. "final, row":
+the final answer, for a verifier, beside a user's own function or rollout, which is given the row."""
+WITH_ROW: dict[Answers, Answers] = {
+    "final": "final, row",
+    "instructions": "instructions, row",
+    "tests": "tests, row",
+    "unused": "row",
+}
 
 
 # Known benchmarks (eval.suites.NAME.benchmark): where they are on the hub, and the question that each asks.

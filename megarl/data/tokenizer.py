@@ -32,7 +32,7 @@ _SHORT_CHARS = 4096
 MOST_CHARS_PER_TOKEN = 64  # a bound for all but contrived texts, such as a megabyte of blanks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokenizer:
     """A tokenizer, which threads may share. While it encodes a long text, other threads run."""
 

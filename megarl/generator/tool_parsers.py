@@ -67,13 +67,13 @@ class OwnParser:
 
 
 def json_calls(text: str, tools: Tools) -> Parsed:
-    """Finds calls of existing tools in the form <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+    """Finds calls of existing tools in the form <tool_call>{"name": …, "arguments": {…}}</tool_call>. Any other call stays text."""
     names = {_function(tool)["name"] for tool in tools}
     calls, rest, end = list[ToolCall](), list[str](), 0
     for start, stop in _marked(text):
         call = _object(text[start:stop]) or {}
         if call.get("name") not in names or not isinstance(call.get("arguments"), dict):
-            return text, []
+            continue
         calls.append(ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
         rest.append(text[end : start - len(_OPEN)])
         end = stop + len(_CLOSE)
@@ -165,8 +165,10 @@ def sglang_calls(name: str) -> Callable[[str, Tools], Parsed]:
             rest, calls = parser.parse_non_stream(text)
         except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # raised for a text that is nearly a call
             return text, []
-        found = [ToolCall(call.name, call.parameters) for call in calls if call.name]
-        return (rest, found) if found and all(_object(call.arguments) is not None for call in found) else (text, [])
+        named = [ToolCall(call.name, call.parameters) for call in calls if call.name]
+        usable = [call for call in named if _object(call.arguments) is not None]
+        unusable = [call.arguments for call in named if call not in usable]
+        return ("\n".join([rest, *unusable]), usable) if usable else (text, [])
 
     return parse
 

@@ -26,9 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.base.files import write_whole
+from megarl.config.dialect import read_yaml
 from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, parse_row, read_metrics
 from megarl.observe.samples import SAMPLES_FILE
 from megarl.trackers.trackers import Beginning, Tracker, open_tracker
@@ -235,7 +234,7 @@ def main() -> None:
         threading.Timer(arguments.deadline, lambda: os._exit(1)).start()
         return True
 
-    config = yaml.safe_load(arguments.config.read_text(encoding="utf-8"))
+    config = read_yaml(arguments.config.read_text(encoding="utf-8"))
     title = arguments.title or str(arguments.folder)
     beginning = Beginning(arguments.folder, arguments.project, title, config, entity=arguments.entity, tags=arguments.tags)
     follow(arguments.name, beginning, rows, arguments.first, ended)

@@ -21,6 +21,7 @@ from megarl.config.keys import general, keys_of, settings, value_at, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import load_config
 from megarl.config.schema import DROP, RunConfig
+from megarl.data import contents
 from megarl.data.rows import held_out
 from megarl.rewards.score import parts_in_evaluation
 
@@ -345,7 +346,10 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     except ConfigError as error:
         yield f"run_dir={config.run_dir}: its config.yaml cannot be read ({error.problems[0]}); use another run_dir"
         return
-    yield from _begun_otherwise(before, config, (*FIXED_KEYS, *_ROOM_KEYS) if config.data.bad_rows == DROP else FIXED_KEYS)
+    fixed = {*FIXED_KEYS, *(_ROOM_KEYS if config.data.bad_rows == DROP else ())}
+    if (Path(config.run_dir) / contents.FILE).is_file():
+        fixed -= {*contents.KEYS}  # the launcher compares what they lead to
+    yield from _begun_otherwise(before, config, fixed)
 
 
 def check_exported(config: RunConfig) -> Iterable[str]:

@@ -60,7 +60,7 @@ def run(config_path: str, overrides: list[str], python: str, steps: int, pairs: 
 
 
 def settings_of(config: RunConfig, steps: int) -> Settings:
-    rows = load_rows(config.data.train, "data.train", config.seed, tokenizer=config.model.tokenizer or config.model.path)
+    rows = load_rows(config.data.train, "data.train", config.seed, model=config.model)
     sampled = config.rollout
     return Settings(
         model=config.model.path,

@@ -26,7 +26,7 @@ from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import tokenizer_of
 from megarl.generator.completions import ABORT, Completion, Sampling
 from megarl.generator.fleet import Fleet
-from megarl.generator.tool_parsers import OwnParser, ToolCall
+from megarl.generator.tool_parsers import OwnParser, ToolCall, json_calls
 from megarl.rewards.score import Score
 from megarl.rollouts.environments.base import sample_problems
 
@@ -272,6 +272,13 @@ def episode(*texts: str, sampling: Sampling = SAMPLING) -> tuple[Episode, Script
 
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+def test_good_calls_survive_beside_bad_ones():
+    tools = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
+    for bad in ('{"name": "unknown", "arguments": {}}', '{"name": "calculate", "arguments": 7}', "no JSON"):
+        text, calls = json_calls(f"First {CALL} then <tool_call>{bad}</tool_call>", tools)
+        assert [call.name for call in calls] == ["calculate"] and text == f"First  then <tool_call>{bad}</tool_call>"
 
 
 def test_a_call_and_its_result_continue_the_sampled_ids():

@@ -14,9 +14,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema import LearnedConfig, ModelConfig
 from megarl.data.batches import sft_sequence
-from megarl.data.datasets import load_rows
+from megarl.data.datasets import answers_of, load_rows
 from megarl.data.rows import Answers, Row
 from megarl.data.tokenizer import tokenizer_of
 
@@ -250,6 +251,54 @@ def test_parts_of_contents_and_nulls_of_parquet(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": [say("user", "9?"), say("assistant", "9", weight=1)]}]), path)
     (row,) = load_rows(LearnedConfig(source=str(path)), "sft.data", 0, "none", ModelConfig(path=model(tmp_path)))
     assert learned(row) == ["9<eos>"]
+
+
+def of_city(unit: str | None, **more: Any) -> dict[str, Any]:
+    """A row with a tool whose fields depend on `more`, and a call of it with a null inside JSON."""
+    properties = {"a": {"type": "number"}, **more}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": properties}}}
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": json.dumps({"a": 1, "unit": unit})}}
+    talk = [say("user", "1+1?"), say("assistant", None, tool_calls=[call]), say("tool", "2", tool_call_id="1"), say("assistant", "2")]
+    return {"messages": talk, "tools": [tool]}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_tools_of_arrow_rows_are_those_of_json_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = [of_city(None, zone={"type": "string"}), of_city("C", day={"type": "string", "enum": ["a"]})]
+    in_json = write(tmp_path / "rows.jsonl", *rows)
+    (tmp_path / "rows").mkdir()
+    source = tmp_path / "rows/train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    assert "null" in json.dumps(pyarrow.parquet.read_table(source).to_pylist())
+    template = model(tmp_path, PLAIN.replace("call.function.arguments.a", "call.function.arguments | tojson"))
+    texts = []
+    for path in (in_json, str(source if kind == "parquet" else source.parent)):
+        found = load_rows(LearnedConfig(source=path), "data.train", 0, "none", template)
+        texts.append([(row.prompt, row.demonstration) for row in found])
+    assert texts[0] == texts[1]
+    assert '"unit": null' in texts[1][0][1][0] and '"zone"' not in texts[1][1][0]
+
+
+def test_answers_of_arrow_rows_are_those_of_json_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "label": {"city": "Rome"}}, {"prompt": "2", "label": {"zone": [1, None]}}]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = load_rows(LearnedConfig(source=str(path)), "data.train", 0, "whole")
+    assert [json.loads(row.answer) for row in found] == [row["label"] for row in rows]
+    assert found[0].record == {"prompt": "1", "label": {"city": "Rome", "zone": None}}
+
+
+@pytest.mark.parametrize("reward", ["math", "none"])
+def test_own_rollout_has_row_and_answer_under_any_reward(reward: str, tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": "2", "board": [1, 2]}
+    write(tmp_path / "rows.jsonl", row)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\ndata: {train: {source: ./rows.jsonl}}\n")
+    own, built_in = (answers_of(load_config(file, [f"reward.name={reward}", *name])) for name in (["rollout.name=games:play"], []))
+    found = load(tmp_path, row, own)
+    assert (found.answer, found.record) == ("2", row)
+    assert load(tmp_path, row, built_in).record == {}
 
 
 VERL = {

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, episodes, impossible_logprobs, join, typed, view
 from megarl.config.schema import MAX_REWARD
+from megarl.data.chat import ChatTemplate, Message, load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
 from megarl.rewards.score import Score, ScoreRequest
@@ -171,6 +172,22 @@ class Transcript:
         return True
 
     @property
+    def turn_ended(self) -> bool:
+        """Whether the policy has sampled the end-of-text token of its last turn. False if the turn was cut, or ended at a stop text."""
+        return len(self._ids) > 0 and self._ids[-1] in self.tokenizer.eos_ids
+
+    def add_messages(self, messages: Sequence[Message]) -> bool:
+        """Appends the environment's messages as the model's chat template frames them, and opens the policy's next turn.
+
+        Messages are `{"role": "user" or "tool", "content": text}`. All tokens of the template are the environment's, so they are masked.
+        These include the token that ends the policy's turn, unless the policy has sampled it (`turn_ended`). So prompt and response are
+        what the template makes of the whole conversation. Text of messages cannot end a turn or open another. Returns what
+        `add_environment` returns. Raises ConfigError without a chat template, and ValueError if it refuses the messages.
+        """
+        template = _template_of(self.tokenizer)
+        return self.add_environment(template.following(messages, self.tokenizer, self.turn_ended))
+
+    @property
     def to_score(self) -> ScoreRequest:
         """The request to score the response so far. Its text is the text of the last turn."""
         return ScoreRequest(
@@ -211,3 +228,9 @@ class Transcript:
         self._logprobs += logprobs
         self._versions += versions
         self._mask += array("b", [mine]) * len(ids)
+
+
+@cache
+def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    setting = f"model.path={tokenizer.source}"
+    return load_chat_template(tokenizer, setting, without="Transcript.add_messages needs one; use add_environment")

@@ -1,0 +1,59 @@
+"""The one dialect of YAML in which settings are read and written: OmegaConf's, in which 1e5 is a number and a date is a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from omegaconf._yaml import get_yaml_loader
+
+Loader: Any = get_yaml_loader()
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+class TextLoader(Loader):
+    """Reads what stands for a number as the text that was written: `010` is not 8."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, as PyYAML declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+        for first, resolvers in Loader.yaml_implicit_resolvers.items()
+    }
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes in quotes each text that `Loader` would read as something else, and repeats a value instead of an alias."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    """Only double quotes keep every character, and a text of several lines on one."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+Dumper.add_representer(str, _represent_text)
+Dumper.add_multi_representer(str, _represent_text)  # OmegaConf has a class of its own for ???
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader)
+
+
+def read_texts(text: str) -> Any:
+    """Like `read_yaml`, but numbers are the texts that were written."""
+    return yaml.load(text, TextLoader)
+
+
+def write_yaml(value: Any) -> str:
+    """`value` in YAML. `read_yaml` gives an equal value."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def write_line(value: Any) -> str:
+    """`value` in YAML on one line, as in an override. `read_yaml` gives an equal value."""
+    text = yaml.dump([value], Dumper=Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))
+    return text.strip()[1:-1]

@@ -1,0 +1,104 @@
+"""A resumed run compares the contents that it learns from, wherever they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.data.check import check_data, digests_of
+from megarl.data.contents import FILE, contents_of, keep_contents
+from megarl.rewards.score import parts_of
+
+TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
+ROWS = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, model: Path) -> Path:
+    """The folder of a run that began with ROWS."""
+    assert kept(tmp_path, ROWS, resumed=False) == []
+    return tmp_path / "run"
+
+
+def written(folder: Path, rows: list[dict[str, str]], suffix: str) -> Path:
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def kept(folder: Path, rows: list[dict[str, str]], *overrides: str, suffix: str = ".jsonl", resumed: bool = True) -> list[str]:
+    """The lines of a run that begins or resumes with `rows` in a file."""
+    file = folder / "run.yaml"
+    file.write_text(f"model: {{path: {folder}/model}}\ndata: {{train: {{source: {written(folder, rows, suffix)}}}}}\n")
+    config = load_config(file, overrides)
+    now = contents_of(config, digests_of(check_data(config, None, "train")), parts_of(config.reward))
+    return keep_contents(folder / "run", resumed, now, config.checkpoint.accept_changed_data)
+
+
+def refusal(folder: Path, rows: list[dict[str, str]], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        kept(folder, rows, *overrides)
+    return caught.value.problems[0].partition(". ")[0]
+
+
+def test_same_rows_elsewhere_resume(run_dir: Path) -> None:
+    for suffix in (".jsonl", ".parquet"):
+        assert kept(run_dir.parent, ROWS, suffix=suffix) == []
+
+
+def test_changed_rows_are_refused_with_what_changed(run_dir: Path) -> None:
+    other = {"question": "7+1=", "answer": "8"}
+    folder = run_dir.parent
+    assert refusal(folder, [other, *ROWS]) == "data.train: row 0 is the first that differs; 1 row more"
+    assert refusal(folder, [*ROWS, other, other]) == "data.train: 2 rows more at the end"
+    assert refusal(folder, ROWS[:2]) == "data.train: 1 row fewer at the end"
+    assert refusal(folder, [ROWS[0], other, ROWS[2]]) == "data.train: row 1 is the first that differs"
+    assert refusal(folder, [ROWS[0], ROWS[2], ROWS[1]]) == "data.train: row 1 is the first that differs"
+    assert refusal(folder, ROWS, "data.train.prompt_template='Q: {prompt}'") == "data.train: row 0 is the first that differs"
+
+
+def test_changed_rows_are_accepted_once_if_that_is_set(run_dir: Path) -> None:
+    folder = run_dir.parent
+    (line,) = kept(folder, ROWS[1:], "checkpoint.accept_changed_data=true")
+    assert line.startswith("Data: data.train: row 0 is the first that differs; 1 row fewer")
+    assert kept(folder, ROWS[1:]) == []
+
+
+def test_changed_template_tokenizer_and_reward_are_named(run_dir: Path, model: Path) -> None:
+    folder = run_dir.parent
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert refusal(folder, ROWS) == "the chat template differs"
+    (model / "chat_template.jinja").unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "0"}))
+    assert refusal(folder, ROWS) == "the tokenizer differs"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = folder / "own_grader.py"
+    own.write_text("def score(response, answer):\n    return 1.0\n")
+    assert "reward.name: the reward" in refusal(folder, ROWS, f"reward.name={own}:score")
+    name = [f"reward.name={own}:score"]
+    kept(folder, ROWS, *name, "checkpoint.accept_changed_data=true")
+    assert kept(folder, ROWS, *name) == []
+    own.write_text("def score(response, answer):\n    return 0.0\n")
+    assert "the file of its function differs" in refusal(folder, ROWS, *name)
+
+
+def test_run_of_an_earlier_version_resumes_with_a_word(run_dir: Path) -> None:
+    (run_dir / FILE).unlink()
+    (line,) = kept(run_dir.parent, [*ROWS, ROWS[0]])
+    assert "it is not known" in line and (run_dir / FILE).exists()
