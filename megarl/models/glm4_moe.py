@@ -28,6 +28,8 @@ PREDICTION = multi_token.NEXTN
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1)
+    reader.assume(n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1)
     return read_common(
         reader,
         "glm4_moe",
