@@ -267,7 +267,9 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         if any(config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()):
             yield f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since model.path={config.model.path} is in MXFP4"
     elif quantised and config.generator.quantization is None:
-        yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config); if its tensors are not, remove quantization_config from its config.json"
+        way_out = "if its tensors are not, remove quantization_config from its config.json"
+        quantised_path = f"model.path={config.model.path} is quantised (quantization_config)"
+        yield f"generator.quantization=null: must be fp8_block, since {quantised_path}; {way_out}"
 
 
 def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

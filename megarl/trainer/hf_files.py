@@ -179,6 +179,8 @@ def _unread(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[st
     whole = replace(spec, mtp_layers=getattr(family(spec), PREDICTION, None) is not None and spec.head == LM)
     read = {tensor.name for tensor in (*filed(spec, files), *filed(whole, files))}
     unread = [name for name in files if name not in read and not _is_idle(spec, name, read)]
+    headers = {file: header(folder / file) for file in {files[name] for name in unread}}
+    unread = [name for name in unread if 0 not in headers[files[name]].get(name, {}).get("shape", ())]  # an empty tensor says nothing
     if HEAD in unread and spec.tie_word_embeddings:
         unread.remove(HEAD)
         if not _same_values(folder, files, HEAD, _embedding(files)):
@@ -205,19 +207,20 @@ def _embedding(files: Collection[str]) -> str:
     return EMBED if EMBED in files else EMBED.replace("model.", "model.language_model.", 1)
 
 
-def _same_values(folder: Path, files: dict[str, str], *names: str) -> bool:
-    """Whether tensors are equal byte for byte."""
-    entries = [header(folder / files[name]).get(name) for name in names if name in files]
-    if len(entries) < len(names) or None in entries or entries[0]["dtype"] != entries[1]["dtype"]:
+def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -> bool:
+    """Whether two tensors are equal byte for byte."""
+    if second not in files:
         return False
-    values = []
-    for name, entry in zip(names, entries):
-        path = folder / files[name]
-        begin, end = entry["data_offsets"]
-        with open(path, "rb") as opened:
-            data = 8 + int.from_bytes(opened.read(8), "little")
-        values.append(np.memmap(path, np.uint8, "r", offset=data + begin, shape=(end - begin,)))
-    return np.array_equal(*values)
+    dtypes = {header(folder / files[name])[name]["dtype"] for name in (first, second)}
+    return len(dtypes) == 1 and np.array_equal(_raw(folder / files[first], first), _raw(folder / files[second], second))
+
+
+def _raw(path: Path, name: str) -> np.ndarray:
+    """The bytes of a tensor, mapped and not read."""
+    begin, end = header(path)[name]["data_offsets"]
+    with open(path, "rb") as opened:
+        data = 8 + int.from_bytes(opened.read(8), "little")
+    return np.memmap(path, np.uint8, "r", offset=data + begin, shape=(end - begin,))
 
 
 def _scale_problems(

@@ -192,7 +192,7 @@ def load_hf(
     """
     from safetensors import safe_open  # a compiled package that only this needs: a trainer with random weights runs without it
 
-    folder = _local_folder(path, ("*.safetensors", INDEX))
+    folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(filed(spec, files))
     held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
@@ -468,7 +468,7 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool, mtp: bool) -> None:
-    """Copies all files but weights, so that whatever config.json and the tokenizer's files point to is there: code, templates, vocabularies.
+    """Copies all files but weights, so that what config.json and the tokenizer's files point to is there: code, templates.
 
     `scores`: whether the model has a scalar head. The model in `source` may have another head. `mtp`: whether the export has the layer for
     multi-token prediction.
@@ -502,12 +502,12 @@ def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor)
     return parameter
 
 
-def _local_folder(path: str, patterns: Sequence[str] | None, left_out: Sequence[str] = ()) -> Path:
+def _local_folder(path: str, patterns: list[str] | None, left_out: Sequence[str] = ()) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download  # imported only for hub names, since local models need no network
 
     try:
-        return Path(snapshot_download(path, allow_patterns=patterns and list(patterns), ignore_patterns=list(left_out)))
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=list(left_out)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error

@@ -335,3 +335,26 @@ def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(monkey
     served = runpy.run_path(str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py"))["EntryClass"]
     given = ["Gemma3ForCausalLM", "Glm4MoeForCausalLM", "llama", "llama_reward", "mixtral", "olmo2", "qwen3_moe", "Qwen3NextForCausalLM"]
     assert [each.__name__ for each in served] == given
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [("glm-4.6", {"first_k_dense_replace": 0}), ("deepseek-v3", {"first_k_dense_replace": 0}), ("deepseek-v3", {"n_shared_experts": 0})],
+)
+def test_mixtures_without_dense_layers_or_shared_experts(model, change):
+    values = json.loads((Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text())
+    spec = load_spec(values | change)
+    assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
+
+
+def test_a_tied_qwen3_next_is_refused():
+    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    with pytest.raises(ConfigError, match="tie_word_embeddings = True is not supported"):
+        load_spec(values | {"tie_word_embeddings": True})
+
+
+def test_theta_of_qwen3_next_must_stand_where_sglang_reads_it():
+    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    del values["rope_theta"]
+    with pytest.raises(ConfigError, match="rope_theta = 700 must also stand beside rope_parameters: .* would take 10000"):
+        load_spec(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.25}})
