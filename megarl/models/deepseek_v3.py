@@ -18,8 +18,6 @@ ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 PREDICTION = multi_token.NEXTN
 _ALLOWED = {
     "attention_bias": False,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
     "rope_interleave": True,
     "rms_norm_eps": 1e-6,  # for the two norms inside attention, Hugging Face always uses this value, SGLang that of config.json
@@ -28,11 +26,17 @@ _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=128, moe_intermediate_size=2048, num_experts_per_tok=8, n_shared_experts=1)
+    reader.assume(n_routed_experts=256, routed_scaling_factor=2.5, n_group=8, topk_group=4, first_k_dense_replace=3)
+    reader.assume(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     for key, allowed in _ALLOWED.items():
         reader.expect(key, allowed, allowed)
     _, scaling = reader.rope()
-    if missing := [key for key in _YARN if scaling and key not in scaling]:  # Hugging Face and SGLang have different defaults
+    if missing := [key for key in _YARN if scaling and not scaling.get(key)]:  # Hugging Face and SGLang have different defaults
         raise ConfigError(f"{reader.source}: rope_scaling lacks {', '.join(missing)}")
+    for key, allowed in (("attention_factor", None), ("truncate", True)):
+        if scaling and scaling.get(key, allowed) != allowed:
+            raise ConfigError(f"{reader.source}: {key} = {scaling[key]!r} in rope_scaling is not supported, only {allowed!r} is")
     nope, rope = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
     return read_common(
         reader,

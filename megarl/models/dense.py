@@ -30,13 +30,15 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     problems = []
     if heads % kv_heads:
         problems.append(f"{reader.source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
-    if reader.values.get("head_dim") is None and "head_dim" not in own and hidden % heads:
+    if reader.value("head_dim") is None and "head_dim" not in own and hidden % heads:
         problems.append(f"{reader.source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
     if "partial_rotary_factor" not in own and (factor := reader.partial_rotary_factor()) != 1.0:
         # For families without this key, SGLang would rotate a part of each head, Hugging Face all of it.
         problems.append(f"{reader.source}: partial_rotary_factor = {factor} is not supported, only 1.0 is")
     if problems:
         raise ConfigError(problems)
+    if "windowed_layers" not in own and "linear_layers" not in own and (kinds := reader.value("layer_types")):
+        reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
     theta, scaling = reader.rope()
     fields = {
         "num_layers": reader.integer("num_hidden_layers"),
@@ -54,6 +56,12 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     if "intermediate_size" not in own:
         fields["intermediate_size"] = reader.integer("intermediate_size")
     return ModelSpec(family=family, **(fields | own))
+
+
+def expect_no_biases(reader: ConfigReader) -> None:
+    """For families that SGLang serves with its Llama, which would build the biases."""
+    for key in ("attention_bias", "bias", "mlp_bias"):
+        reader.expect(key, False, False)
 
 
 def logical_tensors(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[LogicalTensor, ...]:

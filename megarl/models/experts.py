@@ -25,13 +25,15 @@ def quantised(module: str) -> tuple[str, ...]:
 
 def read_sigmoid_router(reader: ConfigReader) -> dict[str, Any]:
     """Fields of the spec for mixtures like DeepSeek-V3's and GLM-4.5's: sigmoid scores, a bias on the choice, groups, shared experts."""
+    reader.expect("topk_method", "noaux_tc", "noaux_tc")
+    reader.expect("scoring_func", "sigmoid", "sigmoid")
     rows = reader.integer("moe_intermediate_size")
     return {
-        "num_experts": reader.integer("n_routed_experts"),
+        "num_experts": reader.renamed("n_routed_experts", "num_local_experts"),
         "experts_per_token": reader.integer("num_experts_per_tok"),
         "expert_intermediate_size": rows,
-        "shared_intermediate_size": reader.integer("n_shared_experts") * rows,
-        "first_dense_layers": reader.integer("first_k_dense_replace"),
+        "shared_intermediate_size": reader.integer("n_shared_experts", minimum=0) * rows,
+        "first_dense_layers": reader.integer("first_k_dense_replace", minimum=0),
         "score_function": "sigmoid",
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "router_bias": True,

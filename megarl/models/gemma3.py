@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megarl.base.geometry import GeneratorTopology
 from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp, norms_after, vocabulary
 from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common
 from megarl.models.parameters import Parameter
-from megarl.models.registry import SLIDING, ConfigReader
+from megarl.models.registry import SLIDING, ConfigReader, rope_type
 from megarl.models.spec import GELU_TANH, ModelSpec
 
 __all__ = ["ARCHITECTURES", "logical_tensors", "megatron_parameters", "quantised_parameters", "read_spec", "sglang_parameters"]
@@ -20,18 +17,15 @@ FULL = "full_attention"
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6)
+    reader.assume(pad_token_id=0)
     reader.expect("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     reader.expect("attention_bias", False, False)
     reader.expect("tie_word_embeddings", True, True)
-    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
-        reader.expect(key, None, None)
-    if reader.values.get("use_bidirectional_attention"):
-        reader.expect("use_bidirectional_attention", False, False)
     rope = _rope(reader)
     return read_common(
         reader,
         "gemma3",
-        head_dim=reader.integer("head_dim", 256),
         tie_word_embeddings=True,
         rope_theta=rope[FULL],
         qk_norm=True,
@@ -48,14 +42,16 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
 
 def _rope(reader: ConfigReader) -> dict[str, float]:
     """The theta of each kind of layer, from the keys of transformers 5 or older ones. Raises ConfigError for scaled rotary embeddings."""
-    stated: Mapping[str, Any] = reader.values.get("rope_parameters") or {}
-    if FULL not in stated:
-        full = {"rope_theta": reader.number("rope_theta", 1e6), **(reader.values.get("rope_scaling") or {})}
-        stated = {FULL: full, SLIDING: {"rope_theta": reader.number("rope_local_base_freq", 1e4)}}
-    for rope in stated.values():
-        if rope.get("rope_type", "default") != "default":
-            raise ConfigError(f"{reader.source}: rope_type = {rope['rope_type']!r} is not supported, only 'default' is")
-    return {kind: float(stated[kind]["rope_theta"]) for kind in (FULL, SLIDING)}
+    nested = reader.mapping("rope_parameters")
+    full = {**(nested.get(FULL) or {}), **reader.mapping("rope_scaling")}
+    windowed = nested.get(SLIDING) or {}
+    if any(rope_type(rope) != "default" for rope in (nested, full, windowed)):
+        kinds = sorted({rope_type(rope) for rope in (nested, full, windowed)} - {"default"})
+        raise ConfigError(f"{reader.source}: rope_type = {kinds[0]!r} is not supported, only 'default' is")
+    return {
+        FULL: float(full.get("rope_theta", reader.number("rope_theta", 1e6))),
+        SLIDING: float(windowed.get("rope_theta", reader.number("rope_local_base_freq", 1e4))),
+    }
 
 
 def _windowed(reader: ConfigReader) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ The layer for multi-token prediction has the index num_hidden_layers in the chec
 from __future__ import annotations
 
 from megarl.base.geometry import GeneratorTopology
+from megarl.config.errors import ConfigError
 from megarl.models import experts, multi_token, sparse
 from megarl.models.dense import read_common
 from megarl.models.parameters import Parameter
@@ -28,6 +29,10 @@ PREDICTION = multi_token.NEXTN
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1)
+    reader.assume(n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1)
+    if reader.value("n_shared_experts") == 0:
+        raise ConfigError(f"{reader.source}: n_shared_experts = 0 is not supported: SGLang would build a shared expert without rows")
     return read_common(
         reader,
         "glm4_moe",

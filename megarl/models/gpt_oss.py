@@ -12,10 +12,15 @@ from megarl.models.spec import CLAMPED_SWIGLU, ModelSpec
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 ALPHA, YARN_KEYS = 1.702, ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+YARN = {  # of files that say nothing
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also for rotary embeddings that are scaled otherwise than gpt-oss's (YaRN without rounding of its range)."""
+    reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=150000.0, rope_parameters=YARN)
+    reader.assume(head_dim=64, sliding_window=128, num_local_experts=128, num_experts_per_tok=4)
     reader.expect("attention_bias", True, True)
     reader.expect("tie_word_embeddings", False, False)
     reader.expect("hidden_act", "silu", "silu")
@@ -26,16 +31,14 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         "gpt_oss",
         activation=CLAMPED_SWIGLU,
         activation_limit=reader.number("swiglu_limit", 7.0),
-        head_dim=reader.integer("head_dim", 64),
         intermediate_size=0,
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
         qkv_bias=True,
         linear_bias=True,
         sinks=True,
-        window=reader.integer("sliding_window", 128),
+        window=reader.integer("sliding_window"),
         windowed_layers=_windowed(reader),
-        num_experts=reader.integer("num_local_experts", reader.values.get("num_experts")),
-        experts_per_token=reader.integer("num_experts_per_tok", reader.values.get("experts_per_token")),
+        num_experts=reader.renamed("num_local_experts", "num_experts"),
+        experts_per_token=reader.renamed("num_experts_per_tok", "experts_per_token"),
         expert_intermediate_size=reader.integer("intermediate_size"),
     )
     _check_rope(reader, spec)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.dense import (
+    expect_no_biases,
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    read_common,
+    sglang_parameters,
+)
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
@@ -13,6 +20,5 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError for a missing key, and for variants whose tensors are not listed here (biases)."""
-    reader.expect("attention_bias", False, False)
-    reader.expect("mlp_bias", False, False)
+    expect_no_biases(reader)
     return read_common(reader, "llama")

@@ -25,6 +25,7 @@ from megarl.models.vocabulary import EMBED, HEAD
 
 PREDICTION = "PREDICTION"  # attribute of a family with such a layer
 COUNT = "num_nextn_predict_layers"  # key in config.json
+COUNTS = (COUNT, "num_mtp_layers", "mtp_num_hidden_layers")  # names of it that Transformers and SGLang read
 DRAFT = "draft."  # prefix of the names of SGLang's draft model in layouts
 MEGATRON = "mtp_layer."  # Megatron's MultiTokenPredictionLayer, in the chunk that ends the model
 _LAYER, _MEGATRON_LAYER, _OWN_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", MEGATRON + "mtp_model_layer."

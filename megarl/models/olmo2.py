@@ -14,6 +14,7 @@ ARCHITECTURES = ("Olmo2ForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also for a head width that SGLang would ignore."""
+    reader.assume(rms_norm_eps=1e-5, pad_token_id=1)
     reader.expect("attention_bias", False, False)
     spec = read_common(reader, "olmo2", qk_norm=True, qk_norm_of_all_heads=True, norms_before=False, norms_after=True)
     if spec.head_dim * spec.num_attention_heads != spec.hidden_size:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from megarl.config.errors import ConfigError
 from megarl.models import attention, mlp
-from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.dense import (
+    expect_no_biases,
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    read_common,
+    sglang_parameters,
+)
 from megarl.models.parameters import Parameter
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
@@ -15,8 +23,13 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also for a sliding window (Phi-3), which SGLang would ignore."""
+    reader.assume(rms_norm_eps=1e-5, pad_token_id=32000)
+    expect_no_biases(reader)
     reader.expect("sliding_window", None, None)
-    return read_common(reader, "phi3")
+    spec = read_common(reader, "phi3")
+    if spec.rope_scaling is not None:
+        raise ConfigError(f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'default' is")
+    return spec
 
 
 def fused_tensors(spec: ModelSpec) -> tuple[Parameter, ...]:

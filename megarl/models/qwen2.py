@@ -12,5 +12,6 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=32)
     reader.expect("use_sliding_window", False, False)
     return read_common(reader, "qwen2", qkv_bias=True)

@@ -12,6 +12,7 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
+    reader.assume(num_key_value_heads=32, head_dim=128)
     reader.expect("attention_bias", False, False)
     reader.expect("use_sliding_window", False, False)
-    return read_common(reader, "qwen3", qk_norm=True, head_dim=reader.integer("head_dim", 128))
+    return read_common(reader, "qwen3", qk_norm=True)

@@ -32,6 +32,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader.expect("output_gate_type", None, GATES[-1])
     (architecture, *_) = reader.values["architectures"]
     seeing, mixture = architecture in SEEING, architecture.startswith("Qwen3_5Moe")
+    kv_heads = 2 if mixture else 4
+    reader.assume(num_key_value_heads=kv_heads, num_experts=256, num_experts_per_tok=8)
     own: dict[str, Any] = read_mixture(reader) | {"stacked_experts": seeing} if mixture else {}
     return read_hybrid(reader, "qwen3_5", linear_by_kind=True, vision_tower=seeing, **own)
 

@@ -14,6 +14,7 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also if some layers are dense."""
+    reader.assume(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
     reader.expect("attention_bias", False, False)
     reader.expect("use_sliding_window", False, False)
     reader.expect("decoder_sparse_step", 1, 1)
@@ -22,9 +23,8 @@ def read_spec(reader: ConfigReader) -> ModelSpec:
         reader,
         "qwen3_moe",
         qk_norm=True,
-        head_dim=reader.integer("head_dim", 128),
         intermediate_size=0,
-        num_experts=reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name in transformers 5
+        num_experts=reader.renamed("num_experts", "num_local_experts"),
         experts_per_token=reader.integer("num_experts_per_tok"),
         expert_intermediate_size=reader.integer("moe_intermediate_size"),
         norm_topk_prob=reader.flag("norm_topk_prob", False),

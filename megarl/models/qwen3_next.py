@@ -23,14 +23,19 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also if layers are dense, or of another kind than SGLang infers from full_attention_interval."""
+    reader.assume(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10)
     reader.expect("output_gate_type", None, None)
+    reader.expect("tie_word_embeddings", False, False)  # SGLang always has an output layer of its own
     return read_hybrid(reader, "qwen3_next", **read_mixture(reader))
 
 
 def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     """Reads the keys that all families with gated delta nets and gated attention share. The fields `own` are added."""
+    reader.assume(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4)
+    reader.assume(linear_key_head_dim=128, linear_value_head_dim=128)
     reader.expect("attention_bias", False, False)
     reader.expect("attn_output_gate", True, True)
+    _check_served_rope(reader)
     key_heads, value_heads = reader.integer("linear_num_key_heads"), reader.integer("linear_num_value_heads")
     if value_heads % key_heads:
         text = f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}"
@@ -38,11 +43,10 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     return read_common(
         reader,
         family,
-        head_dim=reader.integer("head_dim", 256),
         qk_norm=True,
         zero_centred_norms=True,
         gated_attention=True,
-        partial_rotary_factor=reader.partial_rotary_factor(0.25),
+        partial_rotary_factor=reader.partial_rotary_factor(FACTOR),
         linear_layers=_linear_layers(reader),
         linear_key_heads=key_heads,
         linear_value_heads=value_heads,
@@ -55,12 +59,13 @@ def read_hybrid(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
 
 def read_mixture(reader: ConfigReader) -> dict[str, Any]:
     """Fields of the spec for a mixture of experts in every layer."""
+    reader.assume(moe_intermediate_size=512, shared_expert_intermediate_size=512)
     reader.expect("decoder_sparse_step", 1, 1)
     if reader.values.get("mlp_only_layers"):
         reader.expect("mlp_only_layers", [], [])
     return {
         "intermediate_size": 0,
-        "num_experts": reader.integer("num_experts", reader.values.get("num_local_experts")),  # its name in transformers 5
+        "num_experts": reader.integer("num_experts"),
         "experts_per_token": reader.integer("num_experts_per_tok"),
         "expert_intermediate_size": reader.integer("moe_intermediate_size"),
         "shared_intermediate_size": reader.integer("shared_expert_intermediate_size"),
@@ -69,8 +74,26 @@ def read_mixture(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+FACTOR = 0.25  # Transformers' and SGLang's default of partial_rotary_factor
+
+
+def _check_served_rope(reader: ConfigReader) -> None:
+    """SGLang's own classes of these families read the rotated share, and Qwen3-Next's also theta, only outside `rope_parameters`."""
+    for key, value, default in (
+        ("partial_rotary_factor", reader.partial_rotary_factor(FACTOR), FACTOR),
+        ("rope_theta", reader.rope()[0], 10000.0),
+    ):
+        of_engine = reader.number(key, default)
+        if of_engine != value and (key != "rope_theta" or reader.values["architectures"][0].startswith("Qwen3Next")):
+            beside = f"SGLang does not look into rope_parameters, and would take {of_engine:g}"
+            raise ConfigError(f"{reader.source}: {key} = {value:g} must also stand beside rope_parameters: {beside}")
+
+
 def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
-    interval, layers = reader.integer("full_attention_interval"), range(reader.integer("num_hidden_layers"))
+    if reader.value("full_attention_interval") is None:
+        raise ConfigError(f"{reader.source}: full_attention_interval is missing, which SGLang needs")
+    interval = reader.integer("full_attention_interval")
+    layers = range(reader.integer("num_hidden_layers"))
     kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in layers]
     if (reader.values.get("layer_types") or kinds) != kinds:
         reader.expect("layer_types", kinds, kinds)

@@ -35,26 +35,69 @@ FUSED = "fused_tensors"  # optional in a family
 FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
 
+# Keys of rotary embeddings that Transformers requires.
+ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+# Keys that change what a model computes, in one vendor alone or in models of other families, and their values without effect.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "dual_chunk_attention_config": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "is_causal": (None, True),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "no_rope_layers": (None, []),
+    "per_layer_config": (None, {}),
+    "residual_multiplier": (None, 1),
+    "rope_is_neox_style": (None, True),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """Its type, under its name or the one before."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
 class ConfigReader:
     """Reads keys of one config.json; every error names the file and the key."""
 
     def __init__(self, source: str, values: Mapping[str, Any]):
         self.source = source
         self.values = values
+        self.defaults: dict[str, Any] = {}  # see `assume`
         self.unsupported: dict[str, str] = {}  # key -> problem, for variants that the family does not support
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
+    def assume(self, **defaults: Any) -> None:
+        """Sets the values of absent keys, which must be the defaults of the family's configuration class in Transformers. Sizes without
+        which a config.json must be incomplete have none here."""
+        self.defaults |= defaults
+
+    def value(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, self.defaults.get(key, default))
+
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.value(key)
         if value is None:
             value = default
         if value is None:
             raise ConfigError(f"{self.source}: {key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.source}: {key} = {value!r} is not a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            allowed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
+            raise ConfigError(f"{self.source}: {key} = {value!r} is not {allowed}")
         return value
 
+    def renamed(self, key: str, other: str) -> int:
+        """The integer `key`, which some files have under the name `other`."""
+        stated = {name: self.values.get(name) for name in (key, other) if self.values.get(name) is not None}
+        if len(stated) == 2 and stated[key] != stated[other]:
+            raise ConfigError(f"{self.source}: {key} = {stated[key]!r} and {other} = {stated[other]!r} are two names of one number")
+        return self.integer(other if other in stated else key)
+
     def number(self, key: str, default: float) -> float:
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -62,7 +105,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -70,32 +113,40 @@ class ConfigReader:
         return value
 
     def rope(self) -> tuple[float, Mapping[str, Any] | None]:
-        """(theta, scaling or None) from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
-        values = self._mapping("rope_parameters")
-        theta = values.get("rope_theta") or self.number("rope_theta", 10000.0)
-        scaling = values or self._mapping("rope_scaling")
-        scaling = {key: value for key, value in scaling.items() if key not in ("rope_theta", "partial_rotary_factor")}
-        if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-            return float(theta), None
-        return float(theta), scaling
+        """(theta, scaling or None), in every form that Transformers reads (modeling_rope_utils.py: convert_rope_params_to_dict)."""
+        rope = self._rotary()
+        theta = ConfigReader(self.source, rope).number("rope_theta", self.number("rope_theta", 10000.0))
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
+        kind = scaling["rope_type"] = rope_type(rope)
+        if kind == "default":
+            return theta, None
+        if kind in ("llama3", "yarn", "longrope"):
+            scaling.setdefault("original_max_position_embeddings", self.integer("max_position_embeddings"))
+        if missing := [key for key in ROPE_KEYS.get(kind, ()) if scaling.get(key) is None]:
+            raise ConfigError(f"{self.source}: the rotary embedding of type {kind} lacks {', '.join(missing)}")
+        return theta, scaling
 
     def partial_rotary_factor(self, default: float = 1.0) -> float:
-        """The factor from `rope_parameters` (transformers 5) or from its own key."""
-        of_rope = ConfigReader(self.source, self._mapping("rope_parameters"))
+        """The factor beside theta, or else from its own key."""
+        of_rope = ConfigReader(self.source, self._rotary())
         factor = of_rope.number("partial_rotary_factor", self.number("partial_rotary_factor", default))
         if not 0 < factor <= 1:
             raise ConfigError(f"{self.source}: partial_rotary_factor = {factor} must be above 0, and at most 1")
         return factor
 
-    def _mapping(self, key: str) -> Mapping[str, Any]:
-        value = self.values.get(key) or {}
+    def _rotary(self) -> Mapping[str, Any]:
+        """Parameters of the rotary embedding. Like Transformers, takes `rope_scaling` alone if a file also has `rope_parameters`."""
+        return self.mapping("rope_scaling") or self.mapping("rope_parameters")
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        value = self.value(key) or {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.source}: {key} = {value!r} is not a mapping")
         return value
 
     def expect(self, key: str, default: Any, allowed: Any) -> None:
         """Notes a problem if the value is not `allowed`. All problems are reported together, after the family has read all keys."""
-        value = self.values.get(key, default)
+        value = self.value(key, default)
         if value != allowed:
             self.unsupported[key] = f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
 
@@ -211,8 +262,12 @@ def _read_decoder(source: str, values: Mapping[str, Any], architecture: str, own
         near = _nearest(source, values)
         raise ConfigError(f"{source}: architectures = {values['architectures']!r} is not supported{near}; supported: {allowed}")
     values = of_language(values)
-    spec = ConfigReader(source, values).spec(known[architecture])
-    return replace(spec, padding_token=_padding_token(values.get("pad_token_id"), spec.vocab_size))
+    reader = ConfigReader(source, values)
+    for key, neutral in WITHOUT_EFFECT.items():
+        if values.get(key) not in neutral:
+            reader.unsupported[key] = f"{source}: {key} = {values[key]!r} is not supported for {architecture}"
+    spec = reader.spec(known[architecture])
+    return replace(spec, padding_token=_padding_token(reader.value("pad_token_id"), spec.vocab_size))
 
 
 def of_language(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,7 +306,7 @@ def _nearest(source: str, values: Mapping[str, Any]) -> str:
         except ConfigError:
             continue
         unread = {key for key in values if key not in noting.read and not _INCIDENTAL.fullmatch(key)}
-        keys = sorted(unread | reader.unsupported.keys())
+        keys = sorted(unread | reader.unsupported.keys() | (reader.defaults.keys() - values.keys()))
         found.append((len(keys), name, keys))
     count, name, keys = min(found, default=(FEW + 1, "", []))
     if count > FEW:

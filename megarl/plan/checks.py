@@ -212,6 +212,9 @@ def check_sizes(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"trainer.tp={t.tp} * trainer.cp={t.cp}: must divide {heads}, which context parallelism shares out too"
     if t.tp > spec.num_kv_heads and t.tp % spec.num_kv_heads == 0 and not spec.kv_lora_rank:
         yield f"trainer.tp={t.tp}: must be at most the model's {spec.num_kv_heads} key-value heads"
+    if g.tp > spec.num_kv_heads and spec.qk_norm_of_all_heads:
+        norm = "SGLang shards the norm of all keys, but repeats the heads"
+        yield f"generator.tp={g.tp}: must be at most the model's {spec.num_kv_heads} key-value heads: {norm}"
     if g.dp_attention > config.generator.max_concurrency:
         yield f"generator.max_concurrency={config.generator.max_concurrency}: must be at least generator.dp_attention={g.dp_attention}"
 
@@ -279,7 +282,9 @@ def check_fp8_checkpoint(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         if any(config.generator.server_args.get(name) != value for name, value in DEQUANTISED.items()):
             yield f"generator.server_args: must have {yaml_text(DEQUANTISED)}, since model.path={config.model.path} is in MXFP4"
     elif quantised and config.generator.quantization is None:
-        yield f"generator.quantization=null: must be fp8_block, since model.path={config.model.path} is quantised (quantization_config)"
+        way_out = "if its tensors are not, remove quantization_config from its config.json"
+        quantised_path = f"model.path={config.model.path} is quantised (quantization_config)"
+        yield f"generator.quantization=null: must be fp8_block, since {quantised_path}; {way_out}"
 
 
 def check_vision_tower(config: RunConfig, spec: ModelSpec) -> Iterable[str]:

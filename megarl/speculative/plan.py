@@ -38,6 +38,8 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
     if config.rollout.truncated:  # srt/speculative/spec_sampling_mask.py:27
         yield f"{key}: must be none with rollout.top_p, top_k or min_p: SGLang does not say which tokens it has kept"
+    if config.cluster.gpu == "cpu" and spec.linear_layers:
+        yield f"{key}: must be none for a {spec.family} model on CPUs, whose gated delta nets cannot take back rejected drafts there"
     if config.lora.rank:
         yield f"{key}: must be none with lora.rank={config.lora.rank}: no draft is made with adapters"
     if config.trainer.routing_replay and own.algorithm == NGRAM:  # srt/speculative/ngram_worker.py:544 returns none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,11 +14,14 @@ import numpy as np
 
 from megarl.config.errors import ConfigError
 from megarl.models import load_spec
-from megarl.models.registry import fused_tensors, is_own
-from megarl.models.spec import ModelSpec
+from megarl.models.multi_token import PREDICTION
+from megarl.models.registry import family, fused_tensors, is_own
+from megarl.models.spec import LM, SCALAR, ModelSpec
+from megarl.models.vocabulary import EMBED, HEAD
 from megarl.reshard.layout import LocalTensor, hf_layout
 
 INDEX = "model.safetensors.index.json"
+VISION = "model.visual."  # prefix of a vision tower's tensors
 READ_DTYPES = ("F32", "BF16", "F16")
 FP8, BLOCK, SCALE = "F8_E4M3", 128, "_scale_inv"  # weights in blocks of 128x128, each with a scale, as in DeepSeek-V3 and Kimi K2
 # MXFP4, as in gpt-oss: instead of an (untransposed) tensor of experts, files have a tensor of codes and a tensor of scales (e8m0), one for
@@ -130,6 +134,7 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
         told = f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
         yield f"{folder}: has no layer for multi-token prediction: {told}"
     without = {*without, *absent}
+    yield from _unread(spec, folder, files)
     expected: dict[str, tuple[int, ...]] = {}
     in_fp4: set[str] = set()
     for tensor in filed(spec, files):
@@ -162,6 +167,60 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             yield from _scale_problems(folder, files, headers, name, shape)
         elif entry["dtype"] not in READ_DTYPES:  # the scales of such a tensor would be ignored
             yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}, and matrices in {FP8}"
+
+
+# Tensors that do not change what a model computes. Older versions of Transformers saved buffers of rotary embeddings and masks.
+_IDLE = re.compile(r".*(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias|num_batches_tracked)")
+_NAMED = 5  # at most so many names are in one message
+
+
+def _unread(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[str]:
+    """Problems with tensors that are in the files but not in the model, so that another model was saved."""
+    whole = replace(spec, mtp_layers=getattr(family(spec), PREDICTION, None) is not None and spec.head == LM)
+    read = {tensor.name for tensor in (*filed(spec, files), *filed(whole, files))}
+    unread = [name for name in files if name not in read and not _is_idle(spec, name, read)]
+    headers = {file: header(folder / file) for file in {files[name] for name in unread}}
+    unread = [name for name in unread if 0 not in headers[files[name]].get(name, {}).get("shape", ())]  # an empty tensor says nothing
+    if HEAD in unread and spec.tie_word_embeddings:
+        unread.remove(HEAD)
+        if not _same_values(folder, files, HEAD, _embedding(files)):
+            yield (
+                f"{folder}: tie_word_embeddings = true in config.json, but {HEAD} has other values than the embedding. Set it to false, to "
+                f"use {HEAD}, or remove {HEAD} from the files"
+            )
+    if unread:
+        listed = ", ".join(unread[:_NAMED]) + ("" if len(unread) <= _NAMED else f" and {len(unread) - _NAMED} more")
+        yield f"{folder}: the model of config.json has no {listed}. Correct config.json, or remove the tensors from the files"
+
+
+def _is_idle(spec: ModelSpec, name: str, read: Collection[str]) -> bool:
+    """Whether the model computes the same without the tensor. A layer for multi-token prediction, and a vision tower, are other models."""
+    if _IDLE.fullmatch(name) or any(name.removesuffix(suffix) in read for suffix in (SCALE, FP4_CODES, FP4_SCALES)):
+        return True
+    prediction = getattr(family(spec), PREDICTION, None)
+    if name.startswith("mtp.") or (prediction and prediction.counted and name.startswith(f"model.layers.{spec.num_layers}.")):
+        return True
+    return (spec.vision_tower and name.startswith(VISION)) or (spec.head == SCALAR and name == HEAD)
+
+
+def _embedding(files: Collection[str]) -> str:
+    return EMBED if EMBED in files else EMBED.replace("model.", "model.language_model.", 1)
+
+
+def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -> bool:
+    """Whether two tensors are equal byte for byte."""
+    if second not in files:
+        return False
+    dtypes = {header(folder / files[name])[name]["dtype"] for name in (first, second)}
+    return len(dtypes) == 1 and np.array_equal(_raw(folder / files[first], first), _raw(folder / files[second], second))
+
+
+def _raw(path: Path, name: str) -> np.ndarray:
+    """The bytes of a tensor, mapped and not read."""
+    begin, end = header(path)[name]["data_offsets"]
+    with open(path, "rb") as opened:
+        data = 8 + int.from_bytes(opened.read(8), "little")
+    return np.memmap(path, np.uint8, "r", offset=data + begin, shape=(end - begin,))
 
 
 def _scale_problems(

@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -169,7 +170,12 @@ NewHead = Literal["zeros", "random"]
 INIT_STD = 0.02
 MAX_FILE_BYTES = 5 * 2**30
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
+# Files of a model folder that an export does not copy: weights in any format, their indices, and what a folder of Git or the hub has.
+LEFT_OUT = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.npz", "*.index.json", "*.lock",
+    WARM_START, ".git*", ".cache", ".huggingface", "original", "*.partial",
+)  # fmt: skip
+MAX_COPIED_BYTES = 100 * 2**20  # larger files are not configuration
 
 
 def load_hf(
@@ -186,7 +192,7 @@ def load_hf(
     """
     from safetensors import safe_open  # a compiled package that only this needs: a trainer with random weights runs without it
 
-    folder = _local_folder(path, ("*.safetensors", INDEX))
+    folder = _local_folder(path, ["*.safetensors", INDEX])
     files = check_checkpoint(spec, folder, without=(SCORE,) if new_head else ())
     places = stored(filed(spec, files))
     held = {places[piece.logical_name].name for tensor in layout.tensors(dist.get_rank()) for piece in tensor.pieces}
@@ -309,13 +315,13 @@ def export_hf(
     plan = replace(file_plan([*tensors, *copies], max_file_bytes, indexed=spec.vision_tower), repeated=repeated)
 
     def complete(folder: Path) -> None:
-        source = _local_folder(hf_config_dir, (*CONFIG_PATTERNS, *(["*.safetensors"] if spec.vision_tower else [])))
+        source = _local_folder(hf_config_dir, None, [] if spec.vision_tower else LEFT_OUT)
         carried = carry_through(spec, source, folder)
         if plan.indexed:
             sizes = {"total_size": sum(p.nbytes for p in plan.places.values())}
             index = {"metadata": sizes, "weight_map": {n: p.file for n, p in plan.places.items()} | carried}
             (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        _copy_configuration(source, folder, dtype, spec.head == SCALAR)
+        _copy_configuration(source, folder, dtype, spec.head == SCALAR, mtp=spec.mtp_layers > 0)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -461,16 +467,26 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool) -> None:
-    """`scores`: whether the model has a scalar head. The model in `source` may have another head."""
-    for file in sorted(source.iterdir()):
-        if any(file.match(pattern) for pattern in CONFIG_PATTERNS) and not file.match("*.index.json") and file.name != WARM_START:
-            shutil.copyfile(file, folder / file.name)
+def _copy_configuration(source: Path, folder: Path, dtype: str, scores: bool, mtp: bool) -> None:
+    """Copies all files but weights, so that what config.json and the tokenizer's files point to is there: code, templates.
+
+    `scores`: whether the model has a scalar head. The model in `source` may have another head. `mtp`: whether the export has the layer for
+    multi-token prediction.
+    """
+    for file in sorted(source.rglob("*")):
+        name = file.relative_to(source)
+        left_out = any(fnmatch(part, pattern) for part in name.parts for pattern in LEFT_OUT)
+        if file.is_file() and not left_out and file.stat().st_size <= MAX_COPIED_BYTES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # from an fp8 checkpoint; the written weights are not quantised
     for part in (config, config.get("text_config", config)):  # the language model beside a vision tower
         part.pop("torch_dtype", None)  # its name before transformers 5
         part["dtype"] = dtype
+        for key in multi_token.COUNTS:
+            if part.get(key) and not mtp:
+                part[key] = 0
     if scores:
         config["architectures"] = [config["architectures"][0].replace(CAUSAL_LM, CLASSIFICATION)]
         config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -486,12 +502,12 @@ def local_parameter(parameters: Mapping[str, torch.Tensor], tensor: LocalTensor)
     return parameter
 
 
-def _local_folder(path: str, patterns: Sequence[str]) -> Path:
+def _local_folder(path: str, patterns: list[str] | None, left_out: Sequence[str] = ()) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download  # imported only for hub names, since local models need no network
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(patterns)))
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=list(left_out)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: neither a folder nor reachable on the hub: {error}") from error

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from megarl.models.spec import ModelSpec
-from megarl.trainer.hf_files import header, tensor_files
+from megarl.trainer.hf_files import VISION, header, tensor_files
 
-PREFIX, FILE = "model.visual.", "model-vision.safetensors"
+FILE = "model-vision.safetensors"
 
 
 def carry_through(spec: ModelSpec, source: Path, folder: Path) -> dict[str, str]:
@@ -17,7 +17,7 @@ def carry_through(spec: ModelSpec, source: Path, folder: Path) -> dict[str, str]
 
     Raises ConfigError if a file of `source` is damaged.
     """
-    places = {name: source / file for name, file in tensor_files(source).items() if name.startswith(PREFIX)} if spec.vision_tower else {}
+    places = {name: source / file for name, file in tensor_files(source).items() if name.startswith(VISION)} if spec.vision_tower else {}
     if not places:
         return {}
     headers = {path: header(path) for path in set(places.values())}

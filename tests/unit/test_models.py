@@ -35,7 +35,9 @@ CONFIG = {
     "rope_theta": 500000.0,
 }
 
-SCALING = {"rope_type": "llama3", "factor": 8.0}
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 def without(key: str) -> dict:
@@ -218,14 +220,14 @@ def test_a_family_that_mixes_dense_layers_in_is_refused():
         ("gemma-3-1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type = 'linear' is not supported"),
         ("gemma-3-1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         ("olmo-2-7b", {"head_dim": 64}, "head_dim = 64 is not hidden_size / num_attention_heads"),
-        ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks original_max_position_embeddings, "),
+        ("deepseek-v3", {"rope_scaling": {"rope_type": "yarn", "factor": 40}}, "rope_scaling lacks beta_fast, "),
         ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1.0 is"),
         ("qwen3-next-80b-a3b", {"layer_types": ["full_attention"] * 48}, "layer_types = .* is not supported"),
         ("qwen3-next-80b-a3b", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
         ("qwen3-next-80b-a3b", {"linear_num_value_heads": 24}, "linear_num_value_heads = 24 is not a multiple of linear_num"),
         ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06 is"),
-        ("gpt-oss-20b", {"rope_scaling": None}, "rope_type = 'default' is not supported, only 'yarn' is"),
-        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn", "factor": 32}}, "rope_scaling lacks original_max_position_embeddings, "),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "default"}}, "rope_type = 'default' is not supported, only 'yarn' is"),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn", "factor": 32}}, "rope_scaling lacks beta_fast, "),
         ("gpt-oss-20b", {"rope_scaling": TRUNCATED}, "truncate = true in rope_scaling is not supported"),
         ("gpt-oss-20b", {"rope_scaling": TRUNCATED | {"truncate": False, "mscale": 0.7}}, "rope_scaling has mscale, which is"),
         ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 is not supported, only 1.702 is"),
@@ -333,3 +335,26 @@ def test_a_module_of_sglang_that_cannot_be_imported_hides_no_other_family(monkey
     served = runpy.run_path(str(Path(__file__).parents[2] / "megarl/generator/architectures/unchanged.py"))["EntryClass"]
     given = ["Gemma3ForCausalLM", "Glm4MoeForCausalLM", "llama", "llama_reward", "mixtral", "olmo2", "qwen3_moe", "Qwen3NextForCausalLM"]
     assert [each.__name__ for each in served] == given
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [("glm-4.6", {"first_k_dense_replace": 0}), ("deepseek-v3", {"first_k_dense_replace": 0}), ("deepseek-v3", {"n_shared_experts": 0})],
+)
+def test_mixtures_without_dense_layers_or_shared_experts(model, change):
+    values = json.loads((Path(__file__).parents[2] / "configs/models" / model / "config.json").read_text())
+    spec = load_spec(values | change)
+    assert 0 in (spec.first_dense_layers, spec.shared_intermediate_size)
+
+
+def test_a_tied_qwen3_next_is_refused():
+    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    with pytest.raises(ConfigError, match="tie_word_embeddings = True is not supported"):
+        load_spec(values | {"tie_word_embeddings": True})
+
+
+def test_theta_of_qwen3_next_must_stand_where_sglang_reads_it():
+    values = json.loads((Path(__file__).parents[2] / "configs/models/qwen3-next-80b-a3b/config.json").read_text())
+    del values["rope_theta"]
+    with pytest.raises(ConfigError, match="rope_theta = 700 must also stand beside rope_parameters: .* would take 10000"):
+        load_spec(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.25}})

@@ -15,10 +15,20 @@ from safetensors.torch import save_file
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError, RunError
-from megarl.config.schema import GeneratorConfig, LoraConfig, ModelConfig, PlanConfig, RolloutConfig, RunConfig, TrainerConfig
+from megarl.config.schema import (
+    ClusterConfig,
+    GeneratorConfig,
+    LoraConfig,
+    ModelConfig,
+    PlanConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from megarl.generator.cpu_support import speculative as kernels
 from megarl.models import glm4_moe, multi_token
 from megarl.models.registry import load_spec, logical_tensors
+from megarl.plan.checks import check_sizes
 from megarl.plan.resolve import find_spec
 from megarl.reshard.layout import generator_layout, hf_layout, parameter_count, trainer_layout
 from megarl.speculative.plan import Acceptance, arguments, check_draft_model, check_speculative, never_trained
@@ -210,3 +220,17 @@ def test_a_branch_is_found_among_siblings() -> None:
     positions, (places, children, siblings) = torch.zeros(4, dtype=torch.long), (torch.zeros(1, 4, dtype=torch.long) for _ in range(3))
     kernels.reconstruct_indices_from_tree_mask(before.flatten(), torch.tensor([5]), positions, places, children, siblings, 1, 4)
     assert positions.tolist() == [5, 6, 7, 6] and children.tolist() == [[1, 2, -1, -1]] and siblings.tolist() == [[-1, 3, -1, -1]]
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "nextn"])
+def test_gated_delta_nets_cannot_draft_on_cpus(algorithm: str) -> None:
+    config = replace(config_of(algorithm), cluster=ClusterConfig(gpu="cpu"))
+    [problem] = check_speculative(config, load_spec(GLM.parent / "qwen3-next-80b-a3b"))
+    assert "must be none for a qwen3_next model on CPUs" in problem
+
+
+def test_the_norm_of_all_keys_bounds_the_ranks_of_an_engine() -> None:
+    spec = replace(load_spec(GLM.parent / "olmo-2-7b"), num_kv_heads=2)
+    for tp, refused in ((2, False), (4, True)):
+        config = RunConfig(model=ModelConfig(path="m"), generator=GeneratorConfig(tp=tp))
+        assert any("at most the model's 2 key-value heads: SGLang" in problem for problem in check_sizes(config, spec)) == refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.models import load_spec
 from megarl.models.spec import ModelSpec
 from megarl.reshard.layout import hf_layout, trainer_layout
-from megarl.trainer.hf_files import check_config, check_finite, fingerprint
+from megarl.trainer.hf_files import check_checkpoint, check_config, check_finite, fingerprint
 from megarl.trainer.hf_io import _copy_configuration, load_hf
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
@@ -65,7 +66,7 @@ def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
     tensors = {t.name: torch.ones(t.shape, dtype=dtype) for t in hf_layout(SPEC, "float32").tensors(0)}
-    tensors["unused"] = torch.full((3,), float("nan"))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((3,), float("nan"))
     save_file(tensors, tmp_path / "model.safetensors")
     check_finite(SPEC, tmp_path)
     tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
@@ -204,7 +205,7 @@ def test_what_is_exported_is_in_fp8_no_more(tmp_path: Path) -> None:
     folder.mkdir()
     config = json.loads((TINY / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16"}
     (source / "config.json").write_text(json.dumps(config))
-    _copy_configuration(source, folder, "bfloat16", scores=False)
+    _copy_configuration(source, folder, "bfloat16", scores=False, mtp=False)
     written = json.loads((folder / "config.json").read_text())
     assert written["dtype"] == "bfloat16" and not {"quantization_config", "torch_dtype"} & written.keys()
 
@@ -253,3 +254,41 @@ def test_export_writes_every_element_once(tied: bool, axes: dict[str, int]) -> N
             written[piece.logical_name][piece.logical.slices()] += 1
     for name, count in written.items():
         assert (count == 1).all(), name
+
+
+def test_tensors_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    tensors = {tensor.name: torch.ones(tensor.file_shape) for tensor in hf_layout(SPEC, "float32").tensors(0)}
+    idle = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        "model.layers.0.mlp.shared_experts.up_proj.weight": torch.ones(0, 16),
+    }
+    save_file(tensors | idle, tmp_path / "model.safetensors")
+    check_checkpoint(SPEC, tmp_path)
+    for name in ("model.layers.0.self_attn.q_proj.bias", f"model.layers.{SPEC.num_layers}.mlp.up_proj.weight"):
+        save_file(tensors | {name: torch.ones(4)}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=f"the model of config.json has no {name}. Correct config.json"):
+            check_checkpoint(SPEC, tmp_path)
+
+
+def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
+    tied = replace(SPEC, tie_word_embeddings=True)
+    tensors = {tensor.name: torch.ones(tensor.file_shape) for tensor in hf_layout(tied, "float32").tensors(0)}
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    check_checkpoint(tied, tmp_path)
+    save_file(tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="tie_word_embeddings = true in config.json, but lm_head.weight has other values"):
+        check_checkpoint(tied, tmp_path)
+
+
+def test_exports_have_all_files_but_weights(tmp_path: Path) -> None:
+    source, folder = tmp_path / "published", tmp_path / "exported"
+    for there in (source / "additional_chat_templates", source / ".git", folder):
+        there.mkdir(parents=True)
+    config = json.loads((TINY / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    copied = {"modeling_own.py", "additional_chat_templates/tool_use.jinja", "vocab.bpe", "qwen.tiktoken"}
+    for name in (*copied, "pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", ".git/HEAD", "warm_start.json"):
+        (source / name).write_text("x")
+    _copy_configuration(source, folder, "bfloat16", scores=False, mtp=False)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == copied | {"config.json"}
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 0

@@ -48,7 +48,10 @@ def test_a_run_is_refused_before_it_starts(model: str, settings: list[str], want
     [
         ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 must be twice topk_group = 4"),
         ({"norm_topk_prob": False}, "norm_topk_prob must be true for a router of sigmoid scores"),
-        ({"rope_scaling": {**YARN, "rope_type": "llama3"}}, "its rope_scaling of type llama3 must be one of default, yarn"),
+        (
+            {"rope_scaling": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+            "its rope_scaling of type llama3 must be one of default, yarn",
+        ),
     ],
 )
 def test_routers_and_embeddings_that_megatron_computes_otherwise(tmp_path, change: dict[str, Any], wanted: str) -> None:

@@ -1,0 +1,96 @@
+"""Each value of a config.json is that of Transformers' own class for the file, or the file is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_cases import MODELS
+from transformers import CONFIG_MAPPING
+
+from megarl.config.errors import ConfigError
+from megarl.models import load_spec
+from megarl.models.registry import architectures
+
+SIZES = {
+    "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads",
+    "num_hidden_layers", "rope_parameters", "text_config", "vocab_size",
+}  # fmt: skip
+# Of these, SGLang has another default, or none.
+OF_ENGINES = {"full_attention_interval", "sliding_window", "swiglu_alpha"}
+LINEAR = {"type": "linear", "factor": 4.0, "rope_theta": 700.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "theta beside": {"rope_theta": 700.0},
+    "theta inside rope_scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 700.0}},
+    "theta inside and beside": {"rope_scaling": {"rope_type": "default", "rope_theta": 700.0}, "rope_theta": 900.0},
+    "none": {},
+    "rope_scaling before rope_parameters": {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+    "linear, in the old form": {"rope_scaling": LINEAR},
+    "llama3 without its length": {"rope_scaling": LLAMA3, "rope_theta": 700.0},
+    "yarn in rope_scaling": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+    "factor inside": {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}},
+    "factor beside": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
+}
+
+
+def saved(family: str) -> dict[str, Any]:
+    """The config.json that Transformers writes for a small model of the family."""
+    config = MODELS[family]
+    values = json.loads(config.to_json_string(use_diff=False))
+    names = [name for name in architectures() if type(config).__name__.removesuffix("Config").removesuffix("Text") == name.split("For")[0]]
+    values["architectures"] = [sorted(names)[-1] if "text_config" in values else sorted(names)[0]]
+    inner = values.get("text_config", values)
+    if "linear_num_key_heads" in inner:  # SGLang needs them there
+        inner |= {"full_attention_interval": 2, "partial_rotary_factor": 0.25, "rope_theta": inner["rope_parameters"]["rope_theta"]}
+    return values
+
+
+def compared(values: dict[str, Any]) -> str:
+    """equal, refused, or the differing fields."""
+    try:
+        ours = load_spec(values)
+    except ConfigError as error:
+        return f"refused: {error}"
+    theirs = json.loads(CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values))).to_json_string(use_diff=False))
+    inner = theirs.get("text_config", theirs)
+    if "linear_num_key_heads" in inner:  # these are not keys of the class, but how engines are told
+        inner |= {"full_attention_interval": 2} | {key: inner["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
+    there = load_spec(theirs | {"architectures": values["architectures"]})
+    differing = [f"{name} {value!r}, not {getattr(there, name)!r}" for name, value in vars(ours).items() if value != getattr(there, name)]
+    return "; ".join(differing) or "equal"
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
+    whole = saved(family)
+    assert compared(whole) == "equal"
+    inner = whole.get("text_config", whole)
+    for key in sorted(inner.keys() - SIZES):
+        without = {name: value for name, value in inner.items() if name != key}
+        result = compared(whole | {"text_config": without} if "text_config" in whole else without)
+        assert result == "equal" or (key in OF_ENGINES and result.startswith("refused")) or "is not a multiple of" in result, (key, result)
+
+
+@pytest.mark.parametrize("form", ROPES)
+@pytest.mark.parametrize("family", MODELS)
+def test_rotary_embeddings_are_read_as_by_transformers(family: str, form: str) -> None:
+    whole = saved(family)
+    inner = whole.get("text_config", whole)
+    bare = {key: value for key, value in inner.items() if key not in ("rope_parameters", "rope_theta", "partial_rotary_factor")}
+    changed = bare | ROPES[form]
+    result = compared(whole | {"text_config": changed} if "text_config" in whole else changed)
+    assert result == "equal" or result.startswith("refused"), result
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/models/*/config.json")), ids=lambda path: path.parent.name)
+def test_shipped_configurations_are_read_as_by_transformers(path: Path) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("Transformers has no class for it")
+    if "linear_num_key_heads" in values.get("text_config", values):
+        pytest.skip("its period is not a key of Transformers' class")
+    assert compared(values) == "equal"
