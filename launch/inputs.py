@@ -22,6 +22,7 @@ from megarl.data.check import Checked, check_data
 from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models import ModelSpec
+from megarl.models.registry import check_as_transformers, is_own
 from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import ITEM_BYTES, parameter_count
@@ -229,6 +230,8 @@ def check_inputs(config: RunConfig, command: str, plan: RunPlan | None, at_hand:
     checks = [lambda: datasets.extend(check_data(config, plan and plan.spec, reads, at_hand))]
     if plan is not None and not (reads in _MAY_BEGIN_RANDOM and config.model.random_init and not plan.weights.are_there):
         checks.append(lambda: check_weights(plan))
+    if plan is not None and not is_own(plan.spec) and (not at_hand or is_here(config.model.path, config)):
+        checks.append(lambda: check_as_transformers(config.model.path, plan.spec))
     key, critic = critic_path(config)
     if plan is not None and reads == "train" and plan.critic and critic and Path(critic).is_dir():
         checks.append(partial(check_complete, key, plan.critic, Path(critic)))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from megarl.base.files import HubError, hub_file, hub_folder, write_whole
+from megarl.base.files import HubError, hub_file, hub_folder
+from megarl.base.without_torch import ask
 from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
 from megarl.data import auto_tokenizer
@@ -139,14 +136,14 @@ def tokenizer_of(source: str, key: str, chat_template: ChatTemplateConfig | None
         raise ConfigError(f"{key}={source}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json or the like)")
     read_json(str(folder), "tokenizer_config.json")  # says where it is damaged
     try:
-        tokenizer = _checked(source, folder, _digest(source, folder))
+        tokenizer = _checked(source, folder, _digest(folder))
     except ValueError as error:
         raise ConfigError(f"{key}={source}: {error}") from error
     return replace(tokenizer, chat_template=chat_template or ChatTemplateConfig())
 
 
 @functools.lru_cache(maxsize=8)
-def _checked(source: str, folder: Path, digest: str) -> Tokenizer:
+def _checked(source: str, folder: Path, digest: bytes) -> Tokenizer:
     """Raises ValueError if ids or texts differ from AutoTokenizer's."""
     parts = _transformers_parts(source, folder, digest)
     if problem := parts.get("problem"):
@@ -172,38 +169,31 @@ def _checked(source: str, folder: Path, digest: str) -> Tokenizer:
     return tokenizer
 
 
-def _transformers_parts(source: str, folder: Path, digest: str) -> dict[str, Any]:
-    """The result of data/auto_tokenizer.py, which is kept in ~/.cache."""
-    kept = Path("~/.cache/megarl/tokenizers").expanduser() / f"{digest}.json"
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(kept.read_text(encoding="utf-8"))
-    source = str(folder.absolute()) if Path(source).is_dir() else source
+def _transformers_parts(source: str, folder: Path, digest: bytes) -> dict[str, Any]:
+    """The result of data/auto_tokenizer.py."""
+    asked = str(folder.absolute()) if Path(source).is_dir() else source
     if "transformers.models.auto.tokenization_auto" in sys.modules:
-        return auto_tokenizer.read(source, folder)
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-P", auto_tokenizer.__file__, source, str(folder)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)
-    if done.returncode:
-        raise ValueError(f"AutoTokenizer of transformers cannot read it: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    parts = json.loads(done.stdout.splitlines()[-1])
-    if "problem" not in parts:
-        with contextlib.suppress(OSError):  # a home that cannot be written
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, json.dumps(parts))
-    return parts
+        return auto_tokenizer.read(asked, folder)
+    name = "" if Path(source).is_dir() else source
+    try:
+        return ask(
+            program=auto_tokenizer.__file__,
+            arguments=[asked, str(folder)],
+            kind="tokenizers",
+            decided_by=[name.encode(), digest],
+        )
+    except ValueError as error:
+        raise ValueError(f"AutoTokenizer of transformers cannot read it: {error}") from error
 
 
-def _digest(source: str, folder: Path) -> str:
-    """Changes with everything that decides what AutoTokenizer makes of `source`: its files, versions, and a name on the hub."""
-    digest = hashlib.sha256()
-    versions = [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
-    for text in (*versions, "" if Path(source).is_dir() else source):
-        digest.update(f"{text}\0".encode())
+def _digest(folder: Path) -> bytes:
+    """Changes with the files that decide what AutoTokenizer makes of a folder."""
     files = {file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()}
-    for file in (Path(auto_tokenizer.__file__), *sorted(files)):
+    digest = hashlib.sha256()
+    for file in sorted(files):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:

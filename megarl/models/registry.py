@@ -21,9 +21,10 @@ from typing import Any
 
 from megarl.base.files import HubError, hub_file
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
+from megarl.base.without_torch import ask
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module, import_module
-from megarl.models import multi_token
+from megarl.models import auto_config, multi_token
 from megarl.models.parameters import LogicalTensor, Parameter
 from megarl.models.spec import LM, ModelSpec
 
@@ -180,6 +181,45 @@ def load_spec(
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, expected a JSON object")
     return _read(str(path), values, own_family, mtp)
+
+
+# Keys that engines read, and that Transformers' classes of gated delta nets keep elsewhere or do not have.
+_OF_ENGINES = ("full_attention_interval", "rope_theta", "partial_rotary_factor")
+
+
+def check_as_transformers(model: str, spec: ModelSpec) -> None:
+    """Raises ConfigError if Transformers' own class reads another value than `spec` from the model's config.json, or refuses the file.
+
+    `model`: a checkpoint folder, a config.json or a hub name. Without a class in Transformers there is nothing to compare.
+    """
+    path = _config_file(model, "model.path")
+    try:
+        theirs = ask(
+            program=auto_config.__file__,
+            arguments=[str(path.absolute())],
+            kind="configs",
+            decided_by=[path.read_bytes()],
+        )
+    except ValueError as error:
+        raise ConfigError(f"{path}: transformers cannot read it: {error}") from error
+    if problem := theirs.get("problem"):
+        raise ConfigError(f"{path}: transformers refuses it: {problem}")
+    if "problem" in theirs:
+        return
+    differing = differences(json.loads(path.read_text(encoding="utf-8")), theirs, spec)
+    if differing:
+        raise ConfigError(f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}")
+
+
+def differences(values: Mapping[str, Any], theirs: dict[str, Any], spec: ModelSpec) -> list[str]:
+    """The fields of `spec`, read from config.json's `values`, that differ from those read from `theirs`, all values of Transformers' class
+    for that file."""
+    inner = theirs.get("text_config", theirs)
+    if spec.linear_layers:
+        inner |= {key: of_language(values)[key] for key in _OF_ENGINES if key in of_language(values)}
+    there = _read("transformers", theirs | {"architectures": values["architectures"]}, None, spec.mtp_layers > 0)
+    there = replace(there, mtp_drafts=spec.mtp_drafts)  # a setting of the run
+    return [f"{name} {value!r}, not {getattr(there, name)!r}" for name, value in vars(spec).items() if value != getattr(there, name)]
 
 
 def family(spec: ModelSpec) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from trainer_cases import MODELS
 from transformers import CONFIG_MAPPING
 
 from megarl.config.errors import ConfigError
-from megarl.models import load_spec
-from megarl.models.registry import architectures
+from megarl.models import auto_config, load_spec
+from megarl.models.registry import architectures, check_as_transformers, differences
 
 SIZES = {
     "architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads",
@@ -55,13 +56,10 @@ def compared(values: dict[str, Any]) -> str:
         ours = load_spec(values)
     except ConfigError as error:
         return f"refused: {error}"
-    theirs = json.loads(CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values))).to_json_string(use_diff=False))
-    inner = theirs.get("text_config", theirs)
-    if "linear_num_key_heads" in inner:  # these are not keys of the class, but how engines are told
-        inner |= {"full_attention_interval": 2} | {key: inner["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
-    there = load_spec(theirs | {"architectures": values["architectures"]})
-    differing = [f"{name} {value!r}, not {getattr(there, name)!r}" for name, value in vars(ours).items() if value != getattr(there, name)]
-    return "; ".join(differing) or "equal"
+    theirs = auto_config.read(json.loads(json.dumps(values)))
+    if "problem" in theirs:
+        return f"refused: {theirs['problem']}"
+    return "; ".join(differences(values, theirs, ours)) or "equal"
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -94,3 +92,17 @@ def test_shipped_configurations_are_read_as_by_transformers(path: Path) -> None:
     if "linear_num_key_heads" in values.get("text_config", values):
         pytest.skip("its period is not a key of Transformers' class")
     assert compared(values) == "equal"
+
+
+def test_a_value_that_transformers_reads_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = saved("untied")
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
+    spec = load_spec(tmp_path)
+    check_as_transformers(str(tmp_path), spec)
+    with pytest.raises(ConfigError, match=r"transformers reads other values: MegaRL has rope_theta 11.0, not"):
+        check_as_transformers(str(tmp_path), dataclasses.replace(spec, rope_theta=11.0))
+    values["num_hidden_layers"] = "two"
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match="transformers refuses it"):
+        check_as_transformers(str(tmp_path), spec)
