@@ -12,7 +12,8 @@ from typing import Any
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
-from megarl.config.schema import GeneratorConfig
+from megarl.config.schema import GeneratorConfig, RunConfig
+from megarl.data.rows import held_out_samplings, stops_on_text
 from megarl.generator.server import EngineKeys, EngineSettings, seed_of, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
@@ -197,8 +198,8 @@ class NodePart:
             text_only=self.plan.spec.vision_tower,
             device=device,
             return_routing=config.trainer.routing_replay,
-            most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
-            tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
+            most_kept=most_kept(config),
+            tokenizer=(config.model.tokenizer or config.model.path) if stops_on_text(config) else None,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
             **_shape(group.settings),
@@ -245,6 +246,12 @@ class NodePart:
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
+
+
+def most_kept(config: RunConfig) -> int:
+    """The most tokens that an engine keeps of a distribution, in rollouts and in evaluations."""
+    limits = [sampling.kept_limit for sampling in held_out_samplings(config) if sampling.truncated]
+    return max([config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT, *limits])
 
 
 def _shape(own: GeneratorConfig) -> dict[str, Any]:

@@ -97,9 +97,7 @@ def test_values_that_have_not_moved_are_not_clipped() -> None:
 
 def test_rounding_does_not_count_as_a_clipped_value() -> None:
     values, batch = microbatch(tokens=2000)
-    near = SimpleNamespace(
-        loss_mask=batch.loss_mask, old_values=batch.old_values.float(), returns=batch.returns.float()
-    )
+    near = SimpleNamespace(loss_mask=batch.loss_mask, old_values=batch.old_values.float(), returns=batch.returns.float())
     assert value_loss(values.detach().float(), near, clip=100.0).sums["values_clipped"] == 0
 
 
