@@ -29,7 +29,7 @@ from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scr
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.start import NodePart
-from megarl.launch.watch import termination_as_exit, watch
+from megarl.launch.watch import INSISTING, termination_as_exit, watch
 from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
@@ -169,8 +169,9 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
     asked: list[int] = []  # the signals that have asked for an end
 
     def ask(number: int) -> bool:
+        again = number in INSISTING and any(earlier in INSISTING for earlier in asked)
         asked.append(number)
-        return len(asked) == 1
+        return not again
 
     with (
         termination_as_exit(first=ask),

@@ -144,8 +144,13 @@ def _how(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"stopped by {NAMES[signal.SIGINT]}"
     if isinstance(error, SystemExit):
-        return f"stopped by {NAMES[signal.SIGTERM]}"
+        return f"stopped by {_signal_name(error)}"
     return f"failed: {str(error) or type(error).__name__}"
+
+
+def _signal_name(error: SystemExit) -> str:
+    """The signal behind the exit that `termination_as_exit` raises."""
+    return NAMES.get(int(error.code or 0) - 128, NAMES[signal.SIGTERM])
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:
@@ -168,7 +173,7 @@ class Job:
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
-    stops: bool = False  # whether, on SIGTERM, it finishes the running step and saves
+    stops: bool = False  # whether, on SIGTERM and the like, it finishes the running step and saves
 
 
 def launch(
@@ -234,14 +239,14 @@ def failing_together(meeting: Meeting, node: Node) -> Iterator[None]:
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         if node.count > 1:
-            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else _signal_name(error)
             meeting.fail(f"node {node.rank} ({host_name()}) was ended by {name}")
         raise
 
 
 @contextlib.contextmanager
 def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> Iterator[StopOrder]:
-    """Turns SIGTERM and Ctrl-C into an order to stop. An error while stopping becomes the `problem` of Stopped."""
+    """Turns the signals in watch.NAMES into an order to stop. An error while stopping becomes the `problem` of Stopped."""
     order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
     with termination_as_exit(first=order.order):
         try:

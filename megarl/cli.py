@@ -1,7 +1,7 @@
 """The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
 
 Exit status: 0 success, 1 a run that failed, 2 a mistake in arguments or configuration, 130 stopped by
-Ctrl-C, 143 by SIGTERM (see checkpoint.on_termination_s).
+Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 129 by SIGHUP (see checkpoint.on_termination_s).
 """
 
 from __future__ import annotations

@@ -535,7 +535,10 @@ class CheckpointConfig:
         at_least(0),
     )
     on_termination_s: float = setting(
-        120.0, "on SIGTERM (Slurm's preemption), time to finish and save the running step; then the run is ended regardless", seconds()
+        120.0,
+        "on SIGTERM (Slurm's preemption), SIGUSR1, SIGUSR2 and SIGHUP, time to finish and save the running step; then the run is ended "
+        "regardless",
+        seconds(),
     )
 
 
@@ -599,7 +602,9 @@ class TimeoutConfig:
         seconds(),
     )
     rollouts_s: float = setting(
-        3600.0, "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel", seconds()
+        3600.0,
+        "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel",
+        seconds(),
     )
     weights_s: float = setting(600.0, "any part of a weight update", seconds())
     request_s: float = setting(3600.0, "a generation request", seconds())
