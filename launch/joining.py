@@ -24,7 +24,16 @@ from msgspec.structs import replace
 from megarl.config.errors import ConfigError, unreadable
 from megarl.config.load import load_config
 from megarl.launch.gpus import gpus
-from megarl.launch.launcher import addresses, disagreements, engine_keeper, failing_together, host_name, report_of, start_engines
+from megarl.launch.launcher import (
+    addresses,
+    disagreements,
+    engine_keeper,
+    failing_together,
+    host_name,
+    kernels_kept,
+    report_of,
+    start_engines,
+)
 from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
@@ -185,7 +194,8 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
         reports = meeting.reports()
         with _membership(run, plan, group, placed, reports, meeting) if node.is_head else contextlib.nullcontext() as member:
             where = meeting.await_rendezvous()
-            here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface_with(report.address), scratch, hosts == 1)
+            interface, compiled = interface_with(report.address), kernels_kept(plan, scratch)
+            here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface, scratch, hosts == 1, compiled)
             keeper = engine_keeper(processes, plan, run.folder, training=True)
             start_engines(processes, keeper, here)
 

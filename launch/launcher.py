@@ -30,7 +30,7 @@ from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, interface_with, place, slots_per_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
 from megarl.launch.resuming import Resume
-from megarl.launch.start import NodePart
+from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import EVALUATION, Departures, EngineAddress, Rendezvous, free_ports
@@ -207,7 +207,9 @@ def launch(
         working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
         keeper = engine_keeper(processes, plan, folder, job.stops, trace)
         interface = interface_with(report.address)
-        here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
+        here = NodePart(
+            plan, placed[node.rank], report, rendezvous, folder, interface, scratch, node.count == 1, kernels_kept(plan, scratch)
+        )
         workers, trainers = _start(processes, keeper, here, job)
         if job.stops:
             order.arm(trainers)
@@ -225,6 +227,15 @@ def launch(
             raise
         if order.given:
             raise Stopped(number=order.signal)
+    return folder
+
+
+def kernels_kept(plan: RunPlan, scratch: Path) -> Path:
+    """The folder for compiled kernels. Tells if it goes with the launch. Raises ConfigError."""
+    folder = compiled_folder(plan.config.launch.compile_cache, scratch)
+    if folder.is_relative_to(scratch):
+        kept = "what is compiled is removed with this launch, and compiled again by the next"
+        print(f"{HOME_CACHE} cannot be written to: {kept}; set launch.compile_cache", flush=True)
     return folder
 
 
