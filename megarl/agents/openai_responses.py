@@ -43,12 +43,8 @@ _NEUTRAL = {
 HONOURED = frozenset(
     "input instructions previous_response_id tools tool_choice max_output_tokens stop stream store include text model".split()
 )
-IGNORED = (IGNORED_BY_CHAT - {"store"}) | {
-    "reasoning",
-    "max_tool_calls",
-    "stream_options",
-    "request_id",
-}  # max_tool_calls counts calls by the server
+# max_tool_calls counts calls that the server makes, and the endpoint makes none.
+IGNORED = (IGNORED_BY_CHAT - {"store"}) | {"reasoning", "max_tool_calls", "stream_options", "request_id"}
 
 
 class Asked(NamedTuple):
