@@ -20,7 +20,7 @@ import megarl
 from megarl.base.files import PICTURES, file_problems, new_folder_problems
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, tell, unreadable
-from megarl.config.keys import nearest, settings, yaml_text
+from megarl.config.keys import elsewhere_called, nearest, settings, yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.launch import doctor, joining
@@ -238,7 +238,12 @@ def _meant_as_settings(options: Sequence[str]) -> str:
         name, equals, value = option.lstrip("-").partition("=")
         key = name.replace("-", "_")
         found = [key] if key in settings() else nearest(key)
-        meant += [f"{found[0]}={value if equals else '…'}"] if found else []
+        elsewhere = elsewhere_called(key)
+        note = elsewhere.note if elsewhere and key not in settings() else ""
+        if found:
+            meant.append(f"{found[0]}={value if equals and not note else '…'}{f' ({note})' if note else ''}")
+        elif note:
+            meant.append(f"none for {option} ({note})")
     return f"; settings have no dashes: {' '.join(meant)}" if meant else ""
 
 
