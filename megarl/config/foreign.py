@@ -6,8 +6,8 @@ import functools
 from typing import NamedTuple
 
 # An entry: MegaRL's key or -, the names elsewhere, and what differs, separated by |. A name with dots is a whole key. A name
-# without dots is also found at the end of a key in a section that MegaRL does not have, such as actor_rollout_ref.actor. Lines that begin with blanks
-# continue an entry.
+# without dots is also found at the end of a key in a section that MegaRL does not have, such as
+# actor_rollout_ref.actor. Lines that begin with blanks continue an entry.
 _TABLE = """
 model.path | pretrain hf_checkpoint model_name_or_path model_name actor_rollout_ref.model.path |
 model.dtype | bf16 fp16 | float32 or bfloat16

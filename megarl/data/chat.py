@@ -206,6 +206,7 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    tokenizer = tokenizer_of(source, f"{setting}: tokenizer")
     settings = read_json(source, "tokenizer_config.json")
     file = find_file(source, "chat_template.jinja")
     text = file.read_text(encoding="utf-8") if file else _default(settings.get("chat_template"))
@@ -227,7 +228,6 @@ def load_chat_template(source: str, setting: str, without: str = "write one with
         except (jinja2.TemplateError, TypeError, AttributeError, LookupError) as error:  # raised by template code on odd messages
             raise ValueError(f"the chat template refuses it: {error}") from error
 
-    tokenizer = tokenizer_of(source, setting.partition("=")[0])
     ends = tuple(name for number in tokenizer.eos_ids if (name := tokenizer.backend.id_to_token(number)))
     return ChatTemplate(render, re.search(r"\{%-?\s*generation\b", text) is not None, tuple(tokenizer.special_tokens), ends)
 
