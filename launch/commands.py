@@ -25,7 +25,7 @@ from megarl.data.rows import held_out
 from megarl.estimate.estimate import with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
-from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sets
+from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
 from megarl.launch.gpus import gpus
 from megarl.launch.inputs import Inputs, check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
@@ -491,7 +491,7 @@ def evaluation_text(result: Mapping[str, Any], weights: Weights) -> str:
         right = f"{scores['correct']} of " if passes else ""
         found = f"{right}{scores['samples']} answers to {scores['prompts']} prompts"
         rest = f"mean reward {scores['reward/mean']:.3f}, {scores['truncated_fraction']:.0%} truncated"
-        lines.append(f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}")
+        lines.append(f"  {name or 'data.eval'}: {f'{passes} ({found})' if passes else found}, {rest}; {sampling_text(scores)}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -33,17 +34,34 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID, bus id). None: it is not set.
 
-    Reads the variable as CUDA does: indices or prefixes of UUIDs, up to the first entry that is neither.
+    Follows torch/cuda/__init__.py, `_parse_visible_devices` and `_transform_uuid_to_ordinals`. All entries are of one kind, which the first
+    one decides: numbers, prefixes of UUIDs, or MIG instances. The first entry that is not valid ends the list. A repeated one empties it.
     """
     if wanted is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
-    found = []
-    for name in wanted.split(","):
-        buses = [bus for index, uuid, bus in shown if name == index or (name.startswith("GPU-") and uuid.startswith(name))]
-        if not buses and not name.startswith("MIG-"):
+    kind = next((prefix for prefix in ("GPU-", "MIG-") if wanted.startswith(prefix)), "")
+    chosen: list[Gpu] = []
+    buses: list[str] = []
+    for entry in wanted.split(","):
+        if not entry.startswith(kind):
             break
-        found.append(Gpu(name, sysfs_address(buses[0]) if buses else ""))
-    return tuple(found)
+        name = entry if kind else _leading_number(entry)
+        matches = [bus for index, uuid, bus in shown if (uuid.startswith(name) if kind == "GPU-" else name == index)]
+        if kind == "MIG-":
+            matches = [entry]  # not in the driver's list, and so without an address
+        if len(matches) != 1:
+            break
+        if matches[0] in buses:
+            return ()
+        buses += matches
+        chosen.append(Gpu(name, "" if kind == "MIG-" else sysfs_address(matches[0])))
+    return tuple(chosen)
+
+
+def _leading_number(entry: str) -> str:
+    """The number that an entry begins with, as C's strtoul reads it; empty if there is none, or if it is negative."""
+    number = re.match(r"[+]?(\d+)", entry.strip())
+    return str(int(number[1])) if number else ""
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -24,12 +24,21 @@ from msgspec.structs import replace
 from megarl.config.errors import ConfigError, unreadable
 from megarl.config.load import load_config
 from megarl.launch.gpus import gpus
-from megarl.launch.launcher import addresses, disagreements, engine_keeper, failing_together, host_name, report_of, start_engines
+from megarl.launch.launcher import (
+    addresses,
+    disagreements,
+    engine_keeper,
+    failing_together,
+    host_name,
+    kernels_kept,
+    report_of,
+    start_engines,
+)
 from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.start import NodePart
-from megarl.launch.watch import termination_as_exit, watch
+from megarl.launch.watch import INSISTING, termination_as_exit, watch
 from megarl.messaging.host import is_loopback
 from megarl.messaging.link import Peer
 from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall
@@ -169,8 +178,9 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
     asked: list[int] = []  # the signals that have asked for an end
 
     def ask(number: int) -> bool:
+        again = number in INSISTING and any(earlier in INSISTING for earlier in asked)
         asked.append(number)
-        return len(asked) == 1
+        return not again
 
     with (
         termination_as_exit(first=ask),
@@ -184,7 +194,8 @@ def add_engines(run_dir: str, count: int | None, overrides: Sequence[str] = (), 
         reports = meeting.reports()
         with _membership(run, plan, group, placed, reports, meeting) if node.is_head else contextlib.nullcontext() as member:
             where = meeting.await_rendezvous()
-            here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface_with(report.address), scratch, hosts == 1)
+            interface, compiled = interface_with(report.address), kernels_kept(plan, scratch)
+            here = NodePart(plan, placed[node.rank], report, where, meeting.folder, interface, scratch, hosts == 1, compiled)
             keeper = engine_keeper(processes, plan, run.folder, training=True)
             start_engines(processes, keeper, here)
 

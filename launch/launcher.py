@@ -30,7 +30,7 @@ from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, interface_with, place, slots_per_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
 from megarl.launch.resuming import Resume
-from megarl.launch.start import NodePart
+from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
 from megarl.messaging.rendezvous import EVALUATION, Departures, EngineAddress, Rendezvous, free_ports
@@ -144,8 +144,13 @@ def _how(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"stopped by {NAMES[signal.SIGINT]}"
     if isinstance(error, SystemExit):
-        return f"stopped by {NAMES[signal.SIGTERM]}"
+        return f"stopped by {_signal_name(error)}"
     return f"failed: {str(error) or type(error).__name__}"
+
+
+def _signal_name(error: SystemExit) -> str:
+    """The signal behind the exit that `termination_as_exit` raises."""
+    return NAMES.get(int(error.code or 0) - 128, NAMES[signal.SIGTERM])
 
 
 def expected(plan: RunPlan) -> dict[str, Any]:
@@ -168,7 +173,7 @@ class Job:
     logs: Path
     trainer_role: str | None  # worker role of every trainer rank; None: no trainer
     driver_role: str | None  # worker role that drives the engines; None: no engines
-    stops: bool = False  # whether, on SIGTERM, it finishes the running step and saves
+    stops: bool = False  # whether, on SIGTERM and the like, it finishes the running step and saves
 
 
 def launch(
@@ -202,7 +207,9 @@ def launch(
         working = [nodes.node for nodes in placed if nodes.trainer_ranks or _drives(nodes, job)]
         keeper = engine_keeper(processes, plan, folder, job.stops, trace)
         interface = interface_with(report.address)
-        here = NodePart(plan, placed[node.rank], report, rendezvous, folder, interface, scratch, alone=node.count == 1)
+        here = NodePart(
+            plan, placed[node.rank], report, rendezvous, folder, interface, scratch, node.count == 1, kernels_kept(plan, scratch)
+        )
         workers, trainers = _start(processes, keeper, here, job)
         if job.stops:
             order.arm(trainers)
@@ -223,6 +230,15 @@ def launch(
     return folder
 
 
+def kernels_kept(plan: RunPlan, scratch: Path) -> Path:
+    """The folder for compiled kernels. Tells if it goes with the launch. Raises ConfigError."""
+    folder = compiled_folder(plan.config.launch.compile_cache, scratch)
+    if folder.is_relative_to(scratch):
+        kept = "what is compiled is removed with this launch, and compiled again by the next"
+        print(f"{HOME_CACHE} cannot be written to: {kept}; set launch.compile_cache", flush=True)
+    return folder
+
+
 @contextlib.contextmanager
 def failing_together(meeting: Meeting, node: Node) -> Iterator[None]:
     """If this launcher fails, tells the launchers of other nodes why."""
@@ -234,14 +250,14 @@ def failing_together(meeting: Meeting, node: Node) -> Iterator[None]:
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         if node.count > 1:
-            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SIGTERM"
+            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else _signal_name(error)
             meeting.fail(f"node {node.rank} ({host_name()}) was ended by {name}")
         raise
 
 
 @contextlib.contextmanager
 def _termination(processes: ProcessGroup, meeting: Meeting, plan: RunPlan) -> Iterator[StopOrder]:
-    """Turns SIGTERM and Ctrl-C into an order to stop. An error while stopping becomes the `problem` of Stopped."""
+    """Turns the signals in watch.NAMES into an order to stop. An error while stopping becomes the `problem` of Stopped."""
     order = StopOrder(meeting, processes, plan.config.checkpoint.on_termination_s)
     with termination_as_exit(first=order.order):
         try:

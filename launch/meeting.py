@@ -96,7 +96,11 @@ _LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the limit of 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Makes the folder on this node's own disk, since some shared file systems lack sockets and locks."""
-    base = Path(tempfile.gettempdir())
+    try:
+        base = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # also if all of them are full
+        given = os.environ.get("TMPDIR", "")
+        raise ConfigError(f"TMPDIR={given}: no folder for temporary files can be written to: {error.strerror}") from error
     if len(os.fsencode(base)) + len(f"/{_PREFIX}12345678") > _LONGEST:
         base = Path("/tmp")
     _remove_leftovers(base)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.base.files import write_problem
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
-from megarl.config.schema import GeneratorConfig
+from megarl.config.schema import GeneratorConfig, RunConfig
+from megarl.data.rows import held_out_samplings, stops_on_text
 from megarl.generator.server import EngineKeys, EngineSettings, seed_of, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
@@ -32,6 +34,7 @@ from megarl.speculative import plan as speculative
 
 
 CUMEM = "NCCL_CUMEM_ENABLE"
+HOME_CACHE = "~/.cache/megarl/compiled"
 
 
 def trainer_environment(plan: RunPlan, rank: int, local_rank: int, address: str, port: int, store: Path | None) -> dict[str, str]:
@@ -80,17 +83,39 @@ def scratch(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder)}
 
 
-def compiling(folder: str | None) -> dict[str, str]:
-    """Where compiled kernels are kept, so that the next launch finds them: in `folder` (launch.compile_cache) or in ~/.cache. Each host has
-    its own subfolder, since all nodes compile at the same time, and homes are often shared. On GPUs, also adds compilers to PATH, since
-    jobs often call an environment's programs without activating it. Raises ConfigError if the user has no home and has not set a folder."""
+def compiled_folder(folder: str | None, scratch: Path) -> Path:
+    """Where this host keeps compiled kernels: in `folder` (launch.compile_cache), in ~/.cache, or, if this user has no home that can be
+    written to, in `scratch`, which goes with the launch. Each host has its own subfolder, since all nodes compile at the same time, and
+    homes are often shared. Raises ConfigError if `folder`, or a folder that the environment names, cannot be written to."""
+    for name in _COMPILED:
+        if (given := os.environ.get(name)) and (problem := _unwritable(Path(given))):
+            raise ConfigError(f"{name}={given}: must be a folder that can be written to: {problem}")
     try:
-        base = Path(folder or "~/.cache/megarl/compiled").expanduser() / socket.gethostname()
-    except RuntimeError as error:
-        raise ConfigError(
-            f"launch.compile_cache={folder or 'null'}: must be a folder, since this user has no home: set it, or HOME"
-        ) from error
+        base = Path(folder or HOME_CACHE).expanduser() / socket.gethostname()
+    except RuntimeError:  # HOME is not set, and the user has no account here
+        return scratch / "compiled"
+    if not (problem := _unwritable(base)):
+        return base
+    if folder:
+        raise ConfigError(f"launch.compile_cache={folder}: must be a folder that can be written to: {problem}")
+    return scratch / "compiled"
+
+
+def _unwritable(folder: Path) -> str:
+    """The reason why nothing can be written to `folder`, which is made if it is missing; empty if it can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{error.strerror}: {error.filename}"
+    return write_problem(folder)
+
+
+def compiling(base: Path) -> dict[str, str]:
+    """The variables that keep compiled kernels below `base` (`compiled_folder`), so that the next launch finds them. On GPUs, also adds
+    compilers to PATH, since jobs often call an environment's programs without activating it."""
     caches = {name: os.environ.get(name, str(base / kind)) for name, kind in _COMPILED.items()}
+    if not os.access(Path(__file__).parent, os.W_OK):  # otherwise Numba keeps its kernels beside their source
+        caches["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", str(base / "numba"))
     if not doctor.has_driver():
         return caches
     programs, nvcc = str(Path(sys.executable).parent), doctor.find_nvcc()
@@ -137,6 +162,7 @@ class NodePart:
     interface: str | None  # network interface through which processes reach each other
     scratch: Path  # TMPDIR of this node's processes
     alone: bool  # whether this is the only node
+    compiled: Path = Path(HOME_CACHE)  # where kernels are kept
 
     def engines(self, device: str | None = None) -> list[ProcessSpec]:
         """One process per engine, or per part of one, in the order of `placed.engines`. `device`: cuda | cpu | None (what the node has)."""
@@ -174,7 +200,7 @@ class NodePart:
         config = self.plan.config
         wanted = config.launch.interface is not None or self.alone
         joined = {**network(self.interface, wanted, self.report.address), **weight_group(config.weights.transport)}
-        return {**joined, **scratch(self.scratch), **compiling(config.launch.compile_cache)}
+        return {**joined, **scratch(self.scratch), **compiling(self.compiled)}
 
     def _worker(self, role: str, rank: int, environment: dict[str, str]) -> ProcessSpec:
         argv = [sys.executable, "-P", "-m", "megarl.launch.worker", role, str(rank), str(self.folder)]
@@ -197,8 +223,8 @@ class NodePart:
             text_only=self.plan.spec.vision_tower,
             device=device,
             return_routing=config.trainer.routing_replay,
-            most_kept=config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT,
-            tokenizer=(config.model.tokenizer or config.model.path) if config.rollout.stops_on_text else None,
+            most_kept=most_kept(config),
+            tokenizer=(config.model.tokenizer or config.model.path) if stops_on_text(config) else None,
             adapter=self.plan.adapters and self.plan.adapters.served(self._adapter, device),
             speculative=speculative.arguments(config),
             **_shape(group.settings),
@@ -245,6 +271,12 @@ class NodePart:
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
+
+
+def most_kept(config: RunConfig) -> int:
+    """The most tokens that an engine keeps of a distribution, in rollouts and in evaluations."""
+    limits = [sampling.kept_limit for sampling in held_out_samplings(config) if sampling.truncated]
+    return max([config.rollout.top_k if config.rollout.top_k > 0 else MOST_KEPT, *limits])
 
 
 def _shape(own: GeneratorConfig) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,13 +14,20 @@ from megarl.launch.engines import EngineKeeper
 from megarl.launch.meeting import Meeting
 from megarl.launch.processes import ProcessFailed, ProcessGroup, process_report
 
-# Stops a run on request (Ctrl-C, or SIGTERM as from Slurm's preemption): trainer ranks finish the running step, save, and end.
+# Stops a run on request (a signal in NAMES, such as SIGTERM from Slurm's preemption): trainer ranks finish the running step, save, and end.
 #
 # The request reaches all nodes through the folder where their launchers meet. Engines and their driver are not needed, and are killed
 # when the trainer ranks are done.
 
 
-NAMES: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+NAMES: dict[int, str] = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGHUP: "SIGHUP",  # the terminal has gone, as when ssh ends
+    signal.SIGUSR1: "SIGUSR1",  # Slurm's --signal, a while before the time limit
+    signal.SIGUSR2: "SIGUSR2",
+}
+INSISTING = (signal.SIGTERM, signal.SIGINT)  # only these, sent a second time, end everything at once
 
 
 class Stopped(Exception):
@@ -45,15 +54,17 @@ class StopOrder:
         self._trainers = trainers
 
     def order(self, number: int = signal.SIGTERM) -> bool:
-        """Called by the handler of signal `number`. Returns False if the signal comes too early, or a second time. Then all processes must
-        end at once.
+        """Called by the handler of signal `number`. Returns False if the signal comes too early, or is a second one of INSISTING. Then all
+        processes must end at once.
 
-        Slurm signals all nodes. An order that another node has already passed on is therefore the same order, not a second one.
+        Slurm signals all nodes. An order that another node has already passed on is therefore the same order, not a second one. So is
+        the SIGTERM that follows an early warning (SIGUSR1).
         """
-        if self._trainers is None or self._signalled:
+        if self._trainers is None or (self._signalled and number in INSISTING):
             return False
-        self._signalled, self.signal = True, number
+        self._signalled = self._signalled or number in INSISTING
         if self._since is None:
+            self.signal = number
             self._begin(self._trainers)
             self._meeting.ask_to_stop()
         return True
@@ -164,18 +175,27 @@ def _check(processes: ProcessGroup, workers: set[str], among: Callable[[], set[s
         raise named from None
 
 
+def leave_terminal() -> None:
+    """Sends what is still printed to a terminal to nowhere: printing to one that has gone is an error, which would end the run."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
 @contextlib.contextmanager
 def termination_as_exit(first: Callable[[int], bool] = lambda _: False) -> Iterator[None]:
-    """Makes SIGTERM and SIGINT (Ctrl-C) end the launcher by an exception, so that its children are ended too, unless `first` returns that
-    it has handled the signal. If SIGINT is ignored, as in the background of a shell, it stays ignored."""
+    """Makes the signals in NAMES end the launcher by an exception, so that its children are ended too, unless `first` returns that it has
+    handled the signal. An ignored signal stays ignored: SIGINT in the background of a shell, SIGHUP under nohup. SIGTERM never is."""
 
     def terminate(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if not first(number):
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] is signal.SIG_IGN:
-        del before[signal.SIGINT]
+    handlers = {number: signal.getsignal(number) for number in NAMES}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN or number == signal.SIGTERM}
     for number in before:
         signal.signal(number, terminate)
     try:

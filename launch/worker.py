@@ -15,7 +15,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from megarl.base.processes import end_with_parent
+from megarl.base.processes import FOR_LAUNCHER, end_with_parent
 from megarl.config.errors import ConfigError, RunError
 from megarl.launch.processes import LAST_WORDS
 
@@ -53,6 +53,8 @@ def main() -> None:
     keep_to_cores()
     end_with_any_thread()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for number in FOR_LAUNCHER:
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "generator", "evaluator", "sft", "reward_model", "evaluate", "export", "warm"])
     parser.add_argument("rank", type=int)

@@ -1,7 +1,7 @@
 """The command line. Arguments and configuration are checked in full before anything heavy is imported or started.
 
 Exit status: 0 success, 1 a run that failed or a plan that does not fit, 2 a mistake in arguments or configuration, 130 stopped by
-Ctrl-C, 143 by SIGTERM (see checkpoint.on_termination_s).
+Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1, 140 by SIGUSR2, 129 by SIGHUP (see checkpoint.on_termination_s).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import megarl
 from megarl.base.files import PICTURES, file_problems, new_folder_problems
 from megarl.bench import command as bench
 from megarl.config.errors import ConfigError, problems_of, tell, unreadable
-from megarl.config.keys import nearest, settings
+from megarl.config.keys import elsewhere_called, nearest, settings
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.schema import RunConfig
@@ -249,7 +249,12 @@ def _meant_as_settings(options: Sequence[str]) -> str:
         name, equals, value = option.lstrip("-").partition("=")
         key = name.replace("-", "_")
         found = [key] if key in settings() else nearest(key)
-        meant += [f"{found[0]}={value if equals else '…'}"] if found else []
+        elsewhere = elsewhere_called(key)
+        note = elsewhere.note if elsewhere and key not in settings() else ""
+        if found:
+            meant.append(f"{found[0]}={value if equals and not note else '…'}{f' ({note})' if note else ''}")
+        elif note:
+            meant.append(f"none for {option} ({note})")
     return f"; settings have no dashes: {' '.join(meant)}" if meant else ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.agents.episode import Answer, Refused
 from megarl.agents.openai_chat import (
     FORCED,
+    TRAINED,
     Request,
     refuse_unless_neutral,
     stop_strings,
@@ -20,7 +21,19 @@ from megarl.agents.openai_chat import (
 from megarl.data.chat import Message
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_NEUTRAL = {"output_format": ((), f"no format can be forced: {FORCED}"), "mcp_servers": (([],), "the endpoint calls no tools")}
+_NEUTRAL = {
+    "output_format": ((), f"no format can be forced: {FORCED}"),
+    "mcp_servers": (([],), "the endpoint calls no tools"),
+    "container": ((), "the endpoint calls no tools"),
+    "context_management": (({}, {"edits": []}), TRAINED),
+    "compaction": ((), TRAINED),
+    "thread": ((), TRAINED),
+}
+HONOURED = frozenset("messages system tools tool_choice max_tokens stop_sequences stream output_config model".split())
+IGNORED = frozenset(  # as in openai_chat.py
+    "temperature top_p top_k thinking metadata service_tier cache_control betas billing_policy diagnostics fallback_credit_token fallbacks "
+    "inference_geo speed user_profile_id workspace_id".split()
+)
 
 
 def read_request(body: dict[str, Any]) -> Request:

@@ -8,7 +8,8 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, openai_chat, openai_responses
-from megarl.agents.episode import MISFORMED, TOO_LARGE, Episode, Refused
+from megarl.agents.episode import MISFORMED, TOO_LARGE, Answer, Episode, Refused, Turn
 from megarl.agents.openai_chat import Request
 from megarl.agents.openai_responses import Asked
 
@@ -28,8 +29,13 @@ _KEY_S = 5.0  # time for a new connection to send a call with the key; as long a
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 30.0
 
-_Answer = Callable[[Episode, Any], Awaitable["dict[str, Any] | list[str]"]]
-"""Answers a call: returns JSON, or the lines of a stream."""
+
+class _Answered(NamedTuple):
+    content: dict[str, Any] | list[str]  # JSON, or the lines of a stream
+    turns: Sequence[Turn] = ()  # that the policy has sampled for it
+
+
+_Answer = Callable[[Episode, Any], Awaitable[_Answered]]
 
 
 class _Door:
@@ -61,6 +67,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, handler: asyncio.Protocol, door: _Door, connections: dict[asyncio.BaseProtocol, _Connection]):
         self._handler, self._door, self._all, self._heard = handler, door, connections, False
+        self._lost = asyncio.Event()
+        self.unread: Callable[[], None] | None = None  # drops the last answer that was sent; None if there is none
         self.eof_received, self.pause_writing, self.resume_writing = handler.eof_received, handler.pause_writing, handler.resume_writing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -86,6 +94,16 @@ class _Connection(asyncio.Protocol):
         else:
             self.abort()
 
+    def end_answers(self) -> None:
+        """Tells the agent that this connection brings no more. Raises OSError if it has reset the connection."""
+        self._transport.write_eof()
+
+    async def closed_by_agent(self) -> None:
+        """Waits a while until the agent closes the connection: only then it is known whether it has read the answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KEY_S):
+                await self._lost.wait()
+
     def _make_room(self) -> None:
         (self._door.room.set if len(self._door.members) < _MOST_CONNECTIONS else self._door.room.clear)()
 
@@ -98,6 +116,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._lost.set()
+        if exc is not None and self.unread is not None:  # the kernel resets a connection that is closed with unread data
+            self.unread()
         self._all.pop(self._handler, None)
         self._door.strangers.pop(self, None)
         self._door.members.discard(self)
@@ -122,6 +143,16 @@ class _Open(NamedTuple):
     def refuse(self, refusal: Refused) -> None:
         """Counts a refused call. Too many of them end the episode, since they only cost time."""
         self.episode.refuse(refusal)
+        self._end_if_exhausted()
+
+    def unread(self, turns: Sequence[Turn]) -> None:
+        """Drops answers that nobody has read."""
+        if not turns:
+            return
+        self.episode.unread(turns)
+        self._end_if_exhausted()
+
+    def _end_if_exhausted(self) -> None:
         if self.episode.exhausted and not self.ended.done():
             self.ended.set_result(self.episode.exhausted)
 
@@ -192,6 +223,7 @@ class Endpoint:
                 return refused("no such key, or its episode has ended", "invalid_api_key", 401, last=True)
             if (connection := self._connections.get(request.protocol)) is not None:
                 connection.admit()
+                connection.unread = None  # an agent that asks again has read the answer before
             if why := found.episode.exhausted:
                 return refused(why, "max_calls", 400, last=True)
             try:
@@ -205,7 +237,18 @@ class Endpoint:
             except Exception as failure:  # from the engine, or a bug here: the rollout fails with it
                 _fail(found.failed, failure)
                 return refused("the call failed, and its episode with it", "server_error", 500)
-            return web.json_response(answered) if isinstance(answered, dict) else await _stream(request, answered)
+            try:
+                response = await _send(request, answered.content)
+                if connection is not None and not response.keep_alive:
+                    connection.end_answers()
+            except (asyncio.CancelledError, OSError):
+                found.unread(answered.turns)
+                raise
+            if connection is not None:
+                connection.unread = partial(found.unread, answered.turns)
+                if not response.keep_alive:
+                    await connection.closed_by_agent()
+            return response
 
         return handle
 
@@ -233,24 +276,28 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
+def _turns(answers: Sequence[Answer]) -> list[Turn]:
+    return [answer.turn for answer in answers if answer.turn is not None]
+
+
+async def _openai(episode: Episode, asked: Request) -> _Answered:
     answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop, asked.template_arguments)
     logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
     if not asked.stream:
-        return openai_chat.written(answers, logprobs, name, asked.model)
+        return _Answered(openai_chat.written(answers, logprobs, name, asked.model), _turns(answers))
     chunks = openai_chat.streamed(answers, logprobs, name, asked.model, asked.usage)
-    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+    return _Answered([*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"], _turns(answers))
 
 
-async def _anthropic(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
+async def _anthropic(episode: Episode, asked: Request) -> _Answered:
     [answer] = await episode.complete(asked.messages, asked.tools, asked.max_tokens, stop=asked.stop, arguments=asked.template_arguments)
     name = secrets.token_hex(12)
     if not asked.stream:
-        return anthropic_messages.written(answer, name, asked.model)
-    return _lines(anthropic_messages.streamed(answer, name, asked.model))
+        return _Answered(anthropic_messages.written(answer, name, asked.model), _turns([answer]))
+    return _Answered(_lines(anthropic_messages.streamed(answer, name, asked.model)), _turns([answer]))
 
 
-async def _responses(episode: Episode, asked: Asked) -> dict[str, Any] | list[str]:
+async def _responses(episode: Episode, asked: Asked) -> _Answered:
     said, name = openai_responses.conversation(episode, asked), secrets.token_hex(12)
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     [answer] = await episode.complete(
@@ -260,16 +307,16 @@ async def _responses(episode: Episode, asked: Asked) -> dict[str, Any] | list[st
         openai_responses.keep(episode, name, asked, said, answer)
     logprobs = episode.logprobs(answer) if asked.logprobs else []
     if not asked.stream:
-        return openai_responses.written(answer, logprobs, name, asked)
-    return _lines(openai_responses.streamed(answer, logprobs, name, asked))
+        return _Answered(openai_responses.written(answer, logprobs, name, asked), _turns([answer]))
+    return _Answered(_lines(openai_responses.streamed(answer, logprobs, name, asked)), _turns([answer]))
 
 
 def _lines(events: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     return [f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n" for kind, data in events]
 
 
-async def _count(episode: Episode, asked: Request) -> dict[str, Any]:
-    return {"input_tokens": await episode.count_tokens(asked.messages, asked.tools, asked.template_arguments)}
+async def _count(episode: Episode, asked: Request) -> _Answered:
+    return _Answered({"input_tokens": await episode.count_tokens(asked.messages, asked.tools, asked.template_arguments)})
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
@@ -286,10 +333,14 @@ def _key(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
-async def _stream(request: web.Request, lines: list[str]) -> web.StreamResponse:
+async def _send(request: web.Request, content: dict[str, Any] | list[str]) -> web.StreamResponse:
+    """Sends JSON, or a stream. The last line of a stream goes with the stream's end: an agent that stops after it has read all."""
+    if isinstance(content, dict):
+        response: web.StreamResponse = web.json_response(content)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for line in lines:
-        await response.write(line.encode())
-    await response.write_eof()
+    await response.write_eof("".join(content).encode())
     return response

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sample, join
-from megarl.data.chat import ChatTemplate, Message, StandIns
+from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
 from megarl.generator.tool_parsers import Parser, ToolCall, Tools
@@ -65,9 +65,16 @@ class Tree:
     turns: list[Turn] = field(default_factory=list)  # in the order in which they finished
 
     def add(self, parent: Turn | None, context: Sequence[int], completion: Completion) -> Turn:
+        if parent is not None and parent not in self.turns:
+            self.turns.append(parent)  # it was dropped, but has been read after all
         turn = Turn(parent, list(context), completion)
         self.turns.append(turn)
         return turn
+
+    def drop(self, turn: Turn) -> None:
+        """Removes a turn that nobody has read, unless another continues it."""
+        if turn in self.leaves():
+            self.turns.remove(turn)
 
     def leaves(self) -> list[Turn]:
         inner = {id(turn.parent) for turn in self.turns}
@@ -163,6 +170,7 @@ class Answer(NamedTuple):
     prompt_tokens: int
     completion: Completion
     stop: str | None = None  # the call's stop string that ended the turn; the content ends before it
+    turn: Turn | None = None  # its place in the tree
 
 
 class Kept(NamedTuple):
@@ -205,11 +213,11 @@ class Episode:
     max_calls: int = 256  # most completions, including abandoned ones; also most calls that are refused or abandoned
     tree: Tree = field(default_factory=Tree)
     counts: Counter[str] = field(default_factory=Counter)  # number of calls, and how many of them were rewritten, unstable, out_of_room
-    last_content: str = ""  # content of the turn that finished last
     last_refusal: str = ""
     kept: dict[str, Kept] = field(default_factory=dict)  # name of an answer -> the conversation up to it, oldest first
     called: dict[str, str] = field(default_factory=dict)  # id of a sampled call -> id of the first call of its turn
     refused: int = 0  # refused or abandoned calls
+    _contents: dict[Turn, str] = field(default_factory=dict)  # content of each turn
     _begun: int = 0  # completions that have begun
     _counted: int = 0  # calls that counted tokens
     _known: dict[bytes, Turn] = field(default_factory=dict)  # name of the conversation up to a turn's message -> the turn
@@ -257,6 +265,17 @@ class Episode:
         self.refused += 1
         self.last_refusal = str(refusal)
         self.counts["out_of_room"] += refusal.kind in (TOO_LARGE, TOO_LONG)
+
+    def unread(self, turns: Sequence[Turn]) -> None:
+        """Drops answers that were sent, but whose connection broke before the agent had read them. They count as calls given up."""
+        for turn in turns:
+            self.tree.drop(turn)
+        self.refuse(Refused("its answer was not read"))
+
+    @property
+    def last_content(self) -> str:
+        """The content of the turn that finished last."""
+        return self._contents[self.tree.turns[-1]] if self.tree.turns else ""
 
     @property
     def exhausted(self) -> str:
@@ -325,6 +344,9 @@ class Episode:
         whole = template.render(shown, listed)
         if len(whole) > MOST_CHARS_PER_TOKEN * self.sampling.max_tokens:
             raise self._too_long(f"{len(whole)} characters")
+        for name in map(name_of, tools):
+            if name not in whole and json.dumps(name)[1:-1] not in whole:
+                raise Refused(f"tools: the model's chat template leaves out the tool {str(name)[:100]!r}, so the policy would not see it")
         if conversations is None:
             return None, stand_ins.encode(whole, self.tokenizer)
         said = [place for place, message in enumerate(messages, start=1) if message["role"] == "assistant"]
@@ -368,8 +390,8 @@ class Episode:
         told = {"role": "assistant", "tool_calls": [openai_call(*call) for call in named]}
         for form in (content, content + (stop or "")):  # some agents put the stop string back
             self._known[_next(asked.conversation, {**told, "content": form})] = turn
-        self.last_content = content
-        return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop)
+        self._contents[turn] = content
+        return Answer(content, named, finish_reason, len(asked.prompt_ids), completion, stop, turn)
 
 
 def openai_call(number: str, call: ToolCall) -> dict[str, Any]:

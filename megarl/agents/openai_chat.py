@@ -16,7 +16,10 @@ _MOST_STOP_LETTERS = 256  # an engine searches this much text after every token
 FORCED = "training uses the policy's log-probs, and this would need tokens from another distribution"
 _DRAWN = "the run's rollout settings say how tokens are drawn, because training uses their log-probs"
 _UNSUPPORTED = "it is not supported"
-# For each field: the values that ask for nothing, and why other values are refused. Fields that are not listed are ignored.
+TRAINED = "the policy is trained on the conversation as it was sent"
+_OWN_TOKENS = "the endpoint alone turns conversations into tokens"
+_UNKNOWN = "answers have no such data"
+# For each field: the values that ask for nothing, and why other values are refused.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), _DRAWN),
     "frequency_penalty": ((0,), _DRAWN),
@@ -24,6 +27,37 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _DRAWN),
     "min_tokens": ((0,), _DRAWN),
     "ignore_eos": ((False,), _DRAWN),
+    "stop_token_ids": (([],), "use stop instead"),
+    "stop_regex": (([],), "use stop instead"),
+    "bad_words": (([],), _DRAWN),
+    "allowed_token_ids": ((), _DRAWN),
+    "length_penalty": ((1,), _DRAWN),
+    "use_beam_search": ((False,), _DRAWN),
+    "best_of": ((1,), "use n instead"),
+    "custom_logit_processor": ((), _DRAWN),
+    "custom_params": ((), _DRAWN),
+    "watermark": ((), _DRAWN),
+    "lora_path": ((), "the policy has only its own adapter"),
+    "session_params": ((), _UNSUPPORTED),
+    "input_ids": ((), _OWN_TOKENS),
+    "documents": (([],), _OWN_TOKENS),
+    "chat_template": ((), _OWN_TOKENS),
+    "continue_final_message": ((False,), _OWN_TOKENS),
+    "add_generation_prompt": ((True,), _OWN_TOKENS),
+    "truncate_prompt_tokens": ((), _OWN_TOKENS),
+    "echo": ((False,), _OWN_TOKENS),
+    "task": ((), _OWN_TOKENS),
+    "prompt_logprobs": ((), _UNKNOWN),
+    "return_hidden_states": ((False,), _UNKNOWN),
+    "return_routed_experts": ((False,), _UNKNOWN),
+    "return_prompt_token_ids": ((False,), _UNKNOWN),
+    "return_token_ids": ((False,), _UNKNOWN),
+    "return_meta_info": ((False,), _UNKNOWN),
+    "return_input_ids_in_sglext": ((False,), _UNKNOWN),
+    "return_output_ids_in_sglext": ((False,), _UNKNOWN),
+    "return_sampling_mask": ((False,), _UNKNOWN),
+    "return_flat_raw_output_top_logprobs": ((False,), _UNKNOWN),
+    "return_flat_raw_top_logprobs_b64": ((False,), _UNKNOWN),
     "guided_json": ((), FORCED),  # this and the following fields are vLLM's and SGLang's
     "guided_regex": ((), FORCED),
     "guided_choice": ((), FORCED),
@@ -39,6 +73,18 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _UNSUPPORTED),
     "web_search_options": ((), _UNSUPPORTED),
 }
+HONOURED = frozenset(
+    "messages tools tool_choice max_completion_tokens max_tokens n stop stream stream_options logprobs response_format model".split()
+)
+# These and fields that nobody knows are ignored. What asks how tokens are drawn is the run's to say. The rest asks for no other tokens:
+# hints for speed, accounting, or advice that a model of another vendor could follow.
+IGNORED = frozenset(
+    "temperature top_p top_k min_p seed reasoning_effort thinking verbosity parallel_tool_calls metadata user safety_identifier store "
+    "service_tier prediction prompt_cache_key prompt_cache_retention separate_reasoning stream_reasoning skip_special_tokens no_stop_trim "
+    "routed_experts_start_len return_cached_tokens_details return_spec_tokens_details sampling_logprobs_mode session_id rid extra_key "
+    "cache_salt priority data_parallel_rank max_dynamic_patch min_dynamic_patch use_audio_in_video images_config video_config "
+    "mm_processor_kwargs".split()
+)
 
 
 class Request(NamedTuple):

@@ -15,6 +15,7 @@ from megarl.agents.openai_chat import (
     FORCED,
     NEUTRAL,
     ROLES,
+    TRAINED,
     error,
     refuse_unless_neutral,
     stop_strings,
@@ -24,22 +25,27 @@ from megarl.agents.openai_chat import (
     tool_choice,
     whole_number,
 )
+from megarl.agents.openai_chat import IGNORED as IGNORED_BY_CHAT
 from megarl.data.chat import Message
 from megarl.generator.tool_parsers import ToolCall
 
 __all__ = ["error"]  # errors have the form of chat completions
 _LOGPROBS = "message.output_text.logprobs"  # value of `include`; its other values name data that no answer here has
 _MOST_KEPT_LETTERS = 16 << 20  # of an episode; otherwise its calls together could keep a whole request each
-_TRAINED = "the policy is trained on the conversation as it was sent"
 _NEUTRAL = {
     **NEUTRAL,
     "response_format": (({"type": "text"},), FORCED),
     "background": ((False,), "an answer is sampled while its call waits"),
     "conversation": ((), "use previous_response_id to go on from an answer"),
     "prompt": ((), "prompt templates are not supported"),
-    "truncation": (("disabled",), _TRAINED),
-    "context_management": (([],), _TRAINED),
+    "truncation": (("disabled",), TRAINED),
+    "context_management": (([],), TRAINED),
 }
+HONOURED = frozenset(
+    "input instructions previous_response_id tools tool_choice max_output_tokens stop stream store include text model".split()
+)
+# max_tool_calls counts calls that the server makes, and the endpoint makes none.
+IGNORED = (IGNORED_BY_CHAT - {"store"}) | {"reasoning", "max_tool_calls", "stream_options", "request_id"}
 
 
 class Asked(NamedTuple):

@@ -44,7 +44,7 @@ def spread(values: Tensor, boundaries: Tensor, tokens: int) -> Tensor:
 # The mean gradient of k3 is that of KL(ref || pi). The mean gradient of k1, grad log pi, is 0, so k1 is for rewards only.
 
 
-_MOST_DIFFERENCE = 20.0  # bound of -d in k3, so that one absurd token cannot make its exponential infinite
+_MOST_DIFFERENCE = 20.0  # from -d on, k3 goes on as its tangent, so that one absurd token cannot make its exponential infinite
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -56,7 +56,9 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    return (-difference).clamp(max=_MOST_DIFFERENCE).exp() - 1 + difference
+    """exp(-d) - 1 + d. Below d = -20 its tangent there, which still pulls towards the reference."""
+    bounded = (-difference).clamp(max=_MOST_DIFFERENCE)
+    return bounded.exp() * (1 - difference - bounded) - 1 + difference
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -71,6 +73,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 
 _MOST = 20.0  # bound of a log-ratio where no other bound applies, so that one absurd token cannot make means, sums or weights infinite
+_INFINITE = 1e30
 
 
 class Weights(NamedTuple):
@@ -104,7 +107,8 @@ def clipped(
     low, high, most = _log(rho_min), _log(rho), _log(max(dual_clip, rho))
     beyond = torch.where(advantages > 0, log_ratio > high, (log_ratio < low) | (log_ratio > most))
     surrogate = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(low, min(most, _MOST))).exp()
-    return Weights(torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp()), beyond, surrogate)
+    weight = torch.where(beyond, 0.0, log_ratio.clamp(max=min(most, _MOST)).exp())
+    return Weights(weight, beyond | (log_ratio > _MOST), surrogate)
 
 
 def sequence_clipped(
@@ -159,12 +163,14 @@ def lag_weights(log_lag: Tensor, mask: Tensor, boundaries: Tensor, floor: float,
     low, high = _log(floor), _log(cap)
     beyond = (log_lag < low) | (log_lag > high)
     weight = log_lag.clamp(low, min(high, _MOST)).exp()
-    return Weights(weight if above == "truncate" else torch.where(beyond, 0.0, weight), beyond)
+    weight = weight if above == "truncate" else torch.where(beyond, 0.0, weight)
+    return Weights(weight, beyond | (log_lag > _MOST))
 
 
 def _sequence_sums(log_ratio: Tensor, mask: Tensor, boundaries: Tensor) -> Tensor:
-    """[n] sums of `log_ratio` over the unmasked tokens of each sequence."""
-    return segment_sums(torch.where(mask, log_ratio.clamp(-_MOST, _MOST), 0.0), boundaries)
+    """[n] sums of `log_ratio` over the unmasked tokens of each sequence. Infinite ones count as 1e30, so that they add up."""
+    finite = log_ratio.nan_to_num(nan=math.nan, posinf=_INFINITE, neginf=-_INFINITE)
+    return segment_sums(torch.where(mask, finite, 0.0), boundaries)
 
 
 def _log(bound: float) -> float:

@@ -83,6 +83,9 @@ def end_with_parent(parent: int) -> None:
         raise SystemExit(f"process {parent}, which has started this one, is gone")
 
 
+FOR_LAUNCHER = (signal.SIGHUP, signal.SIGUSR2)  # a job's signals that only the launcher answers; Slurm may send them to all processes
+
+
 # Signs of life from an engine worker that cannot answer because it is busy with a weight update (generator.health_s).
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 
 import torch
 
+from megarl.base.cores import usable_cores
 from megarl.bench.channel_samples import BUFFERED, SAMPLES_PER_STEP, STEP_S, measure, render
 from megarl.bench.channel_tokens import measure_tokens, render_tokens
 
@@ -16,7 +16,7 @@ def run(as_json: bool) -> None:
     """Prints a table, or one JSON object. Raises RuntimeError, TimeoutError."""
     torch.set_num_threads(1)
     facts = {
-        "hardware": f"{os.cpu_count()} CPU cores",
+        "hardware": f"{usable_cores()} CPU cores",
         "step_s": STEP_S,
         "samples_per_step": SAMPLES_PER_STEP,
         "costs": [asdict(measure(buffered)) for buffered in BUFFERED],

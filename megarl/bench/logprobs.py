@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megarl.base.cores import usable_cores
 from megarl.kernels import linear_logprobs
 
 TOKENS, VOCAB, HIDDEN = 2048, 131_072, 256
@@ -48,7 +48,7 @@ def run(as_json: bool) -> None:
         for rows in WAYS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
                 costs.append(asdict(fresh.submit(measure, rows, training).result(TIMEOUT_S)))
-    facts = {"hardware": f"{os.cpu_count()} CPU cores", "tokens": TOKENS, "vocab": VOCAB, "hidden": HIDDEN, "costs": costs}
+    facts = {"hardware": f"{usable_cores()} CPU cores", "tokens": TOKENS, "vocab": VOCAB, "hidden": HIDDEN, "costs": costs}
     print(json.dumps(facts) if as_json else render(facts))
 
 

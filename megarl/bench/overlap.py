@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megarl.base.cores import usable_cores
 from megarl.base.processes import kill
 from megarl.bench.emulated import Lengths
 from megarl.bench.overlap_cell import Cell, generate, train
@@ -227,7 +228,7 @@ def run(step_s: float, steps: int, lanes: int, as_json: bool, picture: str | Non
         raise ConfigError(problems)
     facts = {
         "emulated": True,
-        "hardware": f"{os.cpu_count()} CPU cores",
+        "hardware": f"{usable_cores()} CPU cores",
         "longer_phase_s": step_s,
         "update_s": WRITE_SHARE * step_s,
         "steps": steps,

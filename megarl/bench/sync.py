@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from megarl.base.cores import usable_cores
 from megarl.base.files import log_tail
 from megarl.bench.sync_ranks import BLOCK_BYTES, CHUNK_BYTES, RUN_BYTES, Ranks, build_map
 from megarl.config.errors import ConfigError
@@ -370,7 +371,7 @@ def run(model_size: str, dtype: str, transports: Sequence[str], repeats: int, as
         bench = Bench((str(model), dtype, TRAINER_TP, ENGINE_TP), Path(folder), stack)
         ways, times = asyncio.run(bench.measure(transports, repeats))
     facts = {
-        "hardware": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}",
+        "hardware": f"{usable_cores()} CPU cores, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}",
         "model": f"{model_size}: random Llama, {dtype}",
         "bytes": bench.bytes,
         "trainer_tp": TRAINER_TP,

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.foreign import Known, known_elsewhere
 from megarl.config.limits import Limit
 from megarl.config.schema import RunConfig
 
 NEAREST = 3  # how many suggestions there are at most
-CLOSE_ENOUGH = 0.6  # least similarity of the last names of two keys (difflib's ratio) for a suggestion
+CLOSE_ENOUGH = 0.7  # least similarity of the last names of two keys (difflib's ratio) for a suggestion
 TIE = 0.01  # a suggestion whose score is this close to the best one's is shown too
 NAME = "NAME"  # in the key of a section that may occur several times, stands for the name that the user chooses
 
@@ -128,10 +129,18 @@ def yaml_text(value: Any) -> str:
 
 
 def nearest(key: str) -> list[str]:
-    """The known keys most similar to `key`, best first. They have a similar last name, in the same section or another."""
+    """The known keys that `key` may mean, best first: what another program's setting is called here, or those with a similar last name, in
+    the same section or another."""
+    if (elsewhere := elsewhere_called(key)) is not None:
+        return [elsewhere.key] if elsewhere.key else []
     scored = [(_likeness(key, known), known) for known in settings() if _ratio(_name(key), _name(known)) >= CLOSE_ENOUGH]
     best = max(scored, default=(0.0, ""))[0]
     return [known for score, known in sorted(scored, reverse=True)[:NEAREST] if score >= best - TIE]
+
+
+def elsewhere_called(key: str) -> Known | None:
+    """The meaning of `key` in other programs, if one has it."""
+    return known_elsewhere(key, frozenset(name.partition(".")[0] for name in sections()))
 
 
 def _shared(one: str, other: str) -> int:

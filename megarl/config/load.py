@@ -21,7 +21,19 @@ from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue
 
 from megarl.config.dialect import read_texts, read_yaml, write_line, write_yaml
 from megarl.config.errors import ConfigError
-from megarl.config.keys import Setting, concrete, field_path, general, nearest, outer_sections, section_of, setting_of, settings, yaml_text
+from megarl.config.keys import (
+    Setting,
+    concrete,
+    elsewhere_called,
+    field_path,
+    general,
+    nearest,
+    outer_sections,
+    section_of,
+    setting_of,
+    settings,
+    yaml_text,
+)
 from megarl.config.limits import INPUT, MODULE
 from megarl.config.schema import MIXED, PUBLISHED, RunConfig, published
 from megarl.roles.settings import flat
@@ -398,7 +410,9 @@ def _assign_in_sft(tree: DictConfig, role: str, overrides: Mapping[Any, Any], wh
 
 
 def _hint(key: str) -> str:
-    near = nearest(key)
+    near, elsewhere = nearest(key), elsewhere_called(key)
+    if elsewhere is not None and elsewhere.note:
+        return f"did you mean {near[0]} ({elsewhere.note})?" if near else elsewhere.note
     if near:
         return f"did you mean {' or '.join(near)}?"
     siblings = _children(key.rpartition(".")[0]) if "." in key else []

@@ -158,6 +158,12 @@ OF_HUBS = ("verifiers", "openenv")  # names of rollouts: their rows and rewards 
 BY_CALLS = ("program", *OF_HUBS)  # names of rollouts whose policy is called from outside, so that an episode may branch
 
 
+_TOP_P = between(0, 1, open_low=True)
+_TOP_K = Limit(f"-1, or from 2 to {MOST_KEPT}, the most that are recorded", lambda k: k == -1 or 2 <= k <= MOST_KEPT)
+_MIN_P = between(0, 1, open_high=True)
+_STOP = Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts))
+
+
 @dataclass
 class RolloutConfig:
     name: str = setting(
@@ -193,15 +199,9 @@ class RolloutConfig:
     )
     max_tokens: int = setting(1024, "longest response in tokens, including an environment's", at_least(1))
     temperature: float = setting(1.0, "sampling temperature", above(0))
-    top_p: float = setting(1.0, "nucleus sampling; 1: off", between(0, 1, open_low=True))
-    top_k: int = setting(
-        -1,
-        "sample from the k likeliest tokens; -1: off",
-        Limit(f"-1, or from 2 to {MOST_KEPT}, the most that are recorded", lambda k: k == -1 or 2 <= k <= MOST_KEPT),
-    )
-    min_p: float = setting(
-        0.0, "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off", between(0, 1, open_high=True)
-    )
+    top_p: float = setting(1.0, "nucleus sampling; 1: off", _TOP_P)
+    top_k: int = setting(-1, "sample from the k likeliest tokens; -1: off", _TOP_K)
+    min_p: float = setting(0.0, "sample from the tokens that are at least min_p times as likely as the likeliest; 0: off", _MIN_P)
     replay_mask: bool = setting(
         True,
         "with top_p, top_k or min_p, the trainer too takes log-probs over only the tokens that the engine could have drawn "
@@ -217,16 +217,11 @@ class RolloutConfig:
         default_factory=list,
         metadata={
             "meaning": "texts that end a response or a turn, besides end-of-text; such a text belongs to the response and is learned",
-            "limit": Limit("at most 32 texts, none empty", lambda texts: len(texts) <= 32 and all(texts)),
+            "limit": _STOP,
         },
     )
     tool_workers: int = setting(1, "processes for each tool that computes; they start at its first call", at_least(1))
     tool_timeout_s: float = setting(5.0, "time limit of a tool's call", seconds())
-
-    @property
-    def stops_on_text(self) -> bool:
-        """Whether requests may have stop strings, so that engines need the tokenizer: the run's, or those of a program's calls."""
-        return bool(self.stop) or self.name in BY_CALLS
 
     @property
     def truncated(self) -> bool:
@@ -545,7 +540,10 @@ class CheckpointConfig:
         " it began. It keeps its place in the order of rows, so some prompts may be trained twice or never",
     )
     on_termination_s: float = setting(
-        120.0, "on SIGTERM (Slurm's preemption), time to finish and save the running step; then the run is ended regardless", seconds()
+        120.0,
+        "on SIGTERM (Slurm's preemption), SIGUSR1, SIGUSR2 and SIGHUP, time to finish and save the running step; then the run is ended "
+        "regardless",
+        seconds(),
     )
 
 
@@ -609,7 +607,9 @@ class TimeoutConfig:
         seconds(),
     )
     rollouts_s: float = setting(
-        3600.0, "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel", seconds()
+        3600.0,
+        "the trainer's wait for a batch or for an evaluation, and the generator's for room in the channel",
+        seconds(),
     )
     weights_s: float = setting(600.0, "any part of a weight update", seconds())
     request_s: float = setting(3600.0, "a generation request", seconds())
@@ -1016,6 +1016,10 @@ class SuiteConfig(DatasetConfig):
     until: str | None = setting(None, "livecodebench: only the problems of this date or earlier; null: all", _DATE)
     samples: int | None = setting(None, "samples per prompt; null: eval.samples", at_least(1))
     temperature: float | None = setting(None, "sampling temperature; null: eval.temperature", at_least(0))
+    top_p: float | None = setting(None, "as rollout.top_p; null: eval.top_p", _TOP_P)
+    top_k: int | None = setting(None, "as rollout.top_k; null: eval.top_k", _TOP_K)
+    min_p: float | None = setting(None, "as rollout.min_p; null: eval.min_p", _MIN_P)
+    stop: list[str] | None = setting(None, "as rollout.stop; null: eval.stop", _STOP)
     max_tokens: int | None = setting(None, "longest response in tokens; null: eval.max_tokens", at_least(1))
 
 
@@ -1032,6 +1036,10 @@ class EvalConfig:
         1, "samples per prompt, for avg@k, pass@k and maj@k (docs/evaluation.md); more than one needs a temperature", at_least(1)
     )
     temperature: float = setting(0.0, "sampling temperature; 0: greedy", at_least(0))
+    top_p: float | None = setting(None, "nucleus sampling; 1: off; null: rollout.top_p", _TOP_P)
+    top_k: int | None = setting(None, "sample from the k likeliest tokens; -1: off; null: rollout.top_k", _TOP_K)
+    min_p: float | None = setting(None, "as rollout.min_p; 0: off; null: rollout.min_p", _MIN_P)
+    stop: list[str] | None = setting(None, "as rollout.stop; []: none; null: rollout.stop", _STOP)
     max_tokens: int | None = setting(None, "longest response in tokens; null: rollout.max_tokens", at_least(1))
     limit: int | None = setting(None, "use only this many prompts of each held-out set, from the first on; null: all", at_least(1))
     reward: str | None = setting(None, "how responses are scored, as reward.name; null: as in training", _REWARDS)

@@ -38,7 +38,7 @@ def value_loss(values: Tensor, microbatch: Microbatch, clip: float | None) -> Lo
     error, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None:
         bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
-        clipped = bounded > error
+        clipped = ((values - old).abs() > clip) & (bounded > error)
         error = torch.maximum(error, bounded)
     sums = {"tokens": mask.sum(), "values": torch.where(mask, values.detach(), 0.0).sum(), "values_clipped": (clipped & mask).sum()}
     return LossOutput(torch.where(mask, error, 0.0).sum() / 2, sums)

@@ -14,7 +14,7 @@ from megarl.data.batches import demonstration_tokens, pair_sets, responses_token
 from megarl.data.datasets import answers_of, is_local, read_pairs, read_rows
 from megarl.data.order import source_sets
 from megarl.data.prompts import prompt_tokens
-from megarl.data.rows import ROW_DIGEST_BYTES, Pair, Reading, Row, held_out, held_out_tokens
+from megarl.data.rows import ROW_DIGEST_BYTES, Pair, Reading, Row, held_out, held_out_sampling
 from megarl.data.synthetic import PREFIX
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_problems
 from megarl.models.spec import ModelSpec
@@ -153,6 +153,6 @@ def _datasets(config: RunConfig, command: str) -> Sequence[tuple[str, SourceConf
         dataset, key = sft_data(config)
         held_out_ones = [("sft.eval", config.sft.eval)] if config.sft.eval else []
         return [(own, source, 0) for own, source in [*source_sets(dataset, key), *held_out_ones]]
-    evaluation = [(key, dataset, held_out_tokens(config, own)) for _, key, dataset, own in held_out(config)]
+    evaluation = [(key, dataset, held_out_sampling(config, own).max_tokens) for _, key, dataset, own in held_out(config)]
     train = [(key, source, config.rollout.max_tokens) for key, source in source_sets(config.data.train, "data.train")]
     return evaluation if command == "eval" else [*train, *evaluation]

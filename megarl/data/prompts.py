@@ -12,8 +12,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import DROP, DatasetConfig, LearnedConfig, RunConfig
 from megarl.data.datasets import answers_of, load_rows
 from megarl.data.order import Mixture, Place, permute, source_sets, train_mixture
-from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_tokens
+from megarl.data.rows import Answers, Reading, Row, RowProblem, Rows, held_out, held_out_sampling
 from megarl.data.tokenizer import Tokenizer
+from megarl.generator.completions import Sampling
 from megarl.models.spec import ModelSpec
 
 KEPT_BACK = 6  # tokens of context and KV cache that SGLang reserves in every request (0.5.23, tp_worker.py: max_req_input_len)
@@ -130,9 +131,7 @@ class HeldOutSet:
     name: str  # of the suite; empty for data.eval
     prompts: list[Prompt]
     samples: int  # per prompt
-    temperature: float  # 0: greedy
-    max_tokens: int
-    stop: tuple[str, ...] = ()  # rollout.stop
+    sampling: Sampling  # without end-of-text
 
 
 def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> list[HeldOutSet]:
@@ -140,11 +139,9 @@ def held_out_sets(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> l
     return [
         HeldOutSet(
             name=name,
-            prompts=_first_prompts(config, name, key, dataset, tokenizer, spec, held_out_tokens(config, own)),
+            prompts=_first_prompts(config, name, key, dataset, tokenizer, spec, held_out_sampling(config, own).max_tokens),
             samples=config.eval.samples if own is None or own.samples is None else own.samples,
-            temperature=config.eval.temperature if own is None or own.temperature is None else own.temperature,
-            max_tokens=held_out_tokens(config, own),
-            stop=tuple(config.rollout.stop),
+            sampling=held_out_sampling(config, own),
         )
         for name, key, dataset, own in held_out(config)
     ]

@@ -9,7 +9,8 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import OWN_PLACE, DatasetConfig, RunConfig, SuiteConfig
+from megarl.config.schema import BY_CALLS, OWN_PLACE, DatasetConfig, RunConfig, SuiteConfig
+from megarl.generator.completions import Sampling
 
 
 class RowProblem(Exception):
@@ -242,6 +243,28 @@ def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConf
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 
-def held_out_tokens(config: RunConfig, suite: SuiteConfig | None) -> int:
-    """Tokens of the longest allowed response."""
-    return (suite.max_tokens if suite else None) or config.eval.max_tokens or config.rollout.max_tokens
+def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
+    """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run. The temperature is never the run's."""
+    sections = (suite, config.eval, config.rollout)
+
+    def value(name: str) -> Any:
+        values = (getattr(section, name) for section in sections if section is not None)
+        return next(value for value in values if value is not None)
+
+    return Sampling(
+        max_tokens=value("max_tokens"),
+        temperature=value("temperature"),
+        top_p=value("top_p"),
+        top_k=value("top_k"),
+        min_p=value("min_p"),
+        stop=tuple(value("stop")),
+    )
+
+
+def held_out_samplings(config: RunConfig) -> list[Sampling]:
+    return [held_out_sampling(config, suite) for *_, suite in held_out(config)]
+
+
+def stops_on_text(config: RunConfig) -> bool:
+    """Whether requests may have stop strings, so that engines need the tokenizer: the run's, an evaluation's, or a program's calls'."""
+    return config.rollout.name in BY_CALLS or bool(config.rollout.stop) or any(sampling.stop for sampling in held_out_samplings(config))

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec.structs import replace
+
 from megarl.base.rollout_types import Group, Prompt
 from megarl.config.errors import RunError
 from megarl.config.schema import BY_CALLS, RunConfig
@@ -25,7 +27,7 @@ from megarl.rewards import ifeval
 from megarl.rewards.score import CORRECT, episode_metrics, failure_metrics, parts_in_evaluation, too_many_failed_episodes, too_many_failures
 from megarl.rewards.verify import ANSWERS, majority_at, vote
 from megarl.roles.opening import open_scorers, open_served
-from megarl.rollouts.rollout import Rollout, eval_sampling, open_fleet, open_rollouts
+from megarl.rollouts.rollout import Rollout, open_fleet, open_rollouts
 from megarl.trainer.hf_files import check_finite
 
 
@@ -76,14 +78,14 @@ def scores(groups: Sequence[Group], graded: bool = False, grader: str = "") -> d
     }
 
 
-async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, float]:
+async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenizer, at_once: int, config: RunConfig) -> dict[str, Any]:
     """Evaluates one set and returns its scores.
 
     At most `at_once` samples run at a time. The deadline of a rollout counts from its start, and so must not include waiting for a place in
     an engine.
     """
     started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
-    sampling = eval_sampling(held_out, tokenizer)
+    sampling = replace(held_out.sampling, stop_token_ids=tokenizer.eos_ids)
 
     async def answer(prompt: Prompt) -> Group:
         async with places:
@@ -101,7 +103,22 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     scored_by_text = len(parts) == 1 and config.rollout.name not in BY_CALLS  # a program's output may be scored instead
     grader = parts[0].name if scored_by_text else ""
     failed = {**failure_metrics(samples), **episode_metrics(samples)}
-    return {**scores(groups, graded, grader), **failed, "seconds": time.monotonic() - started}
+    seconds = time.monotonic() - started
+    return {**scores(groups, graded, grader), **failed, "seconds": seconds, "sampling": _told(held_out)}
+
+
+def _told(held_out: HeldOutSet) -> dict[str, Any]:
+    """The settings that the scores depend on, under the names of their keys."""
+    sampling = held_out.sampling
+    return {
+        "samples": held_out.samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop),
+    }
 
 
 async def evaluate_sets(

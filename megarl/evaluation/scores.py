@@ -145,11 +145,22 @@ def sets(evaluation: Mapping[str, Any]) -> dict[str, Evaluation]:
     return ({"": own} if own else {}) | evaluation.get("suites", {})
 
 
+def sampling_text(scores: Mapping[str, Any]) -> str:
+    """How a set was sampled; empty for scores of earlier versions of MegaRL, which do not say it."""
+    told = scores.get("sampling")
+    if not told:
+        return ""
+    off = {"temperature": None, "top_p": 1, "top_k": -1, "min_p": 0, "stop": []}
+    if told["temperature"] == 0:
+        return f"greedy{', stop ' + str(told['stop']) if told['stop'] else ''}"
+    return ", ".join(f"{name} {told[name]}" for name, value in off.items() if told[name] != value)
+
+
 def as_metrics(evaluation: Evaluation) -> dict[str, float]:
     """eval/pass@1 and so on for data.eval, eval/NAME/pass@1 and so on for eval.suites."""
     found = {VERSION_KEY: evaluation["version"]}
     for name, scores in sets(evaluation).items():
-        found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items()}
+        found |= {"/".join(("eval", *name.split(), key)): value for key, value in scores.items() if key != "sampling"}
     return found
 
 

@@ -38,17 +38,18 @@ class Sampling(msgspec.Struct, frozen=True):
     def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
+    @property
+    def kept_limit(self) -> int:
+        return self.top_k if self.top_k > 0 else MOST_KEPT
+
     def parameters(self) -> dict[str, Any]:
         """The parameters under SGLang's names."""
-        top_k = self.top_k
-        if self.truncated:
-            top_k = top_k if top_k > 0 else MOST_KEPT
         return {
             **({"stop": list(self.stop)} if self.stop else {}),
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": top_k,
+            "top_k": self.kept_limit if self.truncated else self.top_k,
             "min_p": self.min_p,
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,

@@ -143,7 +143,8 @@ class Fleet:
         tokenizer to look for stop strings.
         """
         if sampling.stop and self._decode is None:
-            raise ValueError(f"Sampling.stop={list(sampling.stop)}: engines look for stop strings only if rollout.stop has one")
+            stop = f"Sampling.stop={list(sampling.stop)}"
+            raise ValueError(f"{stop}: engines look for stop strings only if rollout.stop or eval.stop has one")
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
         drafts = [Draft() for _ in range(n)]
         while any(not draft.finish_reason for draft in drafts):

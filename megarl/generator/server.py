@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import traceback
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.base.geometry import STATES_PER_REQUEST
-from megarl.base.processes import end_with_parent
+from megarl.base.processes import FOR_LAUNCHER, end_with_parent
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, hooks
@@ -247,6 +248,8 @@ def main() -> None:
     launcher = int(os.environ[_LAUNCHER])
     os.environ[_LAUNCHER] = str(os.getpid())  # the parent of the workers that this process spawns
     end_with_parent(launcher)
+    for number in (signal.SIGUSR1, *FOR_LAUNCHER):  # its workers inherit this
+        signal.signal(number, signal.SIG_IGN)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs

@@ -16,7 +16,7 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
     """All values that Transformers' class for `model_type` has for a config.json. Only a "problem" if it has no class, or refuses."""
     from transformers import CONFIG_MAPPING
 
-    model_type = values.get("model_type")
+    model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return {"problem": ""}
     try:

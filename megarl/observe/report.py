@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.evaluation.scores import Evaluation, as_metrics, complete_metrics, damaged_results, read_results, sets
+from megarl.evaluation.scores import Evaluation, as_metrics, complete_metrics, damaged_results, read_results, sampling_text, sets
 from megarl.observe.agreement import AGES, DIFFERENCE, HISTOGRAM_EDGES, LIMIT, advisories
 from megarl.observe.metrics import METRICS_FILE, Row, damaged_lines, read_metrics
 from megarl.observe.samples import FailuresTail
@@ -355,6 +355,8 @@ def _held_out(evaluations: Sequence[Evaluation], steps: int) -> list[tuple[str, 
                 after = f"{last[score]:.3f}" if version else "not measured"
                 what = " ".join(("held-out", *name.split(), score.replace("reward/mean", "reward")))
                 lines.append((what, f"{before} before, {after} {when}"))
+        if sampling := sampling_text(last):
+            lines.append((" ".join(("held-out", *name.split(), "sampling")), sampling))
     return lines
 
 

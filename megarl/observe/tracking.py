@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.files import write_whole
+from megarl.base.processes import FOR_LAUNCHER
 from megarl.config.dialect import read_yaml
 from megarl.observe.metrics import METRICS_FILE, Row, kept_bytes, parse_lines, parse_row, read_metrics
 from megarl.observe.samples import SAMPLES_FILE
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--tags", type=json.loads, default=[])
     parser.add_argument("--deadline", type=float, default=60.0)
     arguments = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the launcher; this process ends after it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *FOR_LAUNCHER):  # these are for the launcher; this process ends after it
         signal.signal(number, signal.SIG_IGN)
     lock = open(_path(arguments.folder, arguments.name).with_suffix(".lock"), "a", encoding="utf-8")
     with contextlib.suppress(OSError):  # the file system has no locks

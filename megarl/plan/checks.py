@@ -29,7 +29,7 @@ from megarl.config.schema import (
     SuiteConfig,
 )
 from megarl.data.order import mixture_problems
-from megarl.data.rows import LIVECODEBENCH, held_out
+from megarl.data.rows import LIVECODEBENCH, held_out, held_out_sampling
 from megarl.lora.plan import check_lora, check_lora_groups
 from megarl.models import ModelSpec
 from megarl.models.mlp import SGLANG_CPU_PADDING
@@ -421,6 +421,7 @@ def check_shaping(config: RunConfig) -> Iterable[str]:
 def check_eval(config: RunConfig) -> Iterable[str]:
     if config.eval.every and not held_out(config):
         yield f"eval.every={config.eval.every}: needs a held-out set: set data.eval.source"
+    yield from _idle_filters(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         yield f"eval.samples={config.eval.samples}: with eval.temperature=0 all samples of a prompt are the same; set eval.temperature"
     for name, suite in config.eval.suites.items():
@@ -439,8 +440,20 @@ def check_eval(config: RunConfig) -> Iterable[str]:
 def _repeats(suite: SuiteConfig, config: RunConfig) -> bool:
     """Whether a set is sampled greedily more than once. eval.samples with eval.temperature has its own message."""
     samples = suite.samples or config.eval.samples
-    temperature = config.eval.temperature if suite.temperature is None else suite.temperature
-    return samples > 1 and temperature == 0 and not (suite.samples is None and suite.temperature is None)
+    greedy = held_out_sampling(config, suite).temperature == 0
+    return samples > 1 and greedy and not (suite.samples is None and suite.temperature is None)
+
+
+def _idle_filters(config: RunConfig) -> Iterable[str]:
+    """Filters of an evaluation that is greedy, so that they change nothing."""
+    suites = [(f"eval.suites.{name}", suite, [suite]) for name, suite in config.eval.suites.items() if suite]
+    everything = [suite for *_, suite in held_out(config)] or [None]
+    for key, section, sets in (("eval", config.eval, everything), *suites):
+        if any(held_out_sampling(config, suite).temperature for suite in sets):
+            continue
+        for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
+            if (value := getattr(section, name)) not in (None, off):
+                yield f"{key}.{name}={value:g}: needs a {key}.temperature above 0: the likeliest token is taken now"
 
 
 def check_eval_engines(config: RunConfig) -> Iterable[str]:

@@ -19,6 +19,7 @@ import msgspec
 from megarl.config.keys import yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.schema import RunConfig
+from megarl.data.rows import held_out_samplings
 
 # Reads the arguments of installed packages from their source, and checks values for them before anything starts.
 #
@@ -431,7 +432,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
     """Checks the arguments of the policy's engines and of the roles' engines. Refuses arguments that SGLang does not know or that other
     keys decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses
     arguments that make SGLang compute with other weights than were written, since the audit would not see that."""
-    truncated = config.rollout.truncated
+    truncated = config.rollout.truncated or any(sampling.truncated for sampling in held_out_samplings(config))
     yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
     for name, role in config.roles.items():
         if role is not None:
@@ -470,7 +471,7 @@ def _refused(name: str, value: Any, truncated: bool) -> str | None:
     if name in SGLANG_REFUSED:
         return f"must be left out; {SGLANG_REFUSED[name]}"
     if name == "sampling_backend" and value == "ascend" and truncated:
-        return "must not be ascend with rollout.top_p, top_k or min_p: it does not record which tokens it keeps"
+        return "must not be ascend with top_p, top_k or min_p of rollout or eval: it does not record which tokens it keeps"
     if name in ("moe_runner_backend", "speculative_moe_runner_backend") and value not in MOE_RUNNERS:
         return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None

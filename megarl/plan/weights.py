@@ -97,6 +97,9 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
     if weights.are_there or weights.are_gone or (command not in ("sft", "reward-model", "train", "eval", "dry-run") and not of_adapters):
         return
     none = f"model.path={config.model.path}: holds no weights (*.safetensors)"
+    if not config.model.random_init and (convert := convert_hint(Path(config.model.path))):
+        yield none + convert
+        return
     if command in ("sft", "reward-model"):
         if not config.model.random_init:
             yield f"{none}; set model.random_init=true to start from random ones"
@@ -104,6 +107,21 @@ def missing_weights(config: RunConfig, command: str | None) -> Iterable[str]:
         yield f"{why_first_weights(config)} what the run began with, but {weights.path} holds no weights any more"
     elif not (command == "dry-run" and config.model.random_init and config.sft.steps > 0):  # megarl sft will make the weights first
         yield f"{none}, and neither does sft.output={config.sft.output}: run megarl sft first"
+
+
+OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pt*", "*.gguf", "model*.ckpt", "tf_model*.h5", "flax_model*.msgpack")
+
+
+def convert_hint(folder: Path) -> str:
+    """What to do if a checkpoint's weights are in another format than safetensors; empty if there are none in another."""
+    others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
+    if not others:
+        return ""
+    given = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
+    read = f"M.from_pretrained({str(folder)!r}, dtype='auto'{given})"
+    written = f"{read}.save_pretrained({f'{folder}-safetensors'!r})"
+    command = f'python -c "from transformers import AutoModelForCausalLM as M; {written}"'
+    return f", but {others[0]}: convert it, and copy the tokenizer's files: {command}"
 
 
 def needs_reference(config: RunConfig) -> bool:

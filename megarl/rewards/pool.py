@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.base.cores import usable_cores
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import ifeval
@@ -28,7 +29,7 @@ _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 def workers_of(config: RewardConfig) -> int:
     """How many responses are scored at a time. By default it leaves most of this host's cores to engines and generator."""
-    return config.workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_WORKER))
+    return config.workers or min(MOST_WORKERS, max(1, usable_cores() // CORES_OF_A_WORKER))
 
 
 class RewardPool(WorkerPool):

@@ -13,6 +13,7 @@ from megarl.generator.client import EngineClient
 from megarl.generator.fleet import Fleet
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.plan.resolve import RunPlan
+from megarl.plan.weights import convert_hint
 from megarl.roles.judge import Judge, questions
 from megarl.roles.plan import ServedRole
 from megarl.roles.reward_model import RewardModel, reading
@@ -71,6 +72,6 @@ def check_role_weights(role: ServedRole) -> None:
         return
     key, files = f"roles.{role.name}.path={folder}", sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{key}: holds no weights (*.safetensors)")
+        raise ConfigError(f"{key}: holds no weights (*.safetensors){convert_hint(folder)}")
     if problems := problems_of(*(partial(header, file) for file in files)):
         raise ConfigError([f"{key}: {problem}" for problem in problems])

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from megarl.base.rollout_types import WARNING, Failure, Group, Ordinal, Prompt, Sample, any_unanswered
 from megarl.config.limits import is_async
 from megarl.config.schema import UNSCORED, RunConfig
-from megarl.data.prompts import HeldOutSet
+from megarl.data.rows import stops_on_text
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
@@ -262,7 +262,7 @@ async def open_fleet(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExit
     engines = [engine_client(plan, rendezvous, url) for url in rendezvous.engine_urls(name)]
     chunk_tokens = config.async_.chunk_tokens or max(1, config.rollout.max_tokens // 4)
     mode = config.async_.partial_rollout
-    decode = load_tokenizer(config.model).decode_all if config.rollout.stops_on_text else None
+    decode = load_tokenizer(config.model).decode_all if stops_on_text(config) else None
     groups = fleet_groups(plan)
     fleet = Fleet(engines, mode, chunk_tokens if mode == "resume" else None, elastic, decode, name=name, groups=groups)
     resources.push_async_callback(fleet.close)
@@ -341,7 +341,3 @@ def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
     rollout = plan.config.rollout
     filters = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
     return Sampling(rollout.max_tokens, rollout.temperature, **filters, stop_token_ids=tokenizer.eos_ids, stop=tuple(rollout.stop))
-
-
-def eval_sampling(held_out: HeldOutSet, tokenizer: Tokenizer) -> Sampling:
-    return Sampling(held_out.max_tokens, held_out.temperature, stop_token_ids=tokenizer.eos_ids, stop=held_out.stop)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.errors import RunError
 from megarl.config.schema import IGNORE, TRAIN, RunConfig
+from megarl.data.rows import held_out_samplings
 from megarl.models.registry import missing_folder
 from megarl.models.spec import ModelSpec
 from megarl.speculative.settings import EAGLE, EAGLE3, NEXTN, NGRAM, NONE
@@ -36,8 +37,9 @@ def check_speculative(config: RunConfig, spec: ModelSpec) -> Iterable[str]:
         yield f"plan.accept_length={length:g}: must be at most {own.steps + 1}, generator.speculative.steps and the token that is sampled"
     if own.algorithm == NEXTN and config.trainer.mtp == IGNORE:
         yield f"{key}: needs trainer.mtp to be keep or train, so that engines get the layer that drafts"
-    if config.rollout.truncated:  # srt/speculative/spec_sampling_mask.py:27
-        yield f"{key}: must be none with rollout.top_p, top_k or min_p: SGLang does not say which tokens it has kept"
+    evaluated = any(sampling.truncated for sampling in held_out_samplings(config))
+    if config.rollout.truncated or evaluated:  # srt/speculative/spec_sampling_mask.py:27
+        yield f"{key}: must be none with top_p, top_k or min_p of rollout or eval: SGLang does not say which tokens it has kept"
     if config.cluster.gpu == "cpu" and spec.linear_layers:
         yield f"{key}: must be none for a {spec.family} model on CPUs, whose gated delta nets cannot take back rejected drafts there"
     if config.lora.rank:

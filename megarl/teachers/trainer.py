@@ -40,7 +40,7 @@ class OfTokens:
 
     def __call__(self, microbatch: MicroBatch, divergence: Divergence) -> Taught:
         row = sent(torch.from_numpy(lay(microbatch.plan, lambda i: self.logprobs[i], np.float32)), microbatch.targets.device)
-        return Taught(row.nan_to_num(), microbatch.loss_mask & ~row.isnan())
+        return Taught(torch.where(row.isnan(), 0.0, row), microbatch.loss_mask & ~row.isnan())
 
 
 @dataclass(frozen=True)

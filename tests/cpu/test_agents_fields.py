@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from test_agents_endpoint import EOS, TOKENIZER
-from test_agents_hostile import ANTHROPIC, OPENAI, RESPONSES, USER, post, served
+from test_agents_hostile import ANTHROPIC, OPENAI, RESPONSES, TEMPLATE, USER, post, served
 
+from megarl.agents import anthropic_messages, openai_chat, openai_responses
 from megarl.agents.episode import Episode
 from megarl.generator.completions import Completion, Sampling
 
@@ -17,6 +22,7 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.timeout(900)
 TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}, "strict": True}}
+WITHOUT_TOOLS = replace(TEMPLATE, render_marked=lambda **values: TEMPLATE.render_marked(**{**values, "tools": None}))
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 
 
@@ -244,3 +250,40 @@ def test_what_would_change_what_is_sampled_is_refused_with_the_reason() -> None:
 
     asyncio.run(run())
     assert not policy.asked
+
+
+@pytest.mark.parametrize(
+    ("form", "module", "name"),
+    [
+        (openai_chat, "openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
+        (openai_chat, "sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest"),
+        (openai_responses, "openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
+        (openai_responses, "sglang.srt.entrypoints.openai.protocol", "ResponsesRequest"),
+        (anthropic_messages, "anthropic.types.beta.message_create_params", "MessageCreateParamsBase"),
+    ],
+)
+def test_each_known_field_is_honoured_ignored_or_refused(form: ModuleType, module: str, name: str) -> None:
+    """The installed packages say which fields there are. Private ones are not part of a request."""
+    refused = set(getattr(form, "_NEUTRAL", openai_chat.NEUTRAL))
+    known = {field for field in vars(importlib.import_module(module))[name].__annotations__ if not field.startswith("_")}
+    assert known - form.HONOURED - form.IGNORED - refused == set()
+    for one, other in itertools.combinations((form.HONOURED, form.IGNORED, refused - form.HONOURED), 2):
+        assert one & other == set()
+
+
+@pytest.mark.parametrize("path", [OPENAI, RESPONSES, ANTHROPIC])
+def test_tools_that_the_template_leaves_out_are_refused(path: str) -> None:
+    """With a template that has no place for tools, the policy would answer as if there were none."""
+    tools = {OPENAI: TOOL, RESPONSES: {"type": "function", **TOOL["function"]}, ANTHROPIC: {"name": "calculate", "input_schema": {}}}
+
+    async def run() -> None:
+        policy = Saying("42")
+        async with served(policy) as (client, [episode], [to]):
+            episode.template = WITHOUT_TOOLS
+            body = {"messages": [USER], "input": "6*7=", "max_tokens": 5}
+            status, told = await post(client, to, path, {**body, "tools": [tools[path]]})
+            assert (status, "leaves out the tool 'calculate'" in told["error"]["message"]) == (400, True), told
+            assert not policy.asked
+            assert (await post(client, to, path, body))[0] == 200
+
+    asyncio.run(run())

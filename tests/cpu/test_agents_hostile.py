@@ -9,11 +9,12 @@ import json
 import random
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -539,3 +540,62 @@ def test_no_program_runs_after_the_watch_over_memory_has_failed(monkeypatch) -> 
         await cell.close()
 
     asyncio.run(run())
+
+
+async def call_and_close(to: Served, body: dict[str, Any], reads: int, *headers: str) -> bytes:
+    """Sends a call, reads at most `reads` bytes of its answer, and closes the connection. With 0 it reads all."""
+    text = json.dumps(body).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {to.key}", f"Content-Length: {len(text)}", *headers]
+
+    def talk() -> bytes:
+        with socket.create_connection(("127.0.0.1", to.port), timeout=30) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + text)
+            if reads:
+                return connection.recv(reads)
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+    return await asyncio.to_thread(talk)
+
+
+@pytest.mark.parametrize("header", ["Connection: close", "Connection: keep-alive"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_nobody_read_is_no_sample(stream: bool, header: str) -> None:
+    """The agent reads one byte and asks again; one of two parallel calls is dropped; an answer that was read stays."""
+
+    async def agent() -> None:
+        async with served(Calculating()) as (_, [episode], [to]):
+            asked = {"messages": [USER], "stream": stream}
+            before = await call_and_close(to, asked, 0, "Connection: close")
+            assert b"200 OK" in before and len(episode.tree.turns) == 1
+            await call_and_close(to, asked, 1, header)
+            await until(lambda: episode.refused == 1)
+            assert len(episode.tree.turns) == 1
+            await asyncio.gather(call_and_close(to, asked, 1, header), call_and_close(to, asked, 0, "Connection: close"))
+            await until(lambda: episode.refused == 2)
+            assert len(episode.tree.leaves()) == 2
+            assert episode.last_content and episode.last_refusal == "its answer was not read"
+
+    asyncio.run(agent())
+
+
+def test_a_dropped_turn_comes_back_when_it_is_continued() -> None:
+    async def agent() -> None:
+        async with served(Calculating()) as (client, [episode], [to]):
+            _, told = await post(client, to, OPENAI, {"messages": [USER]})
+            [turn] = episode.tree.turns
+            episode.unread([turn])
+            assert episode.tree.turns == [] and episode.last_content == ""
+            said = told["choices"][0]["message"]
+            await post(client, to, OPENAI, {"messages": [USER, said, USER]})
+            first, second = episode.tree.turns
+            assert (first, second.parent, episode.tree.leaves()) == (turn, turn, [second])
+            episode.unread([turn])
+            assert turn in episode.tree.turns, "another turn continues it"
+
+    asyncio.run(agent())
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not happened():
+            await asyncio.sleep(0.01)

@@ -25,6 +25,7 @@ from random import Random
 
 from fault_kinds import CONFIG, KINDS, PROMPTS, RUN_DIR, STARTED_S, Ended, FaultRun, Hang, Kind, small_file_systems
 
+from megarl.base.cores import usable_cores
 from megarl.config.errors import ConfigError
 
 LONGEST_WAIT_S = 2.0  # between recovery and the next fault
@@ -59,7 +60,7 @@ def run(faults: int, seed: int, kinds: Sequence[str], minutes: float, as_json: b
     possible = here(list(kinds) or list(KINDS), small_file_systems(folder / RUN_DIR))
     done = list(campaign(folder, plan(faults, seed, possible), seed, started + 60 * minutes))
     facts = {
-        "hardware": f"{os.cpu_count()} CPU cores",
+        "hardware": f"{usable_cores()} CPU cores",
         "seed": seed,
         "seconds": time.monotonic() - started,
         "table": table(done),

@@ -13,6 +13,7 @@ from losses import F64, gradient, loss_of
 from test_algorithms_relatives import logprobs_of, ppo_objective, random_batch
 
 from megarl.algorithms.advantages import best
+from megarl.algorithms.losses import clipped, lag_weights
 from megarl.algorithms.registry import make_algorithm
 from megarl.config.schema import AlgorithmConfig
 
@@ -126,3 +127,19 @@ def test_a_ratio_without_a_bound_stays_finite():
     logprobs, mu = torch.tensor([[-1.0, -1.0]], requires_grad=True), torch.tensor([[-1e30, -900.0]])
     out = loss_of(logprobs, mu, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), name="proximal_rloo")
     assert gradient(out.loss, logprobs)[0].tolist() == pytest.approx([math.exp(20)] * 2)
+
+
+def test_products_of_ratios_are_those_of_all_their_tokens():
+    """A token beyond the bound of a single ratio, and one that makes up for it: the product counts both."""
+    mask, boundaries = torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4], dtype=torch.int32)
+    lags = torch.tensor([-30.0, 25.0, -math.inf, 1.0])
+    weight, beyond, _ = lag_weights(lags, mask, boundaries, 0.0, 5.0, "sequence", "truncate")
+    torch.testing.assert_close(weight, torch.tensor([math.exp(-5.0)] * 2 + [0.0] * 2))
+    assert not beyond.any()
+
+
+def test_ratios_cut_at_the_last_bound_count_as_clipped():
+    ratios, minus = torch.tensor([19.0, 21.0]), -torch.ones(2)
+    weight, clipped_tokens, _ = clipped(ratios, minus, minus < 0, torch.tensor([0, 2]), 0.8, 1.2, dual_clip=math.inf)
+    assert clipped_tokens.tolist() == [False, True]
+    assert weight.tolist() == ratios.clamp(max=20).exp().tolist()

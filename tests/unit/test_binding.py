@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -60,6 +61,29 @@ SHOWN = [(str(index), f"GPU-{index}aaa", f"00000000:{index}B:00.0") for index in
 def test_a_launch_uses_the_gpus_that_it_was_given(wanted, names, addresses):
     found = visible(SHOWN, wanted)
     assert [gpu.name for gpu in found] == names and [gpu.address for gpu in found] == addresses
+
+
+UUIDS = [uuid for _, uuid, _ in SHOWN]
+ENTRIES = ["0", "2", " 2", "2 ", "+1", "1gpu2", "4", "-1", "", " ", "x", "GPU-2", "GPU-", "GPU-9", " GPU-2", "MIG-7", "MIG-8"]
+
+
+def of_torch(monkeypatch, wanted: str) -> list[int] | list[str]:
+    """The devices of PyTorch's own parser: places in SHOWN, or names of MIG instances."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    devices = torch.cuda._parse_visible_devices()
+    if devices and isinstance(devices[0], str):
+        return devices if devices[0].startswith("MIG-") else torch.cuda._transform_uuid_to_ordinals(devices, UUIDS)
+    return list(itertools.takewhile(lambda place: place < len(SHOWN), devices))
+
+
+def test_visible_devices_are_read_as_pytorch_reads_them(monkeypatch):
+    found, expected = {}, {}
+    for wanted in map(",".join, [(), *itertools.product(ENTRIES), *itertools.product(ENTRIES, repeat=2), ("2", " 3", "0")]):
+        places = {address: place for place, address in enumerate(gpu.address for gpu in visible(SHOWN, None))}
+        found[wanted] = [places[gpu.address] if gpu.address else gpu.name for gpu in visible(SHOWN, wanted)]
+        expected[wanted] = of_torch(monkeypatch, wanted)
+    assert found == expected
+    assert found["2, 3,0"] == [2, 3, 0]
 
 
 @pytest.mark.parametrize("status, shown", [(0, "0, GPU-1, 00000000:1B:00.0\n"), (9, "")])

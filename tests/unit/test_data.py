@@ -211,8 +211,8 @@ def test_prompts_without_shuffling_keep_the_order_of_the_rows(tokenizer: Tokeniz
 def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     config = chain_config()
     (whole,) = held_out_sets(config, tokenizer, spec)
-    assert len(whole.prompts) == 512 and (whole.name, whole.samples, whole.temperature) == ("", 1, 0.0)
-    assert whole.max_tokens == config.rollout.max_tokens
+    assert len(whole.prompts) == 512 and (whole.name, whole.samples, whole.sampling.temperature) == ("", 1, 0.0)
+    assert whole.sampling.max_tokens == config.rollout.max_tokens
     config.eval = EvalConfig(limit=8, max_tokens=7, samples=2, temperature=0.5)
     config.eval.suites = {
         "other": SuiteConfig(source="synthetic:chain", split="eval", samples=4, temperature=1.0, max_tokens=9),
@@ -221,7 +221,7 @@ def test_held_out_sets(tokenizer: Tokenizer, spec: ModelSpec):
     }
     first, other, plain = held_out_sets(config, tokenizer, spec)
     assert [p.text for p in first.prompts] == [Chain("eval", 0)[i].prompt for i in range(8)]
-    assert [(s.name, len(s.prompts), s.samples, s.temperature, s.max_tokens) for s in (first, other, plain)] == [
+    assert [(s.name, len(s.prompts), s.samples, s.sampling.temperature, s.sampling.max_tokens) for s in (first, other, plain)] == [
         ("", 8, 2, 0.5, 7),
         ("other", 8, 4, 1.0, 9),
         ("plain", 8, 2, 0.5, 7),

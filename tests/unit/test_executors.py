@@ -42,14 +42,16 @@ def test_an_evaluation_asks_for_no_more_at_once_than_engines_have_places():
         return Group(prompt, [sample(float((prompt.ordinal + i) % 2)) for i in range(n)])
 
     prompts = [Prompt(ordinal, [1], "", "") for ordinal in range(10)]
-    greedy, several = HeldOutSet("", prompts, 1, 0.0, max_tokens=5), HeldOutSet("hard", prompts[:3], 4, 0.8, max_tokens=9)
+    greedy = HeldOutSet("", prompts, 1, Sampling(5, 0.0))
+    several = HeldOutSet("hard", prompts[:3], 4, Sampling(9, 0.8, top_p=0.9, stop=("\n",)))
     result = evaluated(rollout, greedy)
     assert (most, result["correct"], result["prompts"], result["pass@1"]) == (8, 5, 10, 0.5)
     hard = evaluated(rollout, several)
     assert (hard["pass@1"], hard["pass@2"], hard["pass@4"], hard["avg@4"]) == (0.5, 5 / 6, 1.0, 0.5) and hard["samples"] == 12
-    assert asked[0] == Sampling(5, 0.0, stop_token_ids=(7,)) and asked[-1] == Sampling(9, 0.8, stop_token_ids=(7,))
+    assert asked[0] == Sampling(5, 0.0, stop_token_ids=(7,)) and asked[-1] == Sampling(9, 0.8, 0.9, stop_token_ids=(7,), stop=("\n",))
+    assert hard["sampling"] == {"samples": 4, "max_tokens": 9, "temperature": 0.8, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "stop": ["\n"]}
     most = 0
-    evaluated(rollout, HeldOutSet("", prompts, 64, 1.0, 1))
+    evaluated(rollout, HeldOutSet("", prompts, 64, Sampling(1, 1.0)))
     assert most == 64, "one prompt at a time where its samples alone fill the engines"
 
 

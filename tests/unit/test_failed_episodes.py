@@ -215,7 +215,7 @@ def test_the_advice_is_more_workers_where_scoring_binds_and_more_engines_where_g
 
 def test_workers_fit_the_machine_unless_they_are_set(monkeypatch: pytest.MonkeyPatch):
     for cores, workers in ((1, 1), (2, 1), (16, 4), (512, MOST_WORKERS)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr("megarl.rewards.pool.usable_cores", lambda cores=cores: cores)
         assert workers_of(RewardConfig()) == workers and workers_of(RewardConfig(workers=7)) == 7
 
 

@@ -95,6 +95,12 @@ def test_values_that_have_not_moved_are_not_clipped() -> None:
     torch.testing.assert_close(values.grad, torch.where(batch.loss_mask, values.detach() - batch.returns, 0.0))
 
 
+def test_rounding_does_not_count_as_a_clipped_value() -> None:
+    values, batch = microbatch(tokens=2000)
+    near = SimpleNamespace(loss_mask=batch.loss_mask, old_values=batch.old_values.float(), returns=batch.returns.float())
+    assert value_loss(values.detach().float(), near, clip=100.0).sums["values_clipped"] == 0
+
+
 def test_at_ratio_one_the_policys_gradient_is_that_of_advantage_actor_critic() -> None:
     algorithm = make_algorithm(AlgorithmConfig(name="ppo"))
     assert algorithm.gae == Gae(1.0, 0.95, whiten=True) and not algorithm.skip_zero

@@ -49,6 +49,8 @@ def test_the_start_tells_the_plan(plan: RunPlan) -> None:
         (Stopped("trainer.0 did not finish", 2), "stopped by Ctrl-C"),
         (KeyboardInterrupt(), "stopped by Ctrl-C"),
         (SystemExit(143), "stopped by SIGTERM"),
+        (SystemExit(138), "stopped by SIGUSR1"),
+        (Stopped(number=1), "stopped by SIGHUP"),
     ],
 )
 def test_the_end_is_told_and_the_error_goes_on(plan: RunPlan, error: BaseException, how: str) -> None:

@@ -185,3 +185,14 @@ class TestResume:
         resolve(config(tmp_path, "seed=1"), "plan")
         shutil.rmtree(tmp_path / "run/checkpoints")
         resolve(config(tmp_path, "seed=1"), "train")
+
+
+@pytest.mark.parametrize(("file", "argument"), [("pytorch_model.bin", ""), ("model-q8_0.gguf", ", gguf_file='model-q8_0.gguf'")])
+def test_weights_in_another_format_name_the_way_out(tmp_path: Path, file: str, argument: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(Path(MODEL) / "config.json", folder)
+    (folder / file).write_bytes(b"")
+    [problem] = problems_of(tmp_path, f"model.path={folder}", command="train")
+    assert problem.startswith(f"model.path={folder}: holds no weights (*.safetensors), but {file}: convert it")
+    assert f"from_pretrained('{folder}', dtype='auto'{argument}).save_pretrained('{folder}-safetensors')" in problem

@@ -15,7 +15,7 @@ from megarl import cli
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.launch import doctor, launcher, start
-from megarl.launch.meeting import NodeReport
+from megarl.launch.meeting import NodeReport, scratch_folder
 
 
 def status(*links: str) -> str:
@@ -291,19 +291,45 @@ def test_blocks_of_fp8_on_blackwell_are_refused_by_what_the_node_has(gpu_node):
 def test_each_host_keeps_what_it_compiles_in_a_folder_of_its_own(tmp_path, monkeypatch):
     for name in start._COMPILED:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setattr(start.socket, "gethostname", lambda: "n7")
-    found = start.compiling(str(tmp_path))
-    assert found.pop("TRITON_CACHE_DIR") == "/mine"
-    assert all(Path(path).parent == tmp_path / "n7" for path in found.values()) and len(set(found.values())) == len(found)
+    base = start.compiled_folder(str(tmp_path / "kept"), tmp_path / "scratch")
+    found = start.compiling(base)
+    assert found.pop("TRITON_CACHE_DIR") == str(tmp_path / "mine")
+    assert all(Path(path).parent == tmp_path / "kept/n7" for path in found.values()) and len(set(found.values())) == len(found)
 
 
-def test_a_user_without_a_home_is_asked_where_to_keep_what_is_compiled(tmp_path, monkeypatch):
+@pytest.mark.parametrize("home", ["file/below", "file", None])
+def test_kernels_go_to_scratch_without_a_writable_home(tmp_path, monkeypatch, home):
+    """HOME is below a file, is a file, or is not set for a user without an account. Then every cache still has a place."""
+    for name in start._COMPILED:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").write_text("")
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without an account
-    with pytest.raises(ConfigError, match="launch.compile_cache=null: must be a folder, since this user has no home"):
-        start.compiling(None)
-    assert all(path.startswith(str(tmp_path)) for name, path in start.compiling(str(tmp_path)).items() if name not in start.os.environ)
+    if home:
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+    else:
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert start.compiled_folder(None, tmp_path / "scratch") == tmp_path / "scratch/compiled"
+
+
+def test_named_caches_that_cannot_be_written_are_refused(tmp_path, monkeypatch):
+    for name in start._COMPILED:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="launch.compile_cache=.*/file/a: must be a folder that can be written to: Not a directory"):
+        start.compiled_folder(str(tmp_path / "file/a"), tmp_path / "scratch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR=.*/file: must be a folder that can be written to: File exists"):
+        start.compiled_folder(None, tmp_path / "scratch")
+
+
+def test_a_launch_without_a_temporary_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    monkeypatch.setenv("TMPDIR", "/missing")
+    with pytest.raises(ConfigError, match="TMPDIR=/missing: no folder for temporary files can be written to"), scratch_folder():
+        pass
 
 
 def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
@@ -311,7 +337,7 @@ def test_jobs_find_compilers_without_an_active_environment(monkeypatch):
     monkeypatch.setattr(doctor, "find_nvcc", lambda: Path("/env/nvidia/cu13/bin/nvcc"))
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    found = start.compiling(None)
+    found = start.compiling(Path("kept"))
     assert found["CUDA_HOME"] == "/env/nvidia/cu13" and found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
-    assert "CUDA_HOME" not in start.compiling(None)
+    assert "CUDA_HOME" not in start.compiling(Path("kept"))

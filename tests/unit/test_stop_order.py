@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pty
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -90,7 +93,48 @@ def test_a_stop_is_told_once_by_the_name_of_its_signal(tmp_path, capsys):
     assert (Stopped(number=stopped.signal).by, Stopped(number=stopped.signal).exit_status) == ("Ctrl-C", 130)
 
 
-@pytest.mark.parametrize("number, ends_by", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_warning_stops_a_run_as_sigterm_does(tmp_path, number):
+    """The SIGTERM that Slurm sends at the limit is then no second order, but two of them are."""
+    stopped, _ = order(tmp_path, 0)
+    assert not stopped.order(number), "there is nothing to save yet"
+    stopped.arm({"trainer.0"})
+    answers = [stopped.order(each) for each in (number, number, signal.SIGTERM, number, signal.SIGTERM)]
+    assert answers == [True, True, True, True, False]
+    assert Stopped(number=stopped.signal).exit_status == 128 + number
+    assert stopped.given
+
+
+def test_a_lost_terminal_takes_no_more_text(tmp_path):
+    """A launcher whose terminal has gone goes on printing, to nowhere, until it has saved."""
+    code = """if True:
+        import os, signal, sys
+        from megarl.launch.watch import termination_as_exit
+        with termination_as_exit(first=lambda number: True):
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("still here", flush=True)
+            open(sys.argv[1], "w").write("saved")
+    """
+    terminal, worker = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "file"], stdout=worker, stderr=worker)
+    os.close(worker)
+    os.close(terminal)
+    assert child.wait(60) == 0
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "saved"
+
+
+def test_an_ignored_hangup_stays_ignored():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with termination_as_exit():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.parametrize(
+    "number, ends_by", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGUSR1, SystemExit)]
+)
 def test_both_signals_ask_first_and_end_the_launcher_otherwise(number, ends_by):
     heard = []
     with termination_as_exit(first=lambda number: heard.append(number) or len(heard) == 1):
