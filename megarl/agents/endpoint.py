@@ -234,7 +234,7 @@ async def _read(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _openai(episode: Episode, asked: Request) -> dict[str, Any] | list[str]:
-    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop)
+    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop, asked.seed)
     logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
     if not asked.stream:
         return openai_chat.written(answers, logprobs, name, asked.model)

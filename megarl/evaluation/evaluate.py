@@ -83,7 +83,7 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     an engine.
     """
     started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
-    sampling = eval_sampling(held_out, tokenizer)
+    sampling = eval_sampling(held_out, tokenizer, config.seed)
 
     async def answer(prompt: Prompt) -> Group:
         async with places:

@@ -8,7 +8,6 @@ done here.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -27,9 +26,11 @@ from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, hooks
 from megarl.generator.completions import POLICY
 from megarl.generator.hooks import GRACE_S, Children
+from megarl.generator.seeds import seed_of
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # environment variable: how often the engine was restarted
+ENGINE_SEED_BITS = 31  # of random_seed, which NumPy takes too
 SLOW_FAMILY = "qwen3_5"  # its module takes seconds to import, since it also imports vision models
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
@@ -39,6 +40,7 @@ _GPU_ARGUMENTS = {
     # computes float32 logits from bfloat16 by a product with float32 output, without more memory for weights:
     # layers/logits_processor.py:1172.)
     "enable_fp32_lm_head": True,
+    "sampling_backend": "pytorch",  # flashinfer takes no seeds with top_p, top_k or min_p
 }
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
@@ -102,15 +104,12 @@ class EngineSettings:
     log_level: str = "warning"
 
 
-def seed_of(*parts: int | str) -> int:
-    """A random seed from `parts`. It is a hash, since sums would be equal for engine 1 of seed 0 and engine 0 of seed 1."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()) >> 1  # NumPy and SGLang take 31 bits
-
-
 def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
-    """SGLang's arguments for an engine after this many restarts, with a new seed. With its first seed it would sample the same tokens
-    again."""
-    return {**arguments, **({"random_seed": seed_of(arguments["random_seed"], restarts)} if restarts else {})}
+    """SGLang's arguments for an engine after this many restarts, with a new seed for requests without one. With its first seed it would
+    answer them again with the same tokens."""
+    if not restarts:
+        return dict(arguments)
+    return {**arguments, "random_seed": seed_of(arguments["random_seed"], restarts, bits=ENGINE_SEED_BITS)}
 
 
 def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
