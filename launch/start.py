@@ -241,6 +241,7 @@ class NodePart:
             "host": self.report.address,
             "port": self.report.ports[part.name],
             "seed": seed_of(self.plan.config.seed, self.numbered(part).whole, self.rendezvous.start_step, bits=ENGINE_SEED_BITS),
+            "deterministic": self.plan.config.deterministic,
             "parts": part.parts,
             "part": part.part,
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,

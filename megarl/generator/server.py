@@ -94,6 +94,7 @@ class EngineSettings:
     most_kept: int = MOST_KEPT  # most tokens that a truncated distribution keeps, not counting ties with the last
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
+    deterministic: bool = False  # whether a request's numbers are independent of the other requests of its batch
     holds_weights: bool = True  # whether the folder has weights; if not, the engine starts with dummy weights and serves after an update
     frozen: bool = False  # whether the weights never change: nobody can write to them
     family: str = ""  # family in megarl.models; empty: unknown
@@ -157,6 +158,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         **_spanning(settings),
         **_adapter_arguments(settings, device),
         **settings.speculative,
+        "enable_deterministic_inference": settings.deterministic or None,
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
@@ -221,6 +223,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "disable_hybrid_swa_memory": True,  # torch_native has no second pool for layers with windows (torch_native_backend.py:392)
         "max_total_tokens": tokens // settings.dp_attention,
+        **({"chunked_prefill_size": -1} if settings.deterministic else {}),  # where a prompt is cut depends on others
         "sleep_on_idle": True,  # otherwise every idle worker spins on a core
         "skip_server_warmup": True,  # nothing must be compiled, and SGLang checks for readiness only once a second
     }
