@@ -15,7 +15,8 @@ from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text
-from megarl.generator.server import EngineKeys, EngineSettings, seed_of, server_command
+from megarl.generator.seeds import seed_of
+from megarl.generator.server import ENGINE_SEED_BITS, EngineKeys, EngineSettings, server_command
 from megarl.launch import doctor
 from megarl.launch.gpus import VISIBLE, cores_near, gpus
 from megarl.launch.meeting import NodeReport
@@ -265,7 +266,8 @@ class NodePart:
         return {
             "host": self.report.address,
             "port": self.report.ports[part.name],
-            "seed": seed_of(self.plan.config.seed, self.numbered(part).whole, self.rendezvous.start_step),
+            "seed": seed_of(self.plan.config.seed, self.numbered(part).whole, self.rendezvous.start_step, bits=ENGINE_SEED_BITS),
+            "deterministic": self.plan.config.deterministic,
             "parts": part.parts,
             "part": part.part,
             "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,

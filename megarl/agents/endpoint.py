@@ -281,7 +281,15 @@ def _turns(answers: Sequence[Answer]) -> list[Turn]:
 
 
 async def _openai(episode: Episode, asked: Request) -> _Answered:
-    answers = await episode.complete(asked.messages, asked.tools, asked.max_tokens, asked.n, asked.stop, asked.template_arguments)
+    answers = await episode.complete(
+        asked.messages,
+        asked.tools,
+        max_tokens=asked.max_tokens,
+        n=asked.n,
+        stop=asked.stop,
+        arguments=asked.template_arguments,
+        seed=asked.seed,
+    )
     logprobs, name = [episode.logprobs(answer) if asked.logprobs else None for answer in answers], secrets.token_hex(12)
     if not asked.stream:
         return _Answered(openai_chat.written(answers, logprobs, name, asked.model), _turns(answers))

@@ -27,6 +27,7 @@ from megarl.base.rollout_types import UNANSWERED, Group, KeptSets, Prompt, Sampl
 from megarl.data.chat import ChatTemplate, Message, StandIns, name_of
 from megarl.data.tokenizer import MOST_CHARS_PER_TOKEN, Tokenizer
 from megarl.generator.completions import MOST_STRINGS, Completion, Sampling, cut
+from megarl.generator.seeds import Seeds, seed_of
 from megarl.generator.tool_parsers import Parser, ToolCall, Tools
 from megarl.rewards.score import Score
 from megarl.rollouts.environments.base import Generate
@@ -222,6 +223,11 @@ class Episode:
     _counted: int = 0  # calls that counted tokens
     _known: dict[bytes, Turn] = field(default_factory=dict)  # name of the conversation up to a turn's message -> the turn
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _seeds: Seeds | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.seed is not None:
+            self._seeds = Seeds(self.sampling.seed)
 
     async def complete(
         self,
@@ -231,9 +237,11 @@ class Episode:
         n: int = 1,
         stop: Sequence[str] = (),
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        seed: int | None = None,
     ) -> list[Answer]:
         """Samples n next turns. Messages and tools are in OpenAI's form; contents are texts. A turn also ends at any of the strings in
-        `stop`. `arguments`: variables of the chat template, beside those of model.chat_template.
+        `stop`. `arguments`: variables of the chat template, beside those of model.chat_template. In one episode the same messages and
+        `seed` give the same turns; without `seed` each call draws others.
         Raises: Refused, EngineError, TimeoutError.
 
         A cancelled call adds nothing to the tree, since nobody has seen its answer.
@@ -244,11 +252,23 @@ class Episode:
         if room < 1:
             raise self._too_long(f"{len(ids)} tokens")
         self._begun += n
-        sampling = replace(self.sampling, max_tokens=min(room, max_tokens or room), stop=(*self.sampling.stop, *stop))
+        sampling = replace(
+            self.sampling,
+            max_tokens=min(room, max_tokens or room),
+            stop=(*self.sampling.stop, *stop),
+            seed=self._seed(ids, seed),
+        )
         completions = await self.generate(ids, sampling, n)
         self.counts["calls"] += 1
         heard = [await self._heard(completion, tools, stop) for completion in completions]
         return [self._answer(asked, *each) for each in zip(completions, heard, strict=True)]
+
+    def _seed(self, ids: Sequence[int], asked: int | None) -> int | None:
+        """The seed of a call that asks for the seed `asked`. Episodes differ in it all the same: a program that always sends one seed
+        would otherwise play the same episode n times."""
+        if asked is not None:
+            return seed_of("call", self.sampling.seed or 0, asked)
+        return None if self._seeds is None else self._seeds.next(ids)
 
     async def aside(self, function: Callable[[], _Found]) -> _Found:
         """Runs `function` in a thread and returns its result. Calls run one after the other, even if the caller of one has gone."""

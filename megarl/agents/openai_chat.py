@@ -100,6 +100,7 @@ class Request(NamedTuple):
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     template_arguments: Mapping[str, Any] = {}
+    seed: int | None = None
 
 
 def read_request(body: dict[str, Any]) -> Request:
@@ -117,8 +118,19 @@ def read_request(body: dict[str, Any]) -> Request:
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     stop, logprobs = stop_strings(body, "stop"), body.get("logprobs") is True
     messages, stream = [*map(_message, body["messages"])], bool(body.get("stream"))
-    arguments = template_arguments(body)
-    return Request(messages, tools, most, n, stream, str(body.get("model", "")), usage, stop, logprobs, arguments)
+    return Request(
+        messages=messages,
+        tools=tools,
+        max_tokens=most,
+        n=n,
+        stream=stream,
+        model=str(body.get("model", "")),
+        usage=usage,
+        stop=stop,
+        logprobs=logprobs,
+        template_arguments=template_arguments(body),
+        seed=_seed(body),
+    )
 
 
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +162,13 @@ def stop_strings(body: dict[str, Any], name: str) -> tuple[str, ...]:
     if not all(isinstance(text, str) and 0 < len(text) <= _MOST_STOP_LETTERS for text in found):
         raise Refused(f"{name}={str(value)[:50]}: must be texts of 1 to {_MOST_STOP_LETTERS} characters")
     return found
+
+
+def _seed(body: dict[str, Any]) -> int | None:
+    seed = body.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise Refused(f"seed={str(seed)[:50]}: must be a whole number")
+    return seed
 
 
 def whole_number(body: dict[str, Any], name: str, most: int = 1 << 31) -> int | None:

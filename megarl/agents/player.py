@@ -79,7 +79,9 @@ class Player(ABC):
     async def play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, n: int) -> list[Played]:
         """The n episodes of a prompt, as `played` returns them. Episodes that sampled nothing have no turns."""
 
-    def episode(self, context: RolloutContext, sampling: Sampling) -> Episode:
+    def episode(self, context: RolloutContext, sampling: Sampling, index: int) -> Episode:
+        """The prompt's episode number `index`, from 0 on."""
+        sampling = sampling.of_sample(index)
         return Episode(context.generate, self.tokenizer, self.template, self.parser, sampling, self.max_calls)
 
     def unanswered(self, prompt: Prompt, episode: Episode, why: str, errors: str = "") -> str:

@@ -131,7 +131,7 @@ class Program(Player):
         return await asyncio.gather(*(self._play(context, prompt, sampling, index) for index in range(n)))
 
     async def _play(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> Played:
-        episode, ended = await self._attempt(context, prompt, sampling)
+        episode, ended = await self._attempt(context, prompt, sampling, index)
         kind, why = ended.kind, ended.why
         if not episode.tree.turns:
             kind, why = UNANSWERED, self.unanswered(prompt, episode, ended.why, ended.errors)
@@ -143,12 +143,12 @@ class Program(Player):
                 self.tell(prompt, why, ended.errors)
         return self.played(episode, self.failed(kind, why, ended.errors), {})
 
-    async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling) -> tuple[Episode, Ended]:
+    async def _attempt(self, context: RolloutContext, prompt: Prompt, sampling: Sampling, index: int) -> tuple[Episode, Ended]:
         """Starts the program until one of its calls is answered, at most 1 + `retries` times. It is not started again if its row is the
         cause."""
         left = self.retries
         while True:
-            episode, unfit = self.episode(context, sampling), self._unfit(prompt)
+            episode, unfit = self.episode(context, sampling, index), self._unfit(prompt)
             ended = Ended(unfit, "exit", "", "") if unfit else await self._run(episode, prompt)
             if why := ended.why if episode.tree.turns else self.unanswered(prompt, episode, ended.why, ended.errors):
                 self.tell(prompt, why, ended.errors)

@@ -1074,7 +1074,17 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     max_steps: int = setting(100, "steps of the whole run. Each step trains on a batch and makes a version of the weights", at_least(1))
-    seed: int = setting(0, "seed of everything random in the run", between(0, 2**31 - 1))
+    seed: int = setting(
+        0,
+        "seed of everything random in the run: initial weights, order of prompts, each sample (docs/asynchrony.md, section Repeating a "
+        "run). For results equal to the last bit, see deterministic",
+        between(0, 2**31 - 1),
+    )
+    deterministic: bool = setting(
+        False,
+        "engines compute a response in the same way whatever else they answer (SGLang's --enable-deterministic-inference). With "
+        "async.capacity=0, two runs of one seed are then equal to the last bit on CPUs. It costs speed (docs/asynchrony.md)",
+    )
     run_dir: str = setting(
         "runs/default",
         "folder that the run writes to; if missing, it is created, accessible to this user only. A run continues from its last checkpoint "

@@ -19,6 +19,7 @@ from megarl.config.schema import BY_CALLS, RunConfig
 from megarl.data.prompts import HeldOutSet, held_out_sets
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.evaluation.scores import interval
+from megarl.generator.seeds import seed_of
 from megarl.messaging.rendezvous import Rendezvous
 from megarl.observe.status import StatusBoard, work
 from megarl.plan.resolve import RunPlan
@@ -85,7 +86,9 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     an engine.
     """
     started, places = time.monotonic(), asyncio.Semaphore(max(1, at_once // held_out.samples))
-    sampling = replace(held_out.sampling, stop_token_ids=tokenizer.eos_ids)
+    # Every evaluation of a set has the same seeds, at whatever step.
+    seed = seed_of(config.seed, "evaluation", held_out.name)
+    sampling = replace(held_out.sampling, stop_token_ids=tokenizer.eos_ids, seed=seed)
 
     async def answer(prompt: Prompt) -> Group:
         async with places:

@@ -22,6 +22,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.evaluate import evaluate_sets
 from megarl.evaluation.scores import is_due, write_result
 from megarl.generator.fleet import Fleet, watch_returns
+from megarl.generator.seeds import seed_of
 from megarl.messaging.link import Hub
 from megarl.messaging.messages import EngineState, FleetAnswer, FleetCall, ProbeReady
 from megarl.messaging.rendezvous import Rendezvous, note_departure
@@ -311,9 +312,12 @@ class GeneratorExecutor:
         if not self.plan.config.rollout.replay_mask:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, top_k=-1, min_p=0.0)
         groups = [number for number, serving in enumerate(self.fleet.counts(self.fleet.serving)) if serving]
+        sampling = msgspec.structs.replace(sampling, seed=seed_of(self.plan.config.seed, "probe", self.version))
         asked = [(group, self.prompts[ordinal]) for group in groups for ordinal in range(PROBE_PROMPTS)]
         prompts = [prompt for _, prompt in asked]
-        answers = asyncio.gather(*(self.fleet.generate(prompt.token_ids, sampling, 1, group) for group, prompt in asked))
+        answers = asyncio.gather(
+            *(self.fleet.generate(prompt.token_ids, sampling.of_sample(prompt.ordinal), 1, group) for group, prompt in asked)
+        )
         if not groups or not await self.fleet.while_serving(answers):
             return ProbeReady(self.version, [], [], [], [], [])
         completions = [completion for (completion,) in answers.result()]

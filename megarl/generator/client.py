@@ -116,7 +116,7 @@ class EngineClient:
         Raises EngineError when the engine refuses or aborts the request, TimeoutError past `request_s`.
         """
         # The prompt is sent n times. With SGLang's own parameter n, it would first prefill each prompt alone and wait for that.
-        completions = await self.complete([prompt_ids] * n, [sampling] * n, version)
+        completions = await self.complete([prompt_ids] * n, [sampling.of_sample(index) for index in range(n)], version)
         if any(completion.finish_reason == ABORT for completion in completions):
             raise EngineError(f"engine {self.url} aborted a request")
         return completions

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from megarl.base.rollout_types import MOST_KEPT, KeptSets, TeacherScores, Typed, Version, impossible_logprobs, typed, view
+from megarl.generator.seeds import seed_of
 from megarl.models.routing import RoutingFormat
 
 POLICY = "policy"  # name of the adapter that engines serve
@@ -33,6 +35,7 @@ class Sampling(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # requires that the engine has a tokenizer
     min_p: float = 0.0  # 0: off
+    seed: int | None = None  # of the request; sample i of several gets a seed made from it and i. None: the engine draws one
 
     @property
     def truncated(self) -> bool:
@@ -42,10 +45,15 @@ class Sampling(msgspec.Struct, frozen=True):
     def kept_limit(self) -> int:
         return self.top_k if self.top_k > 0 else MOST_KEPT
 
+    def of_sample(self, index: int) -> Sampling:
+        """The sampling of one of several samples of a request."""
+        return self if self.seed is None else replace(self, seed=seed_of(self.seed, index))
+
     def parameters(self) -> dict[str, Any]:
         """The parameters under SGLang's names."""
         return {
             **({"stop": list(self.stop)} if self.stop else {}),
+            **({} if self.seed is None else {"sampling_seed": self.seed}),
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 @dataclass
 class Draft:
-    """An unfinished response, assembled from one request after another."""
+    """An unfinished response, assembled from one request after another. All of them have its seed, so they are one draw."""
 
+    sampling: Sampling
     token_ids: array[int] = field(default_factory=partial(array, "i"))
     logprobs: array[float] = field(default_factory=partial(array, "f"))
     versions: array[int] = field(default_factory=partial(array, "i"))
@@ -39,15 +40,20 @@ class Draft:
     finish_reason: str = ""  # empty until it is finished
     aborted: bool = False  # whether it was once restarted from the prompt, and so will not be again
 
-    def add(self, completion: Completion, max_tokens: int) -> None:
+    def add(self, completion: Completion) -> None:
         """Appends the tokens of one more request. If the request was cut, the response continues from there."""
         self.kept = join(self.kept, len(self.token_ids), completion.kept, len(completion.token_ids))
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.routing += completion.routing[len(self.routing) :]  # earlier tokens keep the experts they were sampled with
-        cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < max_tokens)
+        cut = completion.finish_reason == ABORT or (completion.finish_reason == "length" and len(self.token_ids) < self.sampling.max_tokens)
         self.finish_reason = "" if cut else completion.finish_reason
+
+    def next_sampling(self, chunk_tokens: int | None) -> Sampling:
+        """How the next request continues it, by `chunk_tokens` at most."""
+        left = self.sampling.max_tokens - len(self.token_ids)
+        return msgspec.structs.replace(self.sampling, max_tokens=min(left, chunk_tokens or left))
 
     def stay_under(self, version: Version | None) -> None:
         """Drops tokens of other versions. Only a response whose engine has left may have such tokens."""
@@ -146,11 +152,11 @@ class Fleet:
             stop = f"Sampling.stop={list(sampling.stop)}"
             raise ValueError(f"{stop}: engines look for stop strings only if rollout.stop or eval.stop has one")
         stops = StopStrings(sampling.stop, self._decode) if sampling.stop and self._decode else None
-        drafts = [Draft() for _ in range(n)]
+        drafts = [Draft(sampling.of_sample(index)) for index in range(n)]
         while any(not draft.finish_reason for draft in drafts):
             async with self._least_loaded(n, group) as index:
                 while index in self.serving and (unfinished := [draft for draft in drafts if not draft.finish_reason]):
-                    await self._continue(index, prompt_ids, sampling, unfinished, stops)
+                    await self._continue(index, prompt_ids, unfinished, stops)
         return [draft.completion() for draft in drafts]
 
     async def ask(self, request: Callable[[EngineClient], Awaitable[T]]) -> T:
@@ -301,9 +307,7 @@ class Fleet:
         self.returned -= back
         self.pulse.beat()
 
-    async def _continue(
-        self, index: int, prompt_ids: list[int], sampling: Sampling, drafts: list[Draft], stops: StopStrings | None
-    ) -> None:
+    async def _continue(self, index: int, prompt_ids: list[int], drafts: list[Draft], stops: StopStrings | None) -> None:
         """Sends one request that continues each draft from its tokens so far, to its end or the next cut. Sends nothing if the engine was
         lost while requests were held: it may run again by now, but without the weights."""
         await self.pulse.until(lambda: not self._held or index not in self.serving)
@@ -314,8 +318,7 @@ class Fleet:
             for draft in drafts:
                 draft.stay_under(self.version)
         protected, aborts = any(draft.aborted for draft in drafts), self._aborts
-        left = [sampling.max_tokens - len(draft.token_ids) for draft in drafts]
-        samplings = [msgspec.structs.replace(sampling, max_tokens=min(tokens, self._chunk_tokens or tokens)) for tokens in left]
+        samplings = [draft.next_sampling(self._chunk_tokens) for draft in drafts]
         self._requests[protected] += 1
         try:
             completions = await engine.complete([[*prompt_ids, *draft.token_ids] for draft in drafts], samplings, self.version)
@@ -332,7 +335,7 @@ class Fleet:
             if completion.finish_reason == ABORT and told and self._partial_rollout == "abort":
                 draft.aborted = True
             else:
-                draft.add(completion, sampling.max_tokens)
+                draft.add(completion)
                 if stops:
                     draft.stop_at(stops, len(prompt_ids))
         self._finished[index] += sum(bool(draft.finish_reason) for draft in drafts)

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from megarl.base.processes import cause, ended_for_memory, how
-from megarl.generator import cpu_support
+from megarl.generator import cpu_support, seeds
 from megarl.messaging.host import loopback, with_port
 
 if TYPE_CHECKING:
@@ -234,6 +234,7 @@ def register() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolved_dict", _hide_keys, HookType.AFTER)
     close_sockets()
     quantise_weights()
+    seeds.register_hooks(on_cpu=cpu_support.active())
     if cpu_support.active():
         cpu_support.register_hooks()
 

@@ -8,7 +8,6 @@ done here.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -28,9 +27,11 @@ from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, hooks
 from megarl.generator.completions import POLICY
 from megarl.generator.hooks import GRACE_S, Children
+from megarl.generator.seeds import seed_of
 
 LOADER = "megarl.weight_sync.engine.loader.run_command"
 RESTARTS = "MEGARL_ENGINE_RESTARTS"  # environment variable: how often the engine was restarted
+ENGINE_SEED_BITS = 31  # of random_seed, which NumPy takes too
 SLOW_FAMILY = "qwen3_5"  # its module takes seconds to import, since it also imports vision models
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = re.compile(r"(expandable_segments\s*:)\s*true", re.IGNORECASE)
@@ -40,6 +41,7 @@ _GPU_ARGUMENTS = {
     # computes float32 logits from bfloat16 by a product with float32 output, without more memory for weights:
     # layers/logits_processor.py:1172.)
     "enable_fp32_lm_head": True,
+    "sampling_backend": "pytorch",  # flashinfer takes no seeds with top_p, top_k or min_p
 }
 _API_KEY, _ADMIN_KEY, _LAUNCHER = "MEGARL_ENGINE_API_KEY", "MEGARL_ENGINE_ADMIN_KEY", "MEGARL_ENGINE_LAUNCHER"
 
@@ -93,6 +95,7 @@ class EngineSettings:
     most_kept: int = MOST_KEPT  # most tokens that a truncated distribution keeps, not counting ties with the last
     tokenizer: str | None = None  # needed if requests have stop strings
     seed: int = 0
+    deterministic: bool = False  # whether a request's numbers are independent of the other requests of its batch
     holds_weights: bool = True  # whether the folder has weights; if not, the engine starts with dummy weights and serves after an update
     frozen: bool = False  # whether the weights never change: nobody can write to them
     family: str = ""  # family in megarl.models; empty: unknown
@@ -103,15 +106,12 @@ class EngineSettings:
     log_level: str = "warning"
 
 
-def seed_of(*parts: int | str) -> int:
-    """A random seed from `parts`. It is a hash, since sums would be equal for engine 1 of seed 0 and engine 0 of seed 1."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()) >> 1  # NumPy and SGLang take 31 bits
-
-
 def drawing_anew(arguments: Mapping[str, Any], restarts: int) -> dict[str, Any]:
-    """SGLang's arguments for an engine after this many restarts, with a new seed. With its first seed it would sample the same tokens
-    again."""
-    return {**arguments, **({"random_seed": seed_of(arguments["random_seed"], restarts)} if restarts else {})}
+    """SGLang's arguments for an engine after this many restarts, with a new seed for requests without one. With its first seed it would
+    answer them again with the same tokens."""
+    if not restarts:
+        return dict(arguments)
+    return {**arguments, "random_seed": seed_of(arguments["random_seed"], restarts, bits=ENGINE_SEED_BITS)}
 
 
 def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[str, Any] = {}) -> tuple[list[str], dict[str, str]]:
@@ -159,6 +159,7 @@ def _common_arguments(settings: EngineSettings, device: str) -> dict[str, Any]:
         **_spanning(settings),
         **_adapter_arguments(settings, device),
         **settings.speculative,
+        "enable_deterministic_inference": settings.deterministic or None,
         "log_level": settings.log_level,
         "custom_weight_loader": None if settings.frozen else [LOADER],
         "is_embedding": settings.classifies or None,
@@ -223,6 +224,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "disable_hybrid_swa_memory": True,  # torch_native has no second pool for layers with windows (torch_native_backend.py:392)
         "max_total_tokens": tokens // settings.dp_attention,
+        **({"chunked_prefill_size": -1} if settings.deterministic else {}),  # where a prompt is cut depends on others
         "sleep_on_idle": True,  # otherwise every idle worker spins on a core
         "skip_server_warmup": True,  # nothing must be compiled, and SGLang checks for readiness only once a second
     }

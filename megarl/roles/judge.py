@@ -11,12 +11,15 @@ import re
 from collections.abc import Sequence
 from statistics import fmean
 
+from msgspec.structs import replace
+
 from megarl.config.errors import ConfigError
 from megarl.data.chat import load_chat_template
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.generator.client import EngineUnreachable
 from megarl.generator.completions import EngineError, Sampling
 from megarl.generator.fleet import Fleet
+from megarl.generator.seeds import Seeds, seed_of
 from megarl.rewards.score import Part, Score, ScoreRequest
 from megarl.roles.plan import ServedRole, pairs
 from megarl.roles.settings import CHAT, PAIRWISE, RoleConfig
@@ -89,14 +92,15 @@ class NoVerdict(Exception):
 class Judge:
     """Scores responses. A request to a lost engine goes to another engine, or waits until one is back."""
 
-    def __init__(self, role: ServedRole, fleet: Fleet):
-        """Raises ConfigError."""
+    def __init__(self, role: ServedRole, fleet: Fleet, seed: int = 0):
+        """`seed` is the run's. A verdict depends on it and on the question alone. Raises ConfigError."""
         settings = role.settings
         self._key, self._settings, self._fleet = f"roles.{role.name}", settings, fleet
         self._room = min(role.spec.max_position_embeddings, settings.kv_cache_tokens or role.spec.max_position_embeddings)
         self._room -= settings.max_tokens
         self._places = asyncio.Semaphore(settings.engines * settings.max_concurrency)
         self._tokenizer, self._template = questions(role)
+        self._seed = seed_of(seed, role.name)
         self._sampling = Sampling(settings.max_tokens, settings.temperature, stop_token_ids=self._tokenizer.eos_ids)
 
     async def score(self, part: Part, request: ScoreRequest) -> Score:
@@ -134,7 +138,7 @@ class Judge:
             raise NoVerdict("error", f"{self._key}: {len(ids)} tokens to read, where its context has room for {self._room}")
         try:
             async with self._places:
-                [answer] = await self._fleet.generate(ids, self._sampling, 1)
+                [answer] = await self._fleet.generate(ids, replace(self._sampling, seed=Seeds(self._seed).next(ids)), 1)
         except EngineUnreachable:
             raise
         except (EngineError, TimeoutError) as error:

@@ -41,7 +41,7 @@ async def open_served(plan: RunPlan, rendezvous: Rendezvous, resources: AsyncExi
 
 def open_scorers(plan: RunPlan, fleets: dict[str, Fleet], policy: Tokenizer) -> dict[str, Scorer]:
     """The scorer of each role. Raises ConfigError."""
-    return {role.name: _scorer(role, fleets[role.name], policy) for role in plan.served if role.role != TEACHER}
+    return {role.name: _scorer(role, fleets[role.name], policy, plan.config.seed) for role in plan.served if role.role != TEACHER}
 
 
 def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
@@ -51,8 +51,8 @@ def open_teachers(plan: RunPlan, fleets: dict[str, Fleet]) -> Teachers | None:
     return Teachers(found, form) if found else None
 
 
-def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer) -> Scorer:
-    return RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet)
+def _scorer(role: ServedRole, fleet: Fleet, policy: Tokenizer, seed: int) -> Scorer:
+    return RewardModel(role, fleet, policy) if role.role == REWARD_MODEL else Judge(role, fleet, seed)
 
 
 def check_served(role: ServedRole, policy: Tokenizer) -> None:

@@ -22,6 +22,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.generator.client import EngineClient
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.fleet import Fleet, FleetGroup
+from megarl.generator.seeds import Seeds, seed_of
 from megarl.messaging.rendezvous import POLICY, Rendezvous
 from megarl.models.routing import RoutingFormat
 from megarl.plan.resolve import RunPlan
@@ -209,13 +210,17 @@ class CheckedRollout:
     tell: Tell = _untold  # called at once with each failure
 
     async def __call__(self, prompt: Prompt, sampling: Sampling, n: int) -> Group:
-        """Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
+        """`sampling.seed` is the run's. From it, the prompt gets a seed of its own.
+
+        Raises: TimeoutError past the deadline, RuntimeError for malformed samples, and whatever the rollout raises."""
         where = f"rollout {self.name}, prompt {prompt.ordinal}"
         deadline, clock = asyncio.timeout(self.timeout_s), RolloutClock(self.clock)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=seed_of(sampling.seed, prompt.ordinal))
         try:
             async with deadline:
                 with clock.running():
-                    found = await self.rollout(self._watched(clock, prompt.ordinal), prompt, sampling, n)
+                    found = await self.rollout(self._watched(clock, prompt.ordinal, sampling.seed), prompt, sampling, n)
                     prompt, samples = (found.prompt, found.samples) if isinstance(found, Group) else (prompt, found)
                     for add in (self.compare, self.judge):
                         if add is not None and not any_unanswered(samples):
@@ -234,10 +239,14 @@ class CheckedRollout:
             self.tell(failure, prompt.ordinal)
         return Group(prompt=replace(prompt, row={}), samples=samples)
 
-    def _watched(self, clock: RolloutClock, ordinal: Ordinal) -> base.RolloutContext:
-        """The context of one call. It counts decoding and scoring on `clock`, and reports failed scores to `tell`."""
+    def _watched(self, clock: RolloutClock, ordinal: Ordinal, seed: int | None) -> base.RolloutContext:
+        """The context of one call. It counts decoding and scoring on `clock`, and reports failed scores to `tell`. Requests with the
+        prompt's `seed`, or without any, get seeds of their own: a rollout need not know about seeds."""
+        seeds = None if seed is None else Seeds(seed)
 
         async def generate(prompt_ids: list[int], sampling: Sampling, n: int) -> list[Completion]:
+            if seeds is not None and sampling.seed in (None, seed):
+                sampling = replace(sampling, seed=seeds.next(prompt_ids))
             with clock.decoding():
                 return await self.context.generate(prompt_ids, sampling, n)
 
@@ -340,4 +349,11 @@ async def open_rollouts(
 def train_sampling(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
     rollout = plan.config.rollout
     filters = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
-    return Sampling(rollout.max_tokens, rollout.temperature, **filters, stop_token_ids=tokenizer.eos_ids, stop=tuple(rollout.stop))
+    return Sampling(
+        rollout.max_tokens,
+        rollout.temperature,
+        **filters,
+        stop_token_ids=tokenizer.eos_ids,
+        stop=tuple(rollout.stop),
+        seed=plan.config.seed,
+    )

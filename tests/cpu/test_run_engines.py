@@ -13,7 +13,7 @@ import pytest
 from run_tools import OVERRIDES, PROMPTS, descendants, kill, make_model, rows, start, title, wait_until
 from waiting_transport import ASK, FOLDER, REACHED, settings
 
-from megarl.generator.server import seed_of
+from megarl.generator.seeds import seed_of
 from megarl.plan.checkpoints import complete_checkpoints
 from megarl.weight_sync.transports import mooncake
 
@@ -23,7 +23,7 @@ DEADLINE_S = 240
 
 def engine(process, number: int) -> psutil.Process:
     """The engine's process, recognised by its random seed. The run's seed is 0."""
-    seed = seed_of(0, f"engine.{number}", 0)
+    seed = seed_of(0, f"engine.{number}", 0, bits=31)
     lines = {child: title(child) for child in descendants(process)}
     return next(child for child, line in lines.items() if "megarl.generator.server" in line and f'"random_seed": {seed}' in line)
 

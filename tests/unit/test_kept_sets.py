@@ -124,9 +124,9 @@ def completion(sets: list[list[int]], finish: str = "stop") -> Completion:
 
 
 def test_pieces_of_a_response_and_its_end_at_a_stop_string() -> None:
-    draft = Draft()
+    draft = Draft(Sampling(4))
     for piece in (completion([[7, 1], [8]], "abort"), completion([], "abort"), completion([[9, 2, 3], [4, 30]], "length")):
-        draft.add(piece, max_tokens=4)
+        draft.add(piece)
     assert sets_of(draft.completion().kept) == [[1, 7], [8], [2, 3, 9], [4, 30]]
     draft.stop_at(StopStrings(["9"], lambda ids: " ".join(map(str, ids))), prompt_tokens=5)
     assert draft.completion() == Completion([7, 8, 9], [-0.5] * 3, [0] * 3, "stop", b"", kept([[7, 1], [8], [9, 2, 3]]))

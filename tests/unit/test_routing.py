@@ -97,10 +97,10 @@ def test_an_aborted_answer_keeps_no_token_without_experts() -> None:
 
 def test_pieces_of_a_response_keep_the_experts_that_each_token_was_sampled_with() -> None:
     """The prompt has 5 tokens. The second request recomputes the first piece, with weights that choose other experts."""
-    draft, later = Draft(), packed(9, seed=1)
-    draft.add(Completion([7] * 2, [0.0] * 2, [0] * 2, "abort", packed(6)), max_tokens=5)
-    draft.add(Completion([], [], [], "abort"), max_tokens=5)
-    draft.add(Completion([7] * 3, [0.0] * 3, [1] * 3, "length", later), max_tokens=5)
+    draft, later = Draft(Sampling(5)), packed(9, seed=1)
+    draft.add(Completion([7] * 2, [0.0] * 2, [0] * 2, "abort", packed(6)))
+    draft.add(Completion([], [], [], "abort"))
+    draft.add(Completion([7] * 3, [0.0] * 3, [1] * 3, "length", later))
     at = 6 * FORMAT.position_bytes
     assert draft.completion().routing == packed(6) + later[at:]
 

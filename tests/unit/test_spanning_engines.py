@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.generator.server import drawing_anew, seed_of
+from megarl.generator.seeds import seed_of
+from megarl.generator.server import drawing_anew
 from megarl.launch.commands import render_launch
 from megarl.launch.launcher import Job, placement
 from megarl.launch.meeting import NodeReport
@@ -44,17 +45,17 @@ def test_the_parts_of_an_engine_meet_where_its_first_node_said_and_listen_each_o
     assert [spec["node_rank"] for spec in started.values()] == [0, 1, 0, 1]
     assert [spec["dist_init_addr"] for spec in started.values()] == ["h64:5", "h64:5", "h66:6", "h66:6"]
     assert [(spec["host"], spec["port"]) for spec in started.values()] == [(f"h{n}", 100 + n) for n in range(64, 68)]
-    seeds = [seed_of(plan.config.seed, engine, 0) for engine in ("engine.0", "engine.1")]
+    seeds = [seed_of(plan.config.seed, engine, 0, bits=31) for engine in ("engine.0", "engine.1")]
     assert [spec["random_seed"] for spec in started.values()] == [seeds[0], seeds[0], seeds[1], seeds[1]], "parts of one draw alike"
 
 
 def test_no_two_engines_draw_alike() -> None:
     """Not in one run, nor in a run with the next seed, nor after a resume, nor after the engine's restart."""
-    first = [seed_of(seed, f"engine.{number}", step) for seed in range(8) for number in range(8) for step in range(0, 80, 10)]
+    first = [seed_of(seed, f"engine.{number}", step, bits=31) for seed in range(8) for number in range(8) for step in range(0, 80, 10)]
     again = [drawing_anew({"random_seed": seed}, restarts)["random_seed"] for seed in first for restarts in range(3)]
     assert len({*again}) == len(again) == 3 * 512 and {*first} < {*again}
     assert all(0 <= seed < 2**31 for seed in again)
-    assert first[0] == seed_of(0, "engine.0", 0), "a run can be repeated"
+    assert first[0] == seed_of(0, "engine.0", 0, bits=31), "a run can be repeated"
 
 
 @pytest.mark.parametrize(("transport", "given", "wanted"), [("nccl", None, "1"), ("nccl", "0", "0"), ("auto", None, None)])

@@ -293,7 +293,7 @@ class HubRollout(Player):
         not tried again."""
         left = self.retries
         while True:
-            episodes = [self.episode(context, sampling) for _ in range(n)]
+            episodes = [self.episode(context, sampling, index) for index in range(n)]
             try:
                 told, failed = await self._ask(episodes, prompt), False
             except WorkerFailed as failure:

@@ -54,7 +54,7 @@ def register_hooks() -> None:
     """Registers the hooks into SGLang itself, with its plugin registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.generator.cpu_support import attention, deepseek_v3, dp_attention, fp8, gated_delta_net, moe, speculative
+    from megarl.generator.cpu_support import attention, batch_invariance, deepseek_v3, dp_attention, fp8, gated_delta_net, moe, speculative
 
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
@@ -69,6 +69,7 @@ def register_hooks() -> None:
     HookRegistry.register("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned, HookType.AROUND)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", _pin_nothing, HookType.BEFORE)
     HookRegistry.register("sglang.srt.distributed.bootstrap._init_parallel_groups", _for_members_only, HookType.AROUND)
+    batch_invariance.register_hooks()
     dp_attention.register_hooks()
     fp8.register_hooks()
     deepseek_v3.register_hooks()

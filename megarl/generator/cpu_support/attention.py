@@ -1,8 +1,9 @@
 """Batches SGLang's `torch_native` attention, which loops over the sequences with hundreds of tiny calls per layer. Also adds attention
 sinks.
 
-Here sequences are padded to the longest of their chunk and attended to in one call. Padding is masked, so each sequence gets the same
-result as from the loop, up to rounding. The functions are hooked AROUND the two loops, which still do everything except causal
+Here sequences of about one length are padded and attended to in one call. Padding is masked, so each sequence gets the same result as from
+the loop, up to rounding. How a sequence is padded depends on its own length alone: padding changes the last bits, and these must not depend
+on the other requests of a batch (`deterministic`). The functions are hooked AROUND the two loops, which still do everything except causal
 self-attention.
 """
 
@@ -18,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megarl.generator.cpu_support import speculative
 
 _CHUNK_ELEMENTS = 1 << 24  # most elements of padded keys and of the mask; bounds the memory for padding
+_KEYS = 16  # keys are padded to a multiple of this
 
 
 def forward(original: Callable[..., torch.Tensor], backend: Any, *arguments: Any, sinks: torch.Tensor | None = None, **named: Any) -> Any:
@@ -44,9 +46,9 @@ def decode(
     if _beyond_self_attention(encoder_lens, options):
         return original(backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options)
     kv_heads, group = k_cache.shape[1], query.shape[1] // k_cache.shape[1]
-    for part in _chunks(len(seq_lens), 1, int(seq_lens.max()), k_cache[0].numel()):
+    for part, longest in _chunks(torch.ones_like(seq_lens), seq_lens, k_cache[0].numel(), req_to_token.shape[1]):
         total = seq_lens[part]
-        slots = req_to_token[req_pool_indices[part], : int(total.max())]  # [b, L]
+        slots = req_to_token[req_pool_indices[part], :longest]  # [b, L]
         mask = _seen((total - 1)[:, None], slots.shape[1], options["sliding_window_size"])  # [b, 1, L]
         q = query[part].unflatten(1, (kv_heads, group))  # [b, Hkv, G, D]: the heads of a group become queries of one kv head
         k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
@@ -119,14 +121,13 @@ def _attend(
     """Causal attention of the last `new_lens` tokens of each sequence over all its `seq_lens` tokens. `tree`: see speculative.lengths."""
     first_token = new_lens.cumsum(0) - new_lens  # [B] where a sequence's queries start
     kv_heads = k_cache.shape[1]
-    for part in _chunks(len(rows), int(new_lens.max()), int(seq_lens.max()), k_cache[0].numel()):
+    for part, longest in _chunks(new_lens, seq_lens, k_cache[0].numel(), req_to_token.shape[1]):
         new, total = new_lens[part], seq_lens[part]
         steps = torch.arange(int(new.max()))  # [E]
-        is_query = steps < new[:, None]  # [b, E]
-        token = torch.where(is_query, first_token[part, None] + steps, 0)  # [b, E] row of `query`
-        slots = req_to_token[rows[part], : int(total.max())]  # [b, L]
+        token = first_token[part, None] + steps  # [b, E] row of `query`
+        slots = req_to_token[rows[part], :longest]  # [b, L]
         position = (total - new)[:, None] + steps  # [b, E] of each query in its sequence
-        # Query padding repeats row 0, and its result is dropped. Key padding comes after every real query, which does not see it.
+        # Key padding comes after every query, which does not see it.
         mask = _seen(position, slots.shape[1], window)  # [b, E, L]
         if tree is not None:
             mask = mask & _on_branch(tree[part], total - new, slots.shape[1])
@@ -135,7 +136,7 @@ def _attend(
         group = query.shape[1] // kv_heads
         result = _attention(q, k, v, mask.repeat(1, group, 1)[:, None], scaling, sinks)
         result = result.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [b, E, Hq, D]
-        output[token[is_query]] = result[is_query]
+        output[token] = result
     return output
 
 
@@ -146,11 +147,17 @@ def _on_branch(tree: torch.Tensor, prefix: torch.Tensor, keys: int) -> torch.Ten
     return tree.gather(-1, inside) | (place < 0)[:, None]
 
 
-def _chunks(sequences: int, longest_new: int, longest: int, elements_per_token: int) -> Iterator[slice]:
-    per_sequence = longest * max(elements_per_token, longest_new)
-    size = max(1, _CHUNK_ELEMENTS // per_sequence)
-    for start in range(0, sequences, size):
-        yield slice(start, start + size)
+def _chunks(new: torch.Tensor, total: torch.Tensor, elements_per_token: int, width: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """The sequences of each call, and its number of keys: sequences with as many `new` tokens [B] whose `total` [B] is padded alike.
+    `width`: the columns that there are for keys."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for sequence, (queries, keys) in enumerate(zip(new.tolist(), total.tolist())):
+        padded = min(-(-keys // _KEYS) * _KEYS, width)
+        alike.setdefault((queries, padded), []).append(sequence)
+    for (queries, keys), sequences in alike.items():
+        size = max(1, _CHUNK_ELEMENTS // (keys * max(elements_per_token, queries)))
+        for part in torch.tensor(sequences).split(size):
+            yield part, keys
 
 
 def allow_gpt_oss(original: Callable[..., None], server_args: object) -> None:

@@ -5,6 +5,7 @@ branches. `torch_native` attention has neither passes that verify drafts nor the
 
 Without CUDA, SGLang accepts a drafted token if it is the likeliest one (speculative/eagle_utils.py:500), at any temperature. Here a token
 is sampled at each place, and the draft is accepted as far as it agrees. With Gumbel noise on the logits, the likeliest token is a sample.
+The noise is that of plain decoding, so the same tokens are drawn, up to rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from megarl.generator.seeds import gumbel_noise
 
 
 def register_hooks() -> None:
@@ -31,11 +34,12 @@ def drawn(original: Callable[..., Any], verify_input: Any, batch: Any, logits_ou
     logits, info = logits_output.next_token_logits, batch.sampling_info
     if batch.forward_mode.is_idle() or info.is_all_greedy:
         return original(verify_input, batch, logits_output, *arguments, **named)
-    temperatures, greedy = (
-        each.view(-1, 1).repeat_interleave(verify_input.draft_token_num, 0) for each in (info.temperatures, info.top_ks == 1)
+    temperatures, greedy, seeds = (
+        each.view(-1, 1).repeat_interleave(verify_input.draft_token_num, 0)
+        for each in (info.temperatures, info.top_ks == 1, info.sampling_seed)
     )
-    noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_().neg_()
-    logits_output.next_token_logits = torch.where(greedy, logits.float(), logits.float() / temperatures + noise)
+    noise = gumbel_noise(seeds.view(-1), verify_input.positions, logits.shape[-1])
+    logits_output.next_token_logits = torch.where(greedy, logits.double(), (logits / temperatures).double() + noise)
     try:
         return original(verify_input, batch, logits_output, *arguments, **named)
     finally:

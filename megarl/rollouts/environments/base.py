@@ -17,6 +17,7 @@ from megarl.config.schema import MAX_REWARD
 from megarl.data.chat import ChatTemplate, Message, load_chat_template
 from megarl.data.tokenizer import Tokenizer
 from megarl.generator.completions import Completion, Sampling
+from megarl.generator.seeds import seed_of
 from megarl.rewards.score import Score, ScoreRequest
 
 
@@ -126,7 +127,7 @@ class Transcript:
     prompt: Prompt
     tokenizer: Tokenizer
     max_tokens: int  # of the response, including the environment's tokens
-    sample_index: int = 0  # index among the prompt's samples
+    sample_index: int | None = None  # index among the prompt's samples; with it, turns have seeds of their own
     last_text: str = ""  # the text of the policy's last turn
     finish_reason: str = "stop"
     _ids: array[int] = field(default_factory=partial(array, "i"))
@@ -136,6 +137,7 @@ class Transcript:
     _routing: bytes = b""
     _kept: KeptSets | None = None
     _text: str = ""
+    _turns: int = 0  # of the policy
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -149,12 +151,16 @@ class Transcript:
 
     def turn(self, sampling: Sampling, max_tokens: int | None = None) -> Sampling:
         """`sampling` for the next turn, limited to the tokens that are left and to `max_tokens`."""
-        return replace(sampling, max_tokens=self.tokens_left if max_tokens is None else min(max_tokens, self.tokens_left))
+        seed = sampling.seed
+        if seed is not None and self.sample_index is not None:
+            seed = seed_of(seed, self.sample_index, self._turns)
+        return replace(sampling, max_tokens=self.tokens_left if max_tokens is None else min(max_tokens, self.tokens_left), seed=seed)
 
     def add_policy(self, completion: Completion) -> None:
         self._append(completion.token_ids, completion.logprobs, completion.versions, completion.kept, mine=True)
         # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
+        self._turns += 1
         self.last_text = self.tokenizer.decode(completion.token_ids)
         self._text += self.last_text
         # A turn that was cut at its own limit does not end the response.
@@ -199,7 +205,7 @@ class Transcript:
             prompt_token_ids=self.prompt.token_ids,
             token_ids=self._ids,
             version=int(view(self._versions).max(initial=-1)),
-            sample_index=self.sample_index,
+            sample_index=self.sample_index or 0,
             truncated=self.finish_reason == "length",
         )
 

@@ -1,0 +1,133 @@
+"""The noise of a sample: a function of its seed and of the position in the sequence, not of the engine or of its other requests.
+
+SGLang's sampler does this already (`multinomial_with_seed`: Gumbel noise, hashed from seed, position and token id), but takes seeds from
+requests only with `--enable-deterministic-inference`, whose kernels cost speed. The hooks here take them always. So a response that another
+engine continues gets the noise that it would have got. With speculative decoding, engines on CPUs draw the tokens of plain decoding, up to
+rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_HASH = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
+_FILTER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+_BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+
+
+def seed_of(*parts: int | str | bytes, bits: int = 63) -> int:
+    """A random seed from `parts`, of at most 63 bits, as SGLang takes for requests. It is a hash: sums would be equal for sample 1 of seed
+    0 and sample 0 of seed 1."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> (64 - bits)
+
+
+class Seeds:
+    """The seeds of the requests of one prompt or episode: from `seed`, the tokens to continue, and how often these were asked for before.
+
+    So seeds do not depend on the order in which the requests of different conversations arrive.
+    """
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self._requests: Counter[bytes] = Counter()
+
+    def next(self, token_ids: Sequence[int]) -> int:
+        tokens = hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=16).digest()
+        number = self._requests[tokens]
+        self._requests[tokens] += 1
+        return seed_of(self._seed, tokens, number)
+
+
+def register_hooks(on_cpu: bool) -> None:
+    """Registers the hooks with SGLang's plugin registry. `on_cpu`: sgl_kernel, which has the hash for CPUs, is absent."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_BATCH, give_seeds, HookType.AFTER)
+    HookRegistry.register(_FILTER, filter_first, HookType.AROUND)
+    if on_cpu:
+        HookRegistry.register(_HASH, murmur_hash32, HookType.REPLACE)
+
+
+def give_seeds(info: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
+    """Runs after SGLang has made the sampling settings of new requests. Requests without a seed get a random one, since a batch with and
+    without seeds cannot be merged, and since SGLang would give all of them the seed 42."""
+    import torch
+
+    asked = [request.sampling_params.sampling_seed for request in batch.reqs]
+    drawn = torch.randint(2**63 - 1, (len(asked),)).tolist()
+    seeds = [other if seed is None else seed for seed, other in zip(asked, drawn)]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.temperatures.device)
+
+
+def filter_first(
+    original: Callable[..., Any],
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    """Runs around sampling from truncated distributions, and applies min_p before. The original refuses min_p beside seeds, though noise on
+    log-probs needs no normalised ones. The filters commute: min_p drops the least likely tokens, which top_p counts last."""
+    if need_min_p_sampling:
+        least = probs.amax(-1, keepdim=True) * min_ps.view(-1, 1)
+        probs = probs.masked_fill(probs < least, 0.0)
+    return original(probs, top_ks, top_ps, min_ps, False, *arguments, **named)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[n, vocab_size] float64: the noise that SGLang's `multinomial_with_seed` adds to the log-probs after these `positions` [n]."""
+    import torch
+
+    uniform = murmur_hash32(seeds, positions, torch.arange(vocab_size)).to(torch.float64) / torch.iinfo(torch.uint32).max
+    exponential = uniform.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
+    return exponential.log_().neg_()
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[n, m] uint32: MurmurHash3 of `seed` [n], `positions` [n] and `columns` [m]. Replaces SGLang's, whose kernels for CPUs are absent.
+
+    In int32, products wrap as in uint32; only shifts to the right need a mask.
+    """
+    import torch
+
+    seed = seed.to(torch.int64)[:, None]
+    h = torch.zeros_like(seed, dtype=torch.int32)
+    for block in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, positions.to(torch.int64)[:, None], columns[None, :]):
+        k = _int32(block) * _signed(0xCC9E2D51)
+        k = _rotated(k, 15) * 0x1B873593
+        h = _rotated(h ^ k, 13).mul_(5).add_(_signed(0xE6546B64))
+    h.bitwise_xor_(16)
+    h.bitwise_xor_(_shifted(h, 16)).mul_(_signed(0x85EBCA6B))
+    h.bitwise_xor_(_shifted(h, 13)).mul_(_signed(0xC2B2AE35))
+    h.bitwise_xor_(_shifted(h, 16))
+    return h.view(torch.uint32)
+
+
+def _int32(values: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return values.to(torch.int32)  # keeps the low 32 bits
+
+
+def _signed(value: int) -> int:
+    return value - (value >> 31 << 32)
+
+
+def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return (values << bits).bitwise_or_(_shifted(values, 32 - bits))
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifts zeros in from the left."""
+    return (values >> bits).bitwise_and_((1 << 32 - bits) - 1)

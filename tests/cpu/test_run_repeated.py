@@ -1,0 +1,96 @@
+"""With async.capacity=0 and deterministic, a run is a function of its seed: to the last bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_tools import OVERRIDES, environment, make_model, rows, run
+from safetensors.torch import load_file
+
+from megarl.plan.checkpoints import complete_checkpoints
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+REPEATED = [
+    *OVERRIDES,
+    "async.capacity=0",
+    "deterministic=true",
+    "trainer.tp=1",
+    "reward.name=reward_functions:by_chance",
+    "trainer.optimizer.lr=1e-3",
+    "observe.rollouts_per_step=4",
+    "checkpoint.hf_every=6",
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+]
+SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]  # so that requests meet others by chance
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("run") / "model")
+
+
+@pytest.fixture(scope="module")
+def first(model, tmp_path_factory) -> Path:
+    return train(model, tmp_path_factory.mktemp("first") / "run")
+
+
+def train(model: Path, run_dir: Path, *more: str) -> Path:
+    done = run(["train", "configs/quickstart.yaml", f"model.path={model}", f"run_dir={run_dir}", *REPEATED, *more])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def numbers(run_dir: Path) -> list[dict]:
+    """The metrics of each step, without times."""
+    timed = ("time/", "eval/seconds", "samples_per_s", "tokens_per_s", "wall_s", "sync/", "flops", "memory/", "mfu")
+    return [{key: value for key, value in row.items() if not key.startswith(timed) and not key.endswith("_s")} for row in rows(run_dir)]
+
+
+def samples(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "rollouts/samples.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def exported(run_dir: Path) -> dict[str, torch.Tensor]:
+    [*_, last] = sorted(run_dir.glob("**/model*.safetensors"))
+    return weights(last.parent)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_run_is_repeated_bit_for_bit(model, first, tmp_path) -> None:
+    second = train(model, tmp_path / "run", *SMALL_BATCHES)
+    assert len(samples(first)) == 24 and samples(second) == samples(first)
+    assert numbers(second) == numbers(first)
+    assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), "the weights have moved"
+
+
+def test_resumed_run_equals_unbroken_one(model, first, tmp_path) -> None:
+    run_dir = train(model, tmp_path / "run", "max_steps=3")
+    assert complete_checkpoints(run_dir)
+    train(model, run_dir)
+    assert samples(run_dir) == samples(first)
+    assert same(exported(run_dir), exported(first))
+
+
+def test_run_equals_plain_synchronous_loop(model, first, tmp_path) -> None:
+    script = [sys.executable, str(Path(__file__).with_name("plain_loop.py")), "configs/quickstart.yaml", str(tmp_path)]
+    plain = subprocess.run([*script, f"model.path={model}", *REPEATED], env=environment(), capture_output=True, text=True, timeout=300)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    groups = [group for step in steps for group in step["groups"]]
+    assert groups == [[[each["text"], each["reward"]] for each in group["samples"]] for group in samples(first)]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(row["loss"], row["grad_norm"]) for row in rows(first)]
+    assert same(weights(tmp_path / "hf"), exported(first))
