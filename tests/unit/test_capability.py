@@ -43,7 +43,7 @@ def watched(rollout, echo):
     return run
 """,
 }
-ROLES = "from megarl.roles.settings import RoleConfig\n"
+ROLES = "from megarl.roles.settings import ChatTemplateConfig, RoleConfig\n"
 TEACHERS = "from megarl.teachers.plan import check_distillation\n"
 PROMPTS = "from megarl.data.prompts import HeldOutSet\n"
 MODEL = "class RunConfig:\n"

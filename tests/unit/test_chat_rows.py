@@ -274,7 +274,7 @@ def test_tools_of_arrow_rows_are_those_of_json_rows(kind: str, tmp_path: Path, m
     template = model(tmp_path, PLAIN.replace("call.function.arguments.a", "call.function.arguments | tojson"))
     texts = []
     for path in (in_json, str(source if kind == "parquet" else source.parent)):
-        found = load_rows(LearnedConfig(source=path), "data.train", 0, "none", template)
+        found = load_rows(LearnedConfig(source=path), "data.train", 0, "none", ModelConfig(path=template))
         texts.append([(row.prompt, row.demonstration) for row in found])
     assert texts[0] == texts[1]
     assert '"unit": null' in texts[1][0][1][0] and '"zone"' not in texts[1][1][0]

@@ -163,7 +163,8 @@ def test_arguments_reach_the_rollout():
 
 
 def test_the_documented_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    codes = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    [code] = [code for code in codes if "higher_or_lower" in code]
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     rollout = load_rollout(config("games:higher_or_lower", max_guesses=3), TOKENIZER)

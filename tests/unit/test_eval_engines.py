@@ -99,7 +99,8 @@ def test_they_have_slots_of_their_own_in_a_run_alone(tmp_path: Path) -> None:
     assert node.serves == (0, 1), "the driver of the generator is beside its own engines"
     [node] = placement(plan, Job("eval", tmp_path, None, "evaluate"), 1, 0)
     assert [part.name for part in node.engines] == ["engine.0", "engine.1"]
-    assert "; evaluation engines 0-0, 2 ranks of each on a node; " in render_launch(plan)
+    shown = render_launch(plan)  # nodes of 8 GPUs, as megarl plan counts them
+    assert "launch     2 nodes" in shown and "evaluation engines 0-0, 2 ranks of each on a node" in shown
 
 
 def test_the_planner_counts_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

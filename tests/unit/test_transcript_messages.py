@@ -34,7 +34,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def begun(source: str, answer: str, ended: bool) -> Transcript:
     """A transcript after the policy's first turn."""
     tokenizer = tokenizer_of(source, "model.path")
-    text = load_chat_template(source, "model.path").render(ASKED)
+    text = load_chat_template(tokenizer_of(source, "model.path"), "model.path").render(ASKED)
     transcript = Transcript(Prompt(0, tokenizer.encode_prompt(text), text, "2"), tokenizer, max_tokens=200)
     say(transcript, tokenizer, answer, ended)
     return transcript
@@ -50,7 +50,7 @@ def test_framed_turns_are_the_rendered_conversation(source: str, ended: bool) ->
     transcript = begun(source, "2", ended)
     assert transcript.turn_ended == ended
     assert transcript.add_messages(MORE)
-    rendered = load_chat_template(source, "model.path").render([*ASKED, {"role": "assistant", "content": "2"}, *MORE])
+    rendered = load_chat_template(tokenizer_of(source, "model.path"), "model.path").render([*ASKED, {"role": "assistant", "content": "2"}, *MORE])
     assert transcript.token_ids == transcript.tokenizer.encode_prompt(rendered)
     say(transcript, transcript.tokenizer, "4", ended=True)
     sample = transcript.sample(1.0)
