@@ -23,7 +23,7 @@ from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, 
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
-from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
+from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
 from megarl.rewards.score import Part, parts_in_evaluation, parts_of
 
 # Where rows come from: files of JSON, comma-separated values or parquet, folders, the hub.
@@ -632,6 +632,7 @@ def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
 
 
 def _final_answer(text: str, field: str) -> str:
+    text = plain(text)
     marked = marked_answer(text)
     answer = clean(text) if marked is None else marked
     if not answer:

@@ -16,8 +16,9 @@ import msgspec
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import ifeval
+from megarl.rewards.extract import MAX_TEXT_CHARS, final_part, thinking_in
 from megarl.rewards.score import Part, Score, ScoreRequest, arguments_of, excerpt, score_of, single
-from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
+from megarl.rewards.verify import VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.sandbox.process import own_line
 
@@ -51,6 +52,7 @@ class RewardPool(WorkerPool):
         """`part`: the part of the reward to score; by default `config.name` is the whole reward."""
         self._part, self._parameters = part or single(config), parameters
         name = self._part.name
+        self._of_final_part = name in VERIFIERS and name != ifeval.NAME
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
@@ -77,10 +79,13 @@ class RewardPool(WorkerPool):
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RunError if no worker can be started, RewardMistake if the user's function makes a mistake."""
-        if len(request.response) > self._most_chars:
-            return Score(0.0)
+        given = request
+        if self._of_final_part:
+            given = msgspec.structs.replace(request, response=final_part(thinking_in(request.prompt) + request.response))
+        if len(given.response) > self._most_chars:
+            return self._part.failed("error", f"the response has more than {MAX_TEXT_CHARS} characters", request)
         try:
-            reply = await self.call(*arguments_of(request, self._parameters))
+            reply = await self.call(*arguments_of(given, self._parameters))
         except CallFailed as error:
             return self._part.failed(error.kind, str(error), request)
         if isinstance(reply, str):
