@@ -132,6 +132,17 @@ def thinking_in(prompt: str) -> str:
     return begin[0] if begin else ""
 
 
+_ASKED = re.compile(
+    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer|result|solution)\w*\"\s*:)", re.IGNORECASE
+)
+
+
+def asked_forms(prompt: str) -> list[tuple[str, str]]:
+    """What stands before and behind an answer in each form for which the prompt may ask: tags other than of thinking, a key of JSON."""
+    asked = [match for match in _ASKED.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
+    return [(f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6]) for match in asked]
+
+
 def final_part(text: str) -> str:
     """The part of a response in which its final answer must stand: after the thinking, and among the last MAX_TEXT_CHARS characters."""
     end = after_thinking(text)[-MAX_TEXT_CHARS:]

@@ -24,6 +24,7 @@ from megarl.sandbox.process import own_line
 
 OF_VERIFIERS = ("response", "answer")
 CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # used if reward.workers is null
+_TIMEOUT_TOLD = " (reward.timeout_s)"
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
@@ -57,6 +58,8 @@ class RewardPool(WorkerPool):
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
         limits = (workers_of(config), config.timeout_s, config.memory_mib)
+        memory = f"reward.memory_mib={config.memory_mib}"
+        self._limits_told = {"timeout": _TIMEOUT_TOLD, "memory": f" ({memory})", "exit": f"; {memory} may be too little"}
         own = name not in VERIFIERS  # the launcher has already imported it, so reading files and keys is no new risk here
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(
@@ -87,7 +90,7 @@ class RewardPool(WorkerPool):
         try:
             reply = await self.call(*arguments_of(given, self._parameters))
         except CallFailed as error:
-            return self._part.failed(error.kind, str(error), request)
+            return self._part.failed(error.kind, f"{error}{self._limits_told.get(error.kind, '')}", request)
         if isinstance(reply, str):
             raise RewardMistake(self._part, reply, request)
         return msgspec.convert(reply, Score)
@@ -141,7 +144,7 @@ class RewardInLoop:
             return self._part.failed("error", str(error), request)
         except TimeoutError as error:
             if deadline.expired():
-                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s", request)
+                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_TOLD}", request)
             raise RewardMistake(self._part, own_line(error), request) from error
         except Exception as error:
             raise RewardMistake(self._part, own_line(error), request) from error

@@ -84,7 +84,7 @@ def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     bound = function.keywords if isinstance(function, functools.partial) else {}
     names = [p.name for p in by_name if p.name not in bound and (p.name in _FIELDS or p.name in _OF_VERL)]
     unknown = [p.name for p in by_name if p.name not in names and p.default is p.empty]
-    problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}, and has no default" for name in unknown]
+    problems = [f"{setting}: its parameter {name} has no default and is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
     unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     problems += [f"{setting}: its parameter {shown} must be one that can be passed by name" for shown in unnamed]
     if problems:
