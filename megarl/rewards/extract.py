@@ -185,7 +185,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _whole_sentence(text: str) -> str:
-    """The sentence after "Answer:", as in "Answer: The total is 34."; empty after "The answer is", and if a box or "####" marks the answer."""
+    """The sentence after "Answer:", as in "Answer: The total is 34."; empty if another mark counts, such as "The answer is"."""
     phrases = list(_PHRASE.finditer(text))
     if not phrases or phrases[-1][0].endswith("is") or "####" in text or boxed_answers(text):
         return ""

@@ -238,7 +238,9 @@ class WorkerPool:
             # PYTHONHASHSEED is fixed, so that results do not depend on the order of sets in each worker.
             passed = {name: os.environ[name] for name in self._passed if name in os.environ}
             # Each library would start a thread for every core in each worker; threads reserve memory.
-            inherited = {"OMP_NUM_THREADS": "1", **os.environ} if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
+            inherited = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
+            if self._as_here:
+                inherited = {"OMP_NUM_THREADS": "1", **os.environ}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
             end = theirs.fileno()
             process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)

@@ -159,7 +159,8 @@ def test_an_async_function_judges_all_at_once():
     async def test() -> None:
         verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
         scores = await asyncio.gather(*(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99]))
-        assert scores == [Score(0.0, failures=[Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")]), *[Score(1.0)] * 99]
+        late = Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")
+        assert scores == [Score(0.0, failures=[late]), *[Score(1.0)] * 99]
 
     run(test)
 

@@ -41,7 +41,7 @@ def _of_parameters(name: str, parametrize: ast.Call) -> Iterator[Pair]:
         assert isinstance(case, ast.Tuple)
         values = dict(zip(names, map(_literal, case.elts), strict=True))
         right = values.get("expected", values.get("result"))
-        yield Pair(f"{name}:{case.lineno}", values["gold"], values["pred"], bool(right))
+        yield Pair(f"{name}:{case.lineno}", str(values["gold"]), str(values["pred"]), bool(right))
 
 
 def _literal(node: ast.expr) -> str | int:

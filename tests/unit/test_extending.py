@@ -184,8 +184,14 @@ def test_reward_keeps_defaults_that_it_is_not_given() -> None:
             return len(response) - len(answer)
 
     request = ScoreRequest("7.05", "7")
-    functions = (near, 1.0), (functools.partial(near, tolerance=0.01), 0.0), (functools.partial(near, answer="9"), 0.0), (compute_score, 0.0)
-    for function, score in (*functions, (Length(), 3.0), (functools.partial(compute_score, method="flexible", format_score=0.5), 0.5)):
+    for function, score in (
+        (near, 1.0),
+        (functools.partial(near, tolerance=0.01), 0.0),
+        (functools.partial(near, answer="9"), 0.0),
+        (compute_score, 0.0),
+        (functools.partial(compute_score, method="flexible", format_score=0.5), 0.5),
+        (Length(), 3.0),
+    ):
         names = parameters_of(function, "reward.name=x:f")
         assert score_of(function(**dict(zip(names, arguments_of(request, names))))) == Score(score), function
 
@@ -197,7 +203,10 @@ def test_reward_parameter_without_value_is_refused() -> None:
     def of_slime(args, sample, **kwargs):
         return 0
 
-    for function, told in ((misspelled, "its parameter respons has no default .* did you mean response"), (of_slime, "args has no default")):
+    for function, told in (
+        (misspelled, "its parameter respons has no default .* did you mean response"),
+        (of_slime, "args has no default"),
+    ):
         with pytest.raises(ConfigError, match=told):
             parameters_of(function, "reward.name=x:f")
     with pytest.raises(ConfigError, match="must be one that can be passed by name"):
