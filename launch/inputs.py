@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,9 @@ from megarl.models.registry import check_as_transformers, is_own
 from megarl.plan.checkpoints import complete_checkpoints, exported_steps
 from megarl.plan.resolve import RunPlan
 from megarl.reshard.layout import ITEM_BYTES, parameter_count
+from megarl.rewards.extract import asked_forms
 from megarl.rewards.pool import RewardMistake
-from megarl.rewards.score import Part, Score, ScoreRequest, parts_in_evaluation, parts_of
+from megarl.rewards.score import CORRECT, Part, Score, ScoreRequest, parts_in_evaluation, parts_of
 from megarl.roles.plan import ServedRole
 from megarl.rollouts.environments.loading import check_rollout
 from megarl.teachers.plan import FrozenRole
@@ -106,6 +107,7 @@ class Tried:
     part: Part
     key: str  # config key of the dataset
     scores: Mapping[str, Sequence[Score]]  # name in TEXTS -> score of each row
+    unread_form: str = ""  # in which a prompt asks for the answer, and the rule finds none
 
     def __str__(self) -> str:
         told = "; ".join(f"{name} {', '.join(map(_shown, scores))}" for name, scores in self.scores.items())
@@ -124,6 +126,9 @@ class Tried:
         first, *others = means
         if not failures and any(means[first] < means[name] for name in others):
             yield "the reference answer scores less than an empty or absurd text"
+        if self.unread_form:
+            known = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
+            yield f"the prompt asks for {self.unread_form}, where {self.part.name} finds no answer; it reads {known}"
 
 
 def _shown(score: Score) -> str:
@@ -165,10 +170,11 @@ async def _try_all(
                 for checked, rows in sets:
                     given: dict[str, list[Score]] = {}
                     for name, text in TEXTS.items():
-                        requests = [_request(row, checked.key, text, tokenizer) for row in rows]
+                        requests = [_request(row, part, checked.key, text, tokenizer) for row in rows]
                         told = f"it was given {name} to {rows[0].where or checked.source}"
                         given[name] = [await score(request) for request in requests]
-                    found.append(Tried(part, checked.key, given))
+                    unread = await _unread_form(rows, part, checked.key, score) if part.name in _OF_ANSWERS else ""
+                    found.append(Tried(part, checked.key, given, unread))
             except RewardMistake as mistake:
                 problems.append(f"{'; '.join(mistake.told.split(chr(10)))}; {told}")
             except RunError as error:  # no worker could be started
@@ -178,12 +184,23 @@ async def _try_all(
     return found
 
 
-def _request(row: Row, key: str, text: str | None, tokenizer: Tokenizer | None) -> ScoreRequest:
+async def _unread_form(rows: Sequence[Row], part: Part, key: str, score: Callable[[ScoreRequest], Awaitable[Score]]) -> str:
+    """A form for which a prompt asks, if the built-in rule reads none of those in that prompt; else empty."""
+    for row in rows:
+        forms = asked_forms(row.prompt)
+        requests = [_request(row, part, key, f"{before}{row.answer}{behind}", None) for before, behind in forms]
+        scores = [(await score(request)).reward for request in requests]
+        if scores and max(scores) < CORRECT:
+            return "…".join(forms[-1])
+    return ""
+
+
+def _request(row: Row, part: Part, key: str, text: str | None, tokenizer: Tokenizer | None) -> ScoreRequest:
     response = row.answer if text is None else text
     return ScoreRequest(
         response=response,
         answer=row.answer,
-        prompt=row.prompt,
+        prompt="" if part.name in _OF_ANSWERS else row.prompt,  # a rule counts no answer in thinking that the prompt begins
         row=row.record,
         prompt_token_ids=tokenizer.encode_prompt(row.prompt, row.rendered) if tokenizer else [],
         token_ids=tokenizer.encode_text(response) if tokenizer else [],

@@ -149,6 +149,7 @@ NOT_RUN = {
     "python tests/studies offpolicy configs/offpolicy/chain.yaml --parts lags --seeds 1 --runs runs/faster trainer.optimizer.lr=5e-4": (
         STUDY
     ),
+    "python tests/studies/math_verify_suite.py FOLDER": "needs the sources of math-verify",
     "python tests/studies simulated --runs runs/a runs/b …": "tests/unit/test_simulation.py does it with a run of its own",
     "python tests/studies simulated --kills configs/quickstart.yaml runs/kills model.path=runs/quickstart/sft/hf model.random_init=false "
     "max_steps=60 generator.engines=2 checkpoint.every=10 async.partial_rollout=in_flight "

@@ -897,7 +897,7 @@ class RewardConfig:
         at_least(1),
     )
     timeout_s: float = setting(5.0, "time limit of scoring a response", seconds())
-    memory_mib: int = setting(1024, "memory limit of a worker process", at_least(256))
+    memory_mib: int = setting(1024, "memory limit of a worker process, beyond what it has after its imports", at_least(256))
     code: CodeConfig = field(default_factory=CodeConfig)
     failed_score: float = setting(
         0.0,

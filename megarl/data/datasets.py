@@ -24,7 +24,7 @@ from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
 from megarl.rewards.code import cases_of
-from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer
+from megarl.rewards.extract import MAX_ANSWER_CHARS, clean, marked_answer, plain
 from megarl.rewards.score import Part, parts_in_evaluation, parts_of
 
 # Where rows come from: files of JSON, comma-separated values or parquet, folders, the hub.
@@ -674,6 +674,7 @@ def _demonstration(record: dict[str, Any], field: str) -> str | tuple[str, ...]:
 
 
 def _final_answer(text: str, field: str) -> str:
+    text = plain(text)
     marked = marked_answer(text)
     answer = clean(text) if marked is None else marked
     if not answer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megarl.rewards.extract import DENIED
+from megarl.rewards.extract import DENIED, odd_character
 
 # Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
 #
@@ -43,10 +42,8 @@ class Refused(Exception):
 
 def check_characters(answer: str) -> None:
     """Raises Refused for control, format (zero-width, bidirectional), private and unassigned characters. Blanks are allowed."""
-    if not answer.isascii() or not answer.isprintable():
-        for character in answer:
-            if unicodedata.category(character).startswith("C") and character not in " \t\r\n":
-                raise Refused(f"character U+{ord(character):04X}")
+    if character := odd_character(answer):
+        raise Refused(f"character U+{ord(character):04X}")
 
 
 def check_text(answer: str) -> None:
@@ -100,6 +97,9 @@ def check_value(expression: Any) -> float:
 def _power_bits(base: Any, exponent: Any) -> float:
     base_bits, exponent_bits = check_value(base), check_value(exponent)
     largest_exponent = 2.0 ** min(exponent_bits, 64.0)
+    if exponent.is_number and not exponent.is_Rational:  # the bound of a sum of roots is far too large
+        size = abs(exponent.evalf(15))
+        largest_exponent = min(largest_exponent, float(size)) if size.is_Float else largest_exponent
     if base.is_Add and base.free_symbols and largest_exponent > MAX_EXPANSION:
         raise Refused(f"a sum to a power above {MAX_EXPANSION}")
     return max(base_bits, 1.0) * largest_exponent
@@ -275,6 +275,12 @@ _DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # most letters of a product without a command: xyz, but not east
 _NUMBER_IN_FONT = re.compile(rf"(?<=[=<>≈(,;\s])(?<![\d)}}]\s){_TEXT}\{{\s*(-?\d+(?:[.,/]\d+)*)\s*\}}(?=\s*(?:\Z|[=<>≈,;)]))", re.ASCII)
+_FONT = r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:bf|it|rm|sf|normal)|operatorname\*?|boldsymbol|bm)\s*"
+_FUNCTION_IN_FONT = re.compile(
+    _FONT + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|lcm|min|max)\s*\}"
+)
+# A letter in italics or bold is a variable. An upright one may be a unit, except the constants.
+_LETTER_IN_FONT = re.compile(rf"{_FONT}\{{\s*([ei]|\\pi)\s*\}}|\\(?:math(?:bf|it|sf)|text(?:bf|it)|boldsymbol|bm)\s*\{{\s*([A-Za-z])\s*\}}")
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
@@ -323,7 +329,9 @@ def read(text: str, checked: bool) -> Any:
     text = _TIMES.sub(r" \\times ", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
-    text = _NUMBER_IN_FONT.sub(r"\1", text)
+    text = _FUNCTION_IN_FONT.sub(r"\\\1 ", _NUMBER_IN_FONT.sub(r"\1", text))
+    text = _LETTER_IN_FONT.sub(lambda letter: f"{{{letter[1] or letter[2]}}}", text)
+    text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
 
@@ -343,10 +351,13 @@ def _structure(text: str, checked: bool) -> Any:
             raise Refused(f"more than {_MAX_PARTS} parts")
         return [_structure(piece, checked) for piece in pieces]
 
-    pieces, joins = _split(text, _JOIN)
+    pieces, joins = _split(text, ";")  # p = 5, q = 2; p = 7, q = 2
+    if len(pieces) == 1 or not any("," in piece for piece in pieces):
+        pieces, joins = _split(text, _JOIN)
     if len(pieces) > 1 and plain_number(text) is None:
         found = parts([piece for piece in pieces if piece.strip()])
-        if all("or" in join for join in joins) and all(map(_is_range, found)):  # x < 2 or x > 3
+        ranges = all(map(_is_range, found)) and any(part.opening + part.closing != "()" or _is_interval(part) for part in found)
+        if all("or" in join for join in joins) and ranges:  # x < 2 or x > 3, but not (2, 3) or (3, 2)
             return Union(found)
         return Items("", "", found)
     sides, operators = _split(text, _RELATION)
@@ -388,6 +399,8 @@ def _chain(chain: Chain) -> Any:
         if len({operator[0] for operator in operators}) == 1:
             from sympy import oo as infinity  # imported only here, since it takes half a second
 
+            if _expressions(*sides) and any((-side).is_Symbol for side in sides):  # -1 < -x
+                sides, operators = [-side for side in reversed(sides)], operators[::-1]
             names = [is_name(side) for side in sides]
             if names == [False, True, False] and not (symbols(sides[0]) or symbols(sides[2])):
                 return Items("(["[operators[0] == "<="], ")]"[operators[1] == "<="], [sides[0], sides[2]])
@@ -493,7 +506,14 @@ def is_name(structure: Any) -> bool:
     """Whether it is a variable, a function of variables, or a point of variables."""
     if isinstance(structure, Items):
         return all(map(is_name, structure.items))
-    return bool(getattr(structure, "is_Symbol", False)) or is_function(structure)
+    return bool(getattr(structure, "is_Symbol", False)) or is_function(structure) or _is_measure(structure)
+
+
+def _is_measure(structure: Any) -> bool:
+    """Whether it is a product or ratio of names alone, as of lengths in a figure: AB, |AB|, \\frac{NO}{BO}, S_{ABC}:S."""
+    if not (getattr(structure, "is_Mul", False) or getattr(structure, "is_Pow", False) or type(structure).__name__ == "Abs"):
+        return False
+    return all(part.is_Symbol or part == -1 for part in structure.atoms()) and not getattr(-structure, "is_Symbol", False)
 
 
 def symbols(structure: Any) -> set[str]:
@@ -596,6 +616,7 @@ _CHOICE_WITH_TEXT = re.compile(
 _MEASURED = re.compile(  # AB = 5, \angle ABC = 60, [ABC] = 12: the grammar reads the names of points as products
     r"\A(?:m?\s*\\(?:measured)?angle\s*|\\overline\s*\{|[|\[])?[A-Z]{2,4}[|\]}]?\s*=\s*(?=[^=]+\Z)"
 )
+_DECIMAL = re.compile(r"-?(?:0[.,]\d{3}|\d+[.,](?:\d{1,2}|\d{4,}))", re.ASCII)
 _ABOUT = Fraction(1, 100)  # relative difference that \approx allows
 
 
@@ -617,6 +638,8 @@ def equal(reference: str, candidate: str) -> bool:
     if gold_percent != percent:  # 50% is 0.5; it is 50 if the question asked for percent
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
     gold, found = _without_base(gold, found)
+    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(found):  # 1,5 and 1.5, but not 1,234 and 1.234
+        gold, found = gold.replace(",", "."), found.replace(",", ".")
     decided = plain_equal(plain_number(gold), plain_number(found))
     if decided is not None:
         return decided
@@ -690,8 +713,8 @@ def _as_sequence(structure: Any) -> Items:
 
 
 def _matched(golds: Sequence[Any], founds: Sequence[Any]) -> bool:
-    """Whether the items match one to one, in any order."""
-    left = list(founds)
+    """Whether the items match one to one, in any order. A point may be named twice."""
+    left = [found for number, found in enumerate(founds) if not (isinstance(found, Items) and found in founds[:number])]
     if len(golds) != len(left):
         return False
     for gold in golds:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.schema import RewardConfig
+from megarl.rewards.extract import MAX_TEXT_CHARS, after_thinking, thinking_in
 from megarl.rewards.pool import workers_of
 from megarl.rewards.score import Part, Score, ScoreRequest
-from megarl.rewards.verify import MAX_TEXT_CHARS
 from megarl.sandbox import tested
 from megarl.sandbox.jail import BWRAP, PYTHON, Ended, Jail
 
@@ -213,7 +213,7 @@ class CodeReward:
         await self._jail.close()
 
     async def score(self, request: ScoreRequest) -> Score:
-        program = program_in(request.response) if len(request.response) <= MAX_TEXT_CHARS else ""
+        program = program_in(after_thinking(thinking_in(request.prompt) + request.response)[-MAX_TEXT_CHARS:])
         if not program.strip():
             return Score(0.0, _parts("no_program", 0.0))
         async with self._places:

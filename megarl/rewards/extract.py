@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
+MAX_TEXT_CHARS = 1 << 18  # an answer must be among this many last characters
 MAX_ANSWER_CHARS = 512
 _MAX_BOXES = 8  # most boxes that are joined to the last one
 
 _BOXES = ("\\boxed", "\\fbox", "\\framebox")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BLANKS = r"(?:[\s$]|\\[()\[\]]|\\q?quad(?![a-z]))*"
 _BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answer: the list of both
-    r"[\s$]*(?:,|;|(?:,\s*)?(?:and|or)\b|(?:,\s*)?\\text\s*\{\s*(?:and|or)\s*\})[\s$]*(?:[A-Za-z]\w?\s*=\s*)?[\s$]*"
+    _BLANKS
+    + r"(?:,|;|(?:,\s*)?(?:[a-z]+ )?(?:and|or)\b|(?:,\s*)?\\text\s*\{[^{}]{0,30}\b(?:and|or)\s*\})"
+    + rf"{_BLANKS}(?:[A-Za-z]_?\w?\s*=\s*)?{_BLANKS}"
 )
 _UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
-_PHRASES = ("answer is", "answer:", "答案是", "答案为", "答案：")
+_PHRASE = re.compile(
+    r"answer(?:\*\*|__|\")?(?:\s{1,3}is\b|\s{0,3}[:=])|\[answer\]|答案(?:是|为|[:：])"
+    r"|(?:\A|\n)[#*_ ]{0,8}(?:final\s)?answer[*_ ]{0,4}(?=\n)",  # a heading
+    re.IGNORECASE,
+)
+_ENCLOSING = re.compile(r"</(answer|final_answer|solution)>|<\|end_of_(box)\|>|\[/(ANSWER)\]", re.IGNORECASE)
+_OPENING = {"box": "<|begin_of_box|>"}  # of GLM; others are the closing mark without its slash
+_JSON_VALUE = re.compile(r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|(\[[^\[\]]*\]|[^\",}\]\s]+))\s*[,}]")
+# Where thinking begins and ends: DeepSeek, Qwen and GLM, Magistral, Kimi, Seed-OSS, OpenThoughts, gpt-oss.
+THINKING_BEGINS = re.compile(
+    r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>"
+)
+_THINKING_ENDS = re.compile(
+    r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>"
+)
+_END_OF_TURN = re.compile(r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z")
+_INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u2060\ufeff"))
+_DOUBLED = re.compile(  # LaTeX that was escaped twice; in a matrix \\\\ ends a row
+    r"(?<!\\)\\\\(?=(?:boxed|[cdt]?frac|sqrt|left|right|leq?|geq?|pi|cdot|times|infty|cup|pm)(?![A-Za-z]))"
+)
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
 _RUNNING_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", re.ASCII)
 _MATH_WORDS = r"(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|and|or)\b)"
@@ -24,16 +48,17 @@ _SENTENCE = re.compile(r"\b(?:is|are|was|were|or|and)\b")  # words that mark a s
 _FEW_WORDS = re.compile(r"[A-Za-z][a-z'-]*(?: [A-Za-z][a-z'-]*){0,2}")
 # A free-standing number: in a sentence, after "=" or a currency sign, but not part of an expression, a list or a name.
 _START = r"(?:^|(?<=[=\s*_\"'`\u3001-\u9fff\uac00-\ud7af\uff0c\uff1a])|(?<=[A-Za-z]:))(?:\\?[$€£]|\\\(|\$\$)?"
-_END = r"(?=(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
+_END = r"(?=(?:[a-z]{1,3}[²³])?(?:\\?[$€£]|\\\)|\*\*|[.,;:?\"'`°])*(?:\s|$))"
 _FREE_NUMBER = re.compile(rf"{_START}(-?{_NUMBER}){_END}", re.ASCII)
 _BEFORE_IT = re.compile(r"(?:[-+*/^×·÷(\[{<>≤≥]|\\[A-Za-z]+|\d\s*[,;]|\b(?:or|and)|(?:^|\s)\d[\d.,]*)\s*\Z")
 _BEHIND_IT = re.compile(r"\s*(?:[-+*/^×·÷=<>≤≥]|\\(?!\)|\]|%|\$)|\d)")
 _BOLD = re.compile(r"(?<!\w)\*\*([^*]+)\*\*(?!\w)")
 _PROSE = re.compile(rf"(?<![\\A-Za-z]){_MATH_WORDS}[^\W\d_]{{2,}}")
-_CLOSING = ("$", "\\]", "\\)", "```", "*", "__")
+_CLOSING = ("$$", "\\]", "```", "*", "__")
 _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
-_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\s?\{,\s?\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _FONT = re.compile(  # \\textbf{113}, {113}: if they enclose the whole answer, they are removed
     r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph|bf|rm|it)\s*)?\{"
 )
@@ -41,7 +66,9 @@ _DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Z
 _SQUARE = re.compile(
     r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
 )
-_SPAN = re.compile(r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]")  # inline math
+_SPAN = re.compile(  # inline math
+    r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]|\$ (\\[^$]*) \$"
+)
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
@@ -50,7 +77,7 @@ _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the rem
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
 _OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
-_CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"=|(?<!\d)[,;:.!?]|[,;:.!?](?!\d)|\b(?:but|so|hence|thus|therefore|then|rather|which|it's)\b", re.IGNORECASE)
 # "I think it's not 72", "at least 72", "less than 72": a clause that denies or bounds a value does not state one.
 DENIED = re.compile(
     r"\b(?:not|never|neither|nor|cannot|no\s+longer|isn|aren|wasn|doubt|unlikely|impossible|wrong|incorrect|false"
@@ -74,25 +101,124 @@ _NUMBER_OF_DEGREES = re.compile(rf"\A(-?{_NUMBER})\s*(?:\^\s*\\circ|\^\s*\{{\s*\
 _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 
+def plain(text: str) -> str:
+    """The text in the characters that the graders know: composed (NFC), without invisible ones, and full-width and mathematical letters and
+    digits as plain ones. Commands that were escaped twice have one backslash."""
+    if not text.isascii():
+        composed = unicodedata.normalize("NFC", text).translate(_INVISIBLE)
+        text = "".join(unicodedata.normalize("NFKC", c) if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" else c for c in composed)
+    text = re.sub(r"[\b\f](?=[a-z])", lambda lost: {"\b": "\\b", "\f": "\\f"}[lost[0]], text)  # \\boxed, \\frac read as JSON or Python
+    return _DOUBLED.sub(r"\\", text)
+
+
+def odd_character(text: str) -> str | None:
+    """The first control, format (bidirectional), private or unassigned character that is no blank; None if there is none."""
+    if text.isascii() and text.isprintable():
+        return None
+    return next((c for c in text if unicodedata.category(c).startswith("C") and c not in " \t\r\n"), None)
+
+
+def after_thinking(text: str) -> str:
+    """What the response says after its thinking; nothing of thinking that never ended."""
+    ends = [mark.end() for mark in _THINKING_ENDS.finditer(text)]
+    text = text[ends[-1] :] if ends else text
+    begin = THINKING_BEGINS.search(text)
+    return text[: begin.start()] if begin else text
+
+
+def thinking_in(prompt: str) -> str:
+    """The mark that begins thinking, if the prompt ends with it, as chat templates of thinking models do; else empty."""
+    begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-64:])
+    return begin[0] if begin else ""
+
+
+_ASKED = re.compile(
+    r"(<([A-Za-z][\w-]*)>)[^<>]{0,80}(</\2>)|(\[([A-Z]+)\])[^\[\]]{0,80}(\[/\5\])|(\"\w*(?:answer|result|solution)\w*\"\s*:)", re.IGNORECASE
+)
+
+
+def asked_forms(prompt: str) -> list[tuple[str, str]]:
+    """What stands before and behind an answer in each form for which the prompt may ask: tags other than of thinking, a key of JSON."""
+    asked = [match for match in _ASKED.finditer(prompt) if not THINKING_BEGINS.match(match[0])]
+    return [(f'{{{match[7]} "', '"}') if match[7] else (match[1] or match[4], match[3] or match[6]) for match in asked]
+
+
+def final_part(text: str) -> str:
+    """The part of a response in which its final answer must stand: after the thinking, and among the last MAX_TEXT_CHARS characters."""
+    end = after_thinking(text)[-MAX_TEXT_CHARS:]
+    turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
+    return plain(end[: turn.start()] if turn else end)
+
+
+def answers(text: str) -> list[str]:
+    """What the final answer of a text may be, cleaned: what it marks, else its last line, or the number or expression that line states."""
+    enclosed = _enclosed(text)
+    if enclosed is not None:
+        return answers(enclosed)
+    marked = marked_answer(text)
+    if marked is None:
+        line = last_line(text)
+        found = [] if odd_character(line) else [clean(line), last_number(line), last_expression(line)]
+    else:
+        sentence = _whole_sentence(text)
+        found = [marked, last_number(sentence), last_expression(sentence)] if marked and sentence else [marked]
+    return [answer for answer in dict.fromkeys(found) if answer]
+
+
 def marked_answer(text: str) -> str | None:
-    """The answer that the text marks, cleaned: in its last \\boxed{}, else after its last "####" (GSM8K), else after its last "answer is".
+    """The answer that the text marks, cleaned: between its last tags, such as <answer>, else in its last \\boxed{}, else after its last
+    "####" (GSM8K), else after its last "answer is", "Answer:" or "answer" as a key of JSON.
 
     None if it marks none; empty if the marked answer is empty, too long or never closed.
     """
+    enclosed = _enclosed(text)
+    if enclosed is not None:
+        inner = marked_answer(enclosed)
+        return clean(enclosed) if inner is None else inner
     if boxes := boxed_answers(text):
         return ",".join(boxes) if all(boxes) else boxes[-1]
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
-    lower = text.lower()
-    start, phrase = max((lower.rfind(phrase), phrase) for phrase in _PHRASES)
-    if start >= 0 and len(lower) == len(text):
-        behind = _BEHIND_PHRASE.match(text, start + len(phrase))
-        assert behind is not None  # it may be empty
-        if _DOUBTED.search(_line_before(text, start)):
-            return ""
-        return _without_remark(_line(text, behind.end()).split(". ")[0])
-    return None
+    sentence = _sentence(text)
+    return sentence and _without_remark(sentence)
+
+
+def _whole_sentence(text: str) -> str:
+    """The sentence after "Answer:", as in "Answer: The total is 34."; empty if another mark counts, such as "The answer is"."""
+    phrases = list(_PHRASE.finditer(text))
+    if not phrases or phrases[-1][0].endswith("is") or "####" in text or boxed_answers(text):
+        return ""
+    return _sentence(text) or ""
+
+
+def _enclosed(text: str) -> str | None:
+    """What the last tags enclose; None without tags, empty if the last one is never closed."""
+    closings = list(_ENCLOSING.finditer(text))
+    if not closings:
+        return None
+    closing = closings[-1]
+    opening = _OPENING.get(closing[2], closing[0].replace("/", ""))
+    start = text.rfind(opening)
+    if start > closing.end():
+        return ""
+    return text[start + len(opening) : closing.start()] if start >= 0 else None
+
+
+def _sentence(text: str) -> str | None:
+    """What follows the last "answer is" or its like, up to the end of the sentence or line; empty if that is in doubt."""
+    phrases = list(_PHRASE.finditer(text))
+    if not phrases:
+        return None
+    phrase = phrases[-1]
+    if '"' in phrase[0]:
+        value = _JSON_VALUE.match(text, phrase.end())
+        return (value[1] or value[2] or "").strip("[]").replace("\\\\", "\\") if value else ""
+    if _DOUBTED.search(_line_before(text, phrase.start())):
+        return ""
+    behind = _BEHIND_PHRASE.match(text, phrase.end())
+    assert behind is not None  # it may be empty
+    return _line(text, behind.end()).split(". ")[0]
 
 
 def last_line(text: str) -> str:
@@ -189,6 +315,8 @@ def clean(answer: str) -> str:
     answer = _unwrapped(_DECLARED.sub("", _SQUARE.sub("", answer)))
     answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
     answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
+    if _WITH_BLANKS.fullmatch(answer):
+        return answer.replace(" ", "")
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
     return with_unit[1] if with_unit and not (_SENTENCE.search(with_unit[2]) or DENIED.search(with_unit[2])) else answer
 
@@ -219,7 +347,7 @@ def boxed_answers(text: str) -> list[str]:
         opening = _BOX.match(text, box)
         assert opening is not None
         end = opening.end() + len(content) + 2
-        if not content or not _BETWEEN_BOXES.fullmatch(text, end, start):
+        if not content or not (end == start or _BETWEEN_BOXES.fullmatch(text, end, start)):
             break
         found, start = [clean(content), *found], box
     return found
@@ -287,16 +415,19 @@ _CHOICE_WITHIN = 4096  # the choice must be among this many last characters
 
 
 def chosen_letter(text: str) -> str:
-    """The letter that a response chooses: the whole last line, else in the last \\boxed{}, else after the last "answer is" or "Answer:".
+    """The letter that a response chooses: the whole last line, else the marked answer, else the last letter after "answer is" or "Answer:".
     Empty if there is none.
 
     MMLU-Pro's own extraction is laxer: the first "answer is", then any capital letter that stands alone (such as "I"), then a random one.
     """
     end = text[-_CHOICE_WITHIN:]
+    enclosed = _enclosed(end)
+    if enclosed is not None:
+        end = enclosed
     if alone := _ALONE.fullmatch(last_line(end)):
         return alone[1]
-    if "\\boxed" in end and (box := _BOXED.fullmatch(marked_answer(end) or "")):
-        return box[1]
+    if marked := _BOXED.fullmatch(marked_answer(end) or ""):
+        return marked[1]
     for said in reversed(list(_SAID.finditer(end))):
         if said[1].isupper() and not (said[1] == "I" and _PRONOUN.match(end, said.end())):
             return said[1]
@@ -304,4 +435,4 @@ def chosen_letter(text: str) -> str:
 
 
 def choice_reward(text: str, answer: str) -> float:
-    return float(chosen_letter(text) == answer.strip())
+    return float(chosen_letter(final_part(text)) == answer.strip())

@@ -17,13 +17,15 @@ from megarl.base.cores import usable_cores
 from megarl.config.errors import RunError
 from megarl.config.schema import RewardConfig
 from megarl.rewards import ifeval
+from megarl.rewards.extract import MAX_TEXT_CHARS, final_part, thinking_in
 from megarl.rewards.score import Part, Score, ScoreRequest, arguments_of, excerpt, score_of, single
-from megarl.rewards.verify import MAX_TEXT_CHARS, VERIFIERS
+from megarl.rewards.verify import VERIFIERS
 from megarl.sandbox.pool import CallFailed, WorkerPool
 from megarl.sandbox.process import own_line
 
 OF_VERIFIERS = ("response", "answer")
 CORES_OF_A_WORKER, MOST_WORKERS = 4, 32  # used if reward.workers is null
+_TIMEOUT_TOLD = " (reward.timeout_s)"
 _PASSED = ("HOME", "NLTK_DATA")  # where nltk finds its data
 
 
@@ -52,10 +54,13 @@ class RewardPool(WorkerPool):
         """`part`: the part of the reward to score; by default `config.name` is the whole reward."""
         self._part, self._parameters = part or single(config), parameters
         name = self._part.name
+        self._of_final_part = name in VERIFIERS and name != ifeval.NAME
         self._most_chars = MAX_TEXT_CHARS if name in VERIFIERS else math.inf
         paths = [os.getcwd(), *filter(None, sys.path)]
         arguments = [name, ",".join(parameters)]
         limits = (workers_of(config), config.timeout_s, config.memory_mib)
+        memory = f"reward.memory_mib={config.memory_mib}"
+        self._limits_told = {"timeout": _TIMEOUT_TOLD, "memory": f" ({memory})", "exit": f"; {memory} may be too little"}
         own = name not in VERIFIERS  # the launcher has already imported it, so reading files and keys is no new risk here
         logged = f"reward:{self._part.part}" if self._part.part else "reward"
         super().__init__(
@@ -78,12 +83,15 @@ class RewardPool(WorkerPool):
 
     async def score(self, request: ScoreRequest) -> Score:
         """Raises RunError if no worker can be started, RewardMistake if the user's function makes a mistake."""
-        if len(request.response) > self._most_chars:
-            return Score(0.0)
+        given = request
+        if self._of_final_part:
+            given = msgspec.structs.replace(request, response=final_part(thinking_in(request.prompt) + request.response))
+        if len(given.response) > self._most_chars:
+            return self._part.failed("error", f"the response has more than {MAX_TEXT_CHARS} characters", request)
         try:
-            reply = await self.call(*arguments_of(request, self._parameters))
+            reply = await self.call(*arguments_of(given, self._parameters))
         except CallFailed as error:
-            return self._part.failed(error.kind, str(error), request)
+            return self._part.failed(error.kind, f"{error}{self._limits_told.get(error.kind, '')}", request)
         if isinstance(reply, str):
             raise RewardMistake(self._part, reply, request)
         return msgspec.convert(reply, Score)
@@ -137,7 +145,7 @@ class RewardInLoop:
             return self._part.failed("error", str(error), request)
         except TimeoutError as error:
             if deadline.expired():
-                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s", request)
+                return self._part.failed("timeout", f"it took longer than {self._timeout_s:g} s{_TIMEOUT_TOLD}", request)
             raise RewardMistake(self._part, own_line(error), request) from error
         except Exception as error:
             raise RewardMistake(self._part, own_line(error), request) from error

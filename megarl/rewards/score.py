@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import numbers
@@ -70,19 +71,27 @@ class Score(msgspec.Struct, frozen=True):
 def parameters_of(function: Callable[..., Any], setting: str) -> list[str]:
     """The fields that the parameters of `function` name, in its order; all fields if it takes **kwargs. Args: setting: its "key=value".
 
-    Raises ConfigError for a parameter that is not a field, or that cannot be passed by name.
+    A parameter that names no field keeps its default, as does one that functools.partial has bound. Raises ConfigError if it has none, or
+    if a field cannot be passed by name.
     """
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if {"prompts", "completions"} & {*names}:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:  # some functions written in C
+        raise ConfigError(f"{setting}: its parameters are unknown ({error}); wrap it in a function with named parameters") from error
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if {"prompts", "completions"} & {p.name for p in by_name}:
         raise ConfigError(f"{setting}: {_from_trl(function)}")
-    unknown = [name for name in names if name not in _FIELDS and name not in _OF_VERL]
-    problems = [f"{setting}: its parameter {name} is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
-    unnamed = ["*" * (p.kind is p.VAR_POSITIONAL) + p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    names = [p.name for p in by_name if p.name not in bound and (p.name in _FIELDS or p.name in _OF_VERL)]
+    unknown = [p.name for p in by_name if p.name not in names and p.default is p.empty]
+    problems = [f"{setting}: its parameter {name} has no default and is none of {', '.join(_FIELDS)}{_near(name)}" for name in unknown]
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     problems += [f"{setting}: its parameter {shown} must be one that can be passed by name" for shown in unnamed]
     if problems:
         raise ConfigError(problems)
-    rest = [name for name in _FIELDS if name not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
+    rest: list[str] = []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        rest = [name for name in _FIELDS if name not in names and name not in bound]
     return names + rest
 
 

@@ -13,41 +13,41 @@ from typing import Any
 
 from megarl.rewards.answers import Refused, check_characters, equal, plain_number
 from megarl.rewards.extract import (
+    answers,
     boxed_answers,
     choice_reward,
     chosen_letter,
     clean,
-    last_expression,
+    final_part,
     last_line,
-    last_number,
     last_running_number,
     marked_answer,
+    odd_character,
+    plain,
 )
 from megarl.rewards.ifeval import ifeval_reward
-
-MAX_TEXT_CHARS = 1 << 18
 
 
 def math_reward(text: str, answer: str) -> float:
     """Whether the final answer of `text` equals `answer` mathematically (megarl.rewards.answers).
 
-    The final answer is the one that the text marks (\\boxed{}, "####", "answer is"), else its last line or last number.
+    The final answer is the one that the text marks after its thinking (<answer>, \\boxed{}, "####", "answer is"), else its last line or
+    last number.
     """
-    if len(text) > MAX_TEXT_CHARS:
-        return 0.0
-    marked = marked_answer(text)
-    if marked is not None:
-        reference, boxes = clean(answer), boxed_answers(text)
-        same = len(boxes) > 1 and all(_equal_or_refused(reference, box) for box in boxes)  # \boxed{\frac12} or \boxed{0.5}
-        return float(same or _equal_or_refused(reference, marked))
-    return float(any(_equal_or_refused(clean(answer), candidate) for candidate in _unmarked_answers(text)))
+    text = final_part(text)
+    reference = clean(plain(answer))
+    boxes = boxed_answers(text)
+    if len(boxes) > 1 and all(_equal_or_refused(reference, box) for box in boxes):  # \boxed{\frac12} or \boxed{0.5}
+        return 1.0
+    return float(any(_equal_or_refused(reference, candidate) for candidate in answers(text)))
 
 
 def last_number_reward(text: str, answer: str) -> float:
     """Whether the last number of a list, such as the running totals "7,7,6,7,2", equals `answer`. Every comma separates."""
-    if len(text) > MAX_TEXT_CHARS or not _clean_characters(last_line(text)):
-        return 0.0
-    return float(_equal_or_refused(clean(answer), last_running_number(text)))
+    text = final_part(text)
+    marked = marked_answer(text)
+    line = last_line(text) if marked is None else marked
+    return float(not odd_character(line) and _equal_or_refused(clean(plain(answer)), last_running_number(line)))
 
 
 VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # each returns a number, or a dict with "score", as a user's own function does
@@ -56,21 +56,6 @@ VERIFIERS: dict[str, Callable[[str, str], Any]] = {  # each returns a number, or
     "choice": choice_reward,
     "ifeval": ifeval_reward,
 }
-
-
-def _unmarked_answers(text: str) -> list[str]:
-    """Candidates for an answer that is not marked: the last line if it is an expression, or the number or expression at the end of
-    prose."""
-    line = last_line(text)
-    return list(dict.fromkeys((clean(line), last_number(text), last_expression(text)))) if _clean_characters(line) else []
-
-
-def _clean_characters(text: str) -> bool:
-    try:
-        check_characters(text)
-    except Refused:
-        return False
-    return True
 
 
 def _equal_or_refused(reference: str, candidate: str) -> bool:
@@ -90,10 +75,7 @@ Vote = Hashable  # an answer; True: the right answer; None: the sample gives no 
 
 
 def _final_answer(text: str) -> str:
-    if boxes := boxed_answers(text):
-        return boxes[-1]
-    marked = marked_answer(text)
-    return marked if marked is not None else last_number(text) or clean(last_line(text))
+    return next(iter(boxed_answers(text)[-1:] or answers(text)), "")
 
 
 ANSWERS: dict[str, Callable[[str], str]] = {"math": _final_answer, "last_number": last_running_number, "choice": chosen_letter}
@@ -104,7 +86,7 @@ def vote(grader: str, text: str, right: bool) -> Vote:
     their numbers or their texts are equal."""
     if right:
         return True
-    answer = ANSWERS[grader](text) if len(text) <= MAX_TEXT_CHARS else ""
+    answer = ANSWERS[grader](final_part(text))
     number = plain_number(answer)
     return str(number.value) if number else "".join(answer.split()) or None
 

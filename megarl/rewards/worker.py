@@ -42,6 +42,7 @@ _WARM_UP = {
 }
 # SymPy evaluates these expressions to make numbers from text. latex2sympy does so for everything its grammar reads as a number.
 _NUMBER_SOURCE = re.compile(rb"from sympy import \*|[-+]?\s*(?:Integer|Float)\s*\(\s*'?[\d.]+(?:[eE][-+]?\d+)?'?\s*\)")
+_OUT_OF_MEMORY = re.compile(r"allocate memory|failed to map segment|bad_alloc")  # as the loader, the system and torch say it
 _FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "tempfile.", "urllib.", "sqlite3.", "signal.", "gc.")
 _HARMLESS_EVENTS = ("os.listdir", "os.scandir", "os.walk", "ctypes.get_errno", "ctypes.set_errno", "ctypes.cdata")  # by Python's imports
 
@@ -78,6 +79,8 @@ def own_function(path: str, parameters: Sequence[str]) -> Callable[..., dict[str
             raise
         except Exception as error:
             traceback.print_exc()
+            if _OUT_OF_MEMORY.search(str(error)):
+                raise MemoryError from error
             return own_line(error)
         try:
             return msgspec.to_builtins(score_of(found))

@@ -61,7 +61,8 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs the main function of `module` in `workers` processes, each under a memory limit and a time limit per call.
+    """Runs the main function of `module` in `workers` processes, each under a limit on memory beyond its imports and a time limit per
+    call.
 
     `main(*arguments, memory_mib, timeout_s, parent)` serves requests with megarl.sandbox.process.serve; all its arguments are strings.
     A call that takes longer than `timeout_s` fails, and its worker is replaced. A call that has ended two workers fails too. Every other
@@ -236,7 +237,10 @@ class WorkerPool:
             # No await from here until the process is known: a cancellation at that moment would leave it behind.
             # PYTHONHASHSEED is fixed, so that results do not depend on the order of sets in each worker.
             passed = {name: os.environ[name] for name in self._passed if name in os.environ}
-            inherited = dict(os.environ) if self._as_here else {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
+            # Each library would start a thread for every core in each worker; threads reserve memory.
+            inherited = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", **passed}
+            if self._as_here:
+                inherited = {"OMP_NUM_THREADS": "1", **os.environ}
             environment, folder = {**inherited, "PYTHONHASHSEED": "0"}, None if self._as_here else "/"
             end = theirs.fileno()
             process = subprocess.Popen(self._command, stdin=end, stdout=end, stderr=printed, env=environment, cwd=folder)

@@ -81,10 +81,10 @@ def test_failures_say_what_they_are(graders: Path):
         async with RewardPool("graders:letters", timeout_s=5.0, failed_score=-1.0, log_folder=graders) as pool:
             for text, kind, reason in [
                 ("bad", "error", "invalid literal for int() with base 10: 'x'"),
-                ("slow", "timeout", "it took longer than 5 s"),
-                ("memory", "memory", "it ran out of memory"),
-                ("exit", "exit", "it brought its process down (exit status 3)"),
-                ("quit", "exit", "it brought its process down (exit status 1)"),
+                ("slow", "timeout", "it took longer than 5 s (reward.timeout_s)"),
+                ("memory", "memory", "it ran out of memory (reward.memory_mib=1024)"),
+                ("exit", "exit", "it brought its process down (exit status 3); reward.memory_mib=1024 may be too little"),
+                ("quit", "exit", "it brought its process down (exit status 1); reward.memory_mib=1024 may be too little"),
             ]:
                 assert await pool.score(ScoreRequest(text, "a")) == Score(-1.0, failures=[Failure(kind, reason, text)])
             assert await pool.rate("aa", "a") == 1.0
@@ -159,7 +159,8 @@ def test_an_async_function_judges_all_at_once():
     async def test() -> None:
         verifier = RewardInLoop(RewardConfig(name="x:judge", timeout_s=2.0), judge, ["response"])
         scores = await asyncio.gather(*(verifier.score(ScoreRequest(text, "")) for text in ["late", *["four"] * 99]))
-        assert scores == [Score(0.0, failures=[Failure("timeout", "it took longer than 2 s", "late")]), *[Score(1.0)] * 99]
+        late = Failure("timeout", "it took longer than 2 s (reward.timeout_s)", "late")
+        assert scores == [Score(0.0, failures=[late]), *[Score(1.0)] * 99]
 
     run(test)
 

@@ -172,7 +172,7 @@ def test_closing_ends_the_processes_and_fails_what_is_pending():
 
 def test_workers_that_cannot_start_fail_the_calls_instead_of_stalling_them():
     async def test() -> None:
-        async with RewardPool("math", memory_mib=1) as pool:
+        async with RewardPool("no_such_module:score") as pool:
             with pytest.raises(RuntimeError, match="did not start"):
                 await pool.rate("1", "1")
 

@@ -45,7 +45,7 @@ def watched(rollout, echo):
 }
 ROLES = "from megarl.roles.settings import ChatTemplateConfig, RoleConfig\n"
 TEACHERS = "from megarl.teachers.plan import check_distillation\n"
-PROMPTS = "from megarl.data.prompts import HeldOutSet\n"
+PROMPTS = "from megarl.data.rows import stops_on_text\n"
 MODEL = "class RunConfig:\n"
 TRUNK = {  # file → replaced text and its replacement
     "megarl/config/schema.py": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import sys
 from pathlib import Path
@@ -169,6 +170,47 @@ def test_the_family():
 def test_a_family_that_does_not_fit(config, module, problem):
     with pytest.raises(ConfigError, match=problem):
         load_spec(config, own_family=module)
+
+
+def test_reward_keeps_defaults_that_it_is_not_given() -> None:
+    def near(response, answer, tolerance=0.1, *others):
+        return abs(float(response) - float(answer)) <= tolerance
+
+    def compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):  # as verl's for GSM8K
+        return score if method == "strict" and solution_str == ground_truth else format_score
+
+    class Length:
+        def __call__(self, response, *, answer):
+            return len(response) - len(answer)
+
+    request = ScoreRequest("7.05", "7")
+    for function, score in (
+        (near, 1.0),
+        (functools.partial(near, tolerance=0.01), 0.0),
+        (functools.partial(near, answer="9"), 0.0),
+        (compute_score, 0.0),
+        (functools.partial(compute_score, method="flexible", format_score=0.5), 0.5),
+        (Length(), 3.0),
+    ):
+        names = parameters_of(function, "reward.name=x:f")
+        assert score_of(function(**dict(zip(names, arguments_of(request, names))))) == Score(score), function
+
+
+def test_reward_parameter_without_value_is_refused() -> None:
+    def misspelled(respons, answer):
+        return 0
+
+    def of_slime(args, sample, **kwargs):
+        return 0
+
+    for function, told in (
+        (misspelled, "its parameter respons has no default .* did you mean response"),
+        (of_slime, "args has no default"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            parameters_of(function, "reward.name=x:f")
+    with pytest.raises(ConfigError, match="must be one that can be passed by name"):
+        parameters_of(lambda response, /: 0, "reward.name=x:f")
 
 
 def test_verls_reward_functions_are_called_as_verl_does() -> None:

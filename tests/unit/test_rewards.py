@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 
@@ -9,9 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.config.schema import RewardConfig
 from megarl.rewards.answers import Refused, check_characters, check_text, plain_equal, plain_number
-from megarl.rewards.extract import last_number, last_running_number, marked_answer
-from megarl.rewards.verify import last_number_reward, math_reward
+from megarl.rewards.extract import MAX_TEXT_CHARS, asked_forms, chosen_letter, last_number, last_running_number, marked_answer
+from megarl.rewards.pool import RewardPool
+from megarl.rewards.score import Score, ScoreRequest
+from megarl.rewards.verify import VERIFIERS, last_number_reward, math_reward, vote
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -121,7 +125,6 @@ HOSTILE = [
     r"\boxed{" + "x<1 or " * 60 + "x>2}",
     r"\boxed{" + "(0-0)^0+" * 20 + "1}",
     "4\u200b5",
-    "\\boxed{5\u200b}",
     "5\x00",
     "\x1b[31m5",
     "\u202e5",
@@ -211,6 +214,146 @@ def test_hostile_answers_score_zero(text: str, answer: str, tmp_path):
     pwned = tmp_path / "pwned"
     assert math_reward(text.replace("{pwned}", str(pwned)), answer) == 0.0
     assert not pwned.exists()
+
+
+MARKS = {  # @ stands for the answer
+    "box": r"So \boxed{@}.", "fbox": r"\fbox{@}", "gsm8k": "6 * 7\n#### @", "r1_zero": "<answer>@</answer>",
+    "tag_on_lines": "<answer>\n@\n</answer>\nDone.", "tag_and_box": r"<answer>It is \boxed{@}</answer>",
+    "tag_and_words": "<answer>The answer is @</answer>", "upper_case_tag": "<SOLUTION>@</SOLUTION>",
+    "final_tag": "<final_answer>@</final_answer>", "glm": "It is <|begin_of_box|>@<|end_of_box|>.", "block": "[ANSWER]@[/ANSWER]",
+    "bracket": "[ANSWER] @", "says": "The answer is @. I hope it is correct.", "colon": "Answer: @", "bold_colon": "**Answer:** @",
+    "colon_after_bold": "**Answer**: @", "equals": "Answer = @", "final": "Final Answer: The final answer is @.",
+    "heading": "## Final Answer\n@\n\nThat was easy.", "bold_heading": "**Final Answer**\n\n@\n\nThat was easy.",
+    "json": 'It is {"answer": "@"}', "json_lines": '{\n "answer": "@"\n}', "after_thinking": "<think>1 or 2?</think>\n<answer>@</answer>",
+    "end_of_turn": "The answer is @.<|im_end|>\n<|im_start|>user",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_answer_counts_in_each_mark(mark: str):
+    answers = ("12", "13"), ("-3.5", "3.5"), (r"\frac{1}{2}", r"\frac{1}{3}"), ("1,234", "1,235"), ("(1, 2)", "(2, 1)"), ("Rome", "Bonn")
+    for answer, wrong in answers:
+        assert math_reward(MARKS[mark].replace("@", answer), answer) == 1.0, answer
+        assert math_reward(MARKS[mark].replace("@", wrong), answer) == 0.0, wrong
+
+
+def test_last_tag_counts_and_must_be_closed():
+    assert math_reward("<answer>1</answer> no, <answer>2</answer>", "2") == 1.0
+    assert math_reward("<answer>1</answer> no, <answer>2", "1") == math_reward("<answer>2", "2") == 0.0
+    assert math_reward(r"\boxed{1} <answer>2</answer>", "1") == math_reward("<answer></answer> 2", "2") == 0.0
+
+
+def test_other_graders_read_the_marks_too():
+    for text in "<answer>B</answer>", "<answer>\n(B)\n</answer> Done.", "<|begin_of_box|>B<|end_of_box|>", '{"answer": "B"}', "#### B":
+        assert chosen_letter(text) == "B", text
+    assert last_number_reward("<answer>7,7,2</answer>\nDone in 3 steps.", "2") == last_number_reward('{\n"answer": 2\n}', "2") == 1.0
+    assert vote("math", "<answer>7</answer>", False) == vote("math", r"\boxed{7}", False) == "7"
+
+
+THINKING = [
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"), ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("begin", "end"), THINKING)
+@pytest.mark.parametrize(("name", "text", "answer"), [("math", r"\boxed{5}", "5"), ("last_number", "5", "5"), ("choice", "B", "B")])
+def test_answer_counts_only_after_thinking(begin: str, end: str, name: str, text: str, answer: str):
+    reward = VERIFIERS[name]
+    assert reward(f"{begin}Let me see. {text}", answer) == reward(f"{begin}{text}\n{end}\n", answer) == 0.0
+    assert reward(f"{begin}or 6?{end}\n{text}", answer) == reward(f"or 6?{end}\n{text}", answer) == 1.0
+    assert asyncio.run(scored(name, text, answer, prompt=f"Q {begin}\n")) == Score(0.0)
+    assert asyncio.run(scored(name, f"6?{end}\n{text}", answer, prompt=f"Q {begin}\n")) == Score(1.0)
+    assert asyncio.run(scored(name, text, answer, prompt=f"Q {begin}\n\n{end}\n\n")) == Score(1.0), "thinking is switched off"
+
+
+async def scored(name: str, response: str, answer: str, prompt: str = "") -> Score:
+    """The score by a RewardPool whose worker is in this process."""
+    pool = RewardPool(RewardConfig(name=name))
+
+    async def call(*arguments):
+        return {"reward": VERIFIERS[name](*arguments), "parts": {}, "failures": []}
+
+    pool.call = call  # pyright: ignore
+    return await pool.score(ScoreRequest(response, answer, prompt))
+
+
+@pytest.mark.parametrize("name", ["math", "last_number"])
+def test_end_of_a_very_long_response_counts(name: str):
+    long = "so 4 it goes\n" * (MAX_TEXT_CHARS // 6)
+    assert asyncio.run(scored(name, f"{long}so it is 5", "5")) == Score(1.0)
+    assert asyncio.run(scored(name, f"<think>{long}so it is 5", "5")) == Score(0.0), "the thinking began before the part that is read"
+    assert math_reward(f"\\boxed{{5}}\n{long}", "5") == 0.0
+
+
+def test_response_that_cannot_be_scored_is_a_failure():
+    [failure] = asyncio.run(scored("ifeval", "a " * MAX_TEXT_CHARS, "{}")).failures
+    assert (failure.kind, failure.reason) == ("error", f"the response has more than {MAX_TEXT_CHARS} characters")
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"1-\frac{1}{\mathrm{e}}", r"1-\frac{1}{e}"), (r"\operatorname{ln} 2", r"\ln 2"), (r"\text{e}^2", "e^2"),
+    (r"\mathrm{ln}\,2", r"\ln 2"),
+    (r"\text{sin}(x)", r"\sin x"), (r"2\mathbf{x}+1", "2x+1"), (r"3+2\mathrm{i}", "3+2i"), (r"\boldsymbol{\pi}", r"\pi"),
+    ("\uff15\uff10", "50"), ("\uff0d\uff15", "-5"), ("\U0001d7d3", "5"), ("5\u200b", "5"), ("\ufeff12", "12"), ("1\u20602", "12"),
+    ("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9"), ("\\text{A\u0308pfel}", "\\text{\u00c4pfel}"),
+    ("\frac{1}{3}", r"\frac{1}{3}"), (r"\\frac{1}{3}", r"\frac{1}{3}"),
+])  # fmt: skip
+def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
+    assert math_reward(rf"\boxed{{{text}}}", answer) == math_reward(rf"\boxed{{{answer}}}", text) == 1.0
+    assert math_reward(rf"\boxed{{{text}}}", "7") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [(r"5\mathrm{m}", r"5\mathrm{n}x"), ("4\u200b5", "5"), ("x\u00b2", "x2"), (r"\text{E}", "e+1")]
+)
+def test_fonts_and_unicode_forms_that_differ(text: str, answer: str):
+    assert math_reward(rf"\boxed{{{text}}}", answer) == 0.0
+
+
+SENTENCES = [
+    ("Answer: The total is 34.", "34"), ("Final Answer: The largest $n$ is 34.", "34"), ("Answer: She left 3 hours ago.", "3"),
+    (r"**Answer:** The area is $2\pi$.", r"2\pi"), ("The total is 34.", "34"), (r"The matrix is $ \frac{1}{2} $.", r"\frac{1}{2}"),
+    ("It is not 10, which is 1,000.5€", "1000.5"), ("The room has 12.5m²", "12.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "answer"), SENTENCES)
+def test_answer_may_be_a_sentence(text: str, answer: str):
+    assert math_reward(text, answer) == 1.0
+
+
+@pytest.mark.parametrize("text", ["Answer: The total is not 34.", "Answer: It is less than 34.", "The answer is 7, so the other is 34."])
+def test_sentence_that_states_another_answer(text: str):
+    assert math_reward(text, "34") == 0.0
+
+
+@pytest.mark.parametrize(("text", "answer", "right"), [
+    ("12 500", "12500", True), ("1250,75", "1250.75", True), ("1,234", "1.234", False), ("25 {, }000", "25000", True),
+    ("-y > -3", "y < 3", True), ("-y > -3", "y > 3", False), ("2", "|PQ|=2", True), ("3:5", "S_{1}:S_{2}=3:5", True),
+    (r"\frac{2}{3}", r"\frac{PQ}{QR}=\frac{2}{3}", True), ("6, 7", "PQ=6, QR=7", True), ("6, 8", "PQ=6, QR=7", False),
+    ("1", "x+z=1", False),
+    ("(4,1),(8,1)", "m=4,n=1;m=8,n=1", True), ("(4,1),(8,2)", "m=4,n=1;m=8,n=1", False), ("(3,9), (9,3)", "(9,3)or(3,9)", True),
+    ("(1,2), (2,1), (1,2)", "(1,2),(2,1)", True), ("(1,2), (2,1), (1,3)", "(1,2),(2,1)", False),
+    (r"x_1=7^{\frac{1-\sqrt{5}}{4}},\quadx_2=1", r"7^{\frac{1-\sqrt{5}}{4}}, 1", True),
+])  # fmt: skip
+def test_ways_to_write_an_answer_that_other_graders_know(text: str, answer: str, right: bool):
+    assert math_reward(rf"\boxed{{{text}}}", answer) == right
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    (r"\boxed{4}\boxed{9}", True), (r"$$\boxed{4} \quad \text{and} \quad \boxed{9}$$", True), (r"\boxed{4} cats and \boxed{9} dogs", True),
+    (r"\(a = \boxed{4} \) and \( b = \boxed{9} \)", True), (r"\boxed{4} was wrong, it is \boxed{9}", False),
+])  # fmt: skip
+def test_boxes_that_belong_together(text: str, right: bool):
+    assert math_reward(text, "4, 9") == right
+
+
+def test_forms_for_which_a_prompt_asks():
+    assert asked_forms("Think in <think> </think>, then <answer> your answer </answer>.") == [("<answer>", "</answer>")]
+    assert asked_forms('As {"result": 5}, or [FINAL]...[/FINAL]') == [('{"result": "', '"}'), ("[FINAL]", "[/FINAL]")]
+    assert asked_forms("<question>" + "long " * 40 + "</question> a < b > c, [x]") == []
 
 
 def test_running_totals_are_scored_by_their_last_number():

@@ -80,6 +80,19 @@ def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None
     assert [score.reward for score in own.scores["the reference answer"]] == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("form", "unread"),
+    [("<result> </result>", "<result>…</result>"), ("<sum></sum> or <answer></answer>", "")],
+)
+def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unread: str) -> None:
+    config = config_of(folder, f'data.train.prompt_template="Answer in {form}. {{prompt}}<think>"')
+    [tried] = try_rewards(config, check_data(config, None, "train", at_hand=True), thorough=True)
+    assert [score.reward for score in tried.scores["the reference answer"]] == [1.0] * 3, "though the prompt begins thinking"
+    known = "<answer>…</answer>, \\boxed{…}, #### …, Answer: …, or the last line"
+    told = [f"the prompt asks for {unread}, where math finds no answer; it reads {known}"] if unread else []
+    assert [*tried.remarks] == told
+
+
 def test_what_would_end_a_run_is_told_before_it_starts(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tried(folder, "nothing", "first_word", "bounds", thorough=False)
