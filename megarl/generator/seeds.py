@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
-_HASH = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
+_DRAW = "sglang.srt.layers.sampler.multinomial_with_seed"
 _FILTER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _BATCH = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 
@@ -47,13 +49,14 @@ class Seeds:
 
 
 def register_hooks(on_cpu: bool) -> None:
-    """Registers the hooks with SGLang's plugin registry. `on_cpu`: sgl_kernel, which has the hash for CPUs, is absent."""
+    """Registers the hooks with SGLang's plugin registry. `on_cpu`: sgl_kernel, which has the hash for CPUs, is absent;
+    and torch would compile what uses it again for many sizes of a batch."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_BATCH, give_seeds, HookType.AFTER)
     HookRegistry.register(_FILTER, filter_first, HookType.AROUND)
     if on_cpu:
-        HookRegistry.register(_HASH, murmur_hash32, HookType.REPLACE)
+        HookRegistry.register(_DRAW, drawn, HookType.REPLACE)
 
 
 def give_seeds(info: Any, _: type, batch: Any, *__: Any, **___: Any) -> None:
@@ -85,6 +88,12 @@ def filter_first(
     return original(probs, top_ks, top_ps, min_ps, False, *arguments, **named)
 
 
+def drawn(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[n, 1] the token ids drawn from `logprobs` [n, m]. Replaces SGLang's `multinomial_with_seed`, and draws the same."""
+    noise = gumbel_noise(seed, positions, logprobs.shape[1])
+    return noise.add_(logprobs).argmax(dim=1, keepdim=True)
+
+
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """[n, vocab_size] float64: the noise that SGLang's `multinomial_with_seed` adds to the log-probs after these `positions` [n]."""
     import torch
@@ -95,39 +104,28 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[n, m] uint32: MurmurHash3 of `seed` [n], `positions` [n] and `columns` [m]. Replaces SGLang's, whose kernels for CPUs are absent.
-
-    In int32, products wrap as in uint32; only shifts to the right need a mask.
-    """
+    """[n, m] uint32: MurmurHash3 of `seed` [n], `positions` [n] and `columns` [m]. In NumPy, since
+    torch has no products of uint32."""
     import torch
 
-    seed = seed.to(torch.int64)[:, None]
-    h = torch.zeros_like(seed, dtype=torch.int32)
-    for block in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, positions.to(torch.int64)[:, None], columns[None, :]):
-        k = _int32(block) * _signed(0xCC9E2D51)
-        k = _rotated(k, 15) * 0x1B873593
-        h = _rotated(h ^ k, 13).mul_(5).add_(_signed(0xE6546B64))
-    h.bitwise_xor_(16)
-    h.bitwise_xor_(_shifted(h, 16)).mul_(_signed(0x85EBCA6B))
-    h.bitwise_xor_(_shifted(h, 13)).mul_(_signed(0xC2B2AE35))
-    h.bitwise_xor_(_shifted(h, 16))
-    return h.view(torch.uint32)
+    words = seed.numpy().astype(np.uint64)
+    rows = (words.astype(np.uint32), (words >> 32).astype(np.uint32), positions.numpy().astype(np.uint32))
+    h = np.zeros(len(words), np.uint32)
+    for block in rows:
+        h = _mixed(h, block)
+    h = _mixed(h[:, None], columns.numpy().astype(np.uint32))
+    h ^= np.uint32(16)
+    h ^= h >> 16
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> 13
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> 16
+    return torch.from_numpy(h)
 
 
-def _int32(values: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return values.to(torch.int32)  # keeps the low 32 bits
-
-
-def _signed(value: int) -> int:
-    return value - (value >> 31 << 32)
-
-
-def _rotated(values: torch.Tensor, bits: int) -> torch.Tensor:
-    return (values << bits).bitwise_or_(_shifted(values, 32 - bits))
-
-
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts zeros in from the left."""
-    return (values >> bits).bitwise_and_((1 << 32 - bits) - 1)
+def _mixed(h: np.ndarray, block: np.ndarray) -> np.ndarray:
+    k = block * np.uint32(0xCC9E2D51)
+    k = (k << 15 | k >> 17) * np.uint32(0x1B873593)
+    h = h ^ k
+    h = h << 13 | h >> 19
+    return h * np.uint32(5) + np.uint32(0xE6546B64)

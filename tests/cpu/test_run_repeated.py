@@ -49,7 +49,7 @@ def train(model: Path, run_dir: Path, *more: str) -> Path:
 
 def numbers(run_dir: Path) -> list[dict]:
     """The metrics of each step, without times."""
-    timed = ("time/", "eval/seconds", "samples_per_s", "tokens_per_s", "wall_s", "sync/", "flops", "memory/", "mfu")
+    timed = ("time/", "eval/seconds", "samples_per_s", "tokens_per_s", "wall_s", "sync/", "flops", "memory/", "mfu", "engines/")
     return [{key: value for key, value in row.items() if not key.startswith(timed) and not key.endswith("_s")} for row in rows(run_dir)]
 
 

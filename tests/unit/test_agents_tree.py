@@ -15,9 +15,11 @@ import pytest
 from batches import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megarl.agents import openai_responses
 from megarl.agents.episode import Answer, Episode, Refused, openai_call, shared_prefix
+from megarl.agents.openai_chat import read_request
 from megarl.algorithms.batches import batch_rewards, to_train_sequences
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Group, Prompt, TrainSequence, episodes
@@ -299,6 +301,21 @@ def test_a_call_and_its_result_continue_the_sampled_ids():
         assert [sample.text[first:last] for first, last in sample.environment_spans] == ["<tool>42<assistant>"]
 
     asyncio.run(agent())
+
+
+def test_seed_of_a_call_is_honoured():
+    async def seeds(episode_seed: int) -> list[int | None]:
+        played, policy = episode("1$", "2$", "3$", "4$", "5$", sampling=replace(SAMPLING, seed=episode_seed))
+        for asked in (7, 7, 8, None, None):
+            await played.complete([user("a")], seed=asked)
+        return [sampling.seed for sampling in policy.samplings]
+
+    first, again, other, *drawn = asyncio.run(seeds(0))
+    assert first == again and len({first, other, *drawn}) == 4, "without a seed, each call draws anew"
+    assert first not in asyncio.run(seeds(1)), "episodes of one prompt differ"
+    assert read_request({"messages": [{"role": "user", "content": "a"}], "seed": 7}).seed == 7
+    with pytest.raises(Refused, match="seed=x: must be a whole number"):
+        read_request({"messages": [{"role": "user", "content": "a"}], "seed": "x"})
 
 
 def test_a_turn_that_was_cut_is_closed_by_the_context():

@@ -147,7 +147,7 @@ def _on_branch(tree: torch.Tensor, prefix: torch.Tensor, keys: int) -> torch.Ten
     return tree.gather(-1, inside) | (place < 0)[:, None]
 
 
-def _chunks(new: torch.Tensor, total: torch.Tensor, elements_per_token: int, width: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _chunks(new: torch.Tensor, total: torch.Tensor, elements_per_token: int, width: int) -> Iterator[tuple[torch.Tensor | slice, int]]:
     """The sequences of each call, and its number of keys: sequences with as many `new` tokens [B] whose `total` [B] is padded alike.
     `width`: the columns that there are for keys."""
     alike: dict[tuple[int, int], list[int]] = {}
@@ -156,6 +156,9 @@ def _chunks(new: torch.Tensor, total: torch.Tensor, elements_per_token: int, wid
         alike.setdefault((queries, padded), []).append(sequence)
     for (queries, keys), sequences in alike.items():
         size = max(1, _CHUNK_ELEMENTS // (keys * max(elements_per_token, queries)))
+        if len(alike) == 1 and len(sequences) <= size:
+            yield slice(None), keys  # without copies
+            return
         for part in torch.tensor(sequences).split(size):
             yield part, keys
 

@@ -39,7 +39,7 @@ def mm(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     padded = rows.new_zeros(tiles * ROWS, inner)
     padded[:count] = rows
     product = torch.bmm(padded.view(tiles, ROWS, inner), matrix.expand(tiles, *matrix.shape))
-    return product.view(tiles * ROWS, -1)[:count]
+    return product.flatten(0, 1)[:count]
 
 
 def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
