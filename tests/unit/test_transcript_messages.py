@@ -50,7 +50,9 @@ def test_framed_turns_are_the_rendered_conversation(source: str, ended: bool) ->
     transcript = begun(source, "2", ended)
     assert transcript.turn_ended == ended
     assert transcript.add_messages(MORE)
-    rendered = load_chat_template(tokenizer_of(source, "model.path"), "model.path").render([*ASKED, {"role": "assistant", "content": "2"}, *MORE])
+    rendered = load_chat_template(tokenizer_of(source, "model.path"), "model.path").render(
+        [*ASKED, {"role": "assistant", "content": "2"}, *MORE]
+    )
     assert transcript.token_ids == transcript.tokenizer.encode_prompt(rendered)
     say(transcript, transcript.tokenizer, "4", ended=True)
     sample = transcript.sample(1.0)
