@@ -74,12 +74,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), _UNSUPPORTED),
 }
 HONOURED = frozenset(
-    "messages tools tool_choice max_completion_tokens max_tokens n stop stream stream_options logprobs response_format model".split()
+    "messages tools tool_choice max_completion_tokens max_tokens n seed stop stream stream_options logprobs response_format model "
+    "chat_template_kwargs".split()
 )
 # These and fields that nobody knows are ignored. What asks how tokens are drawn is the run's to say. The rest asks for no other tokens:
 # hints for speed, accounting, or advice that a model of another vendor could follow.
 IGNORED = frozenset(
-    "temperature top_p top_k min_p seed reasoning_effort thinking verbosity parallel_tool_calls metadata user safety_identifier store "
+    "temperature top_p top_k min_p reasoning_effort thinking verbosity parallel_tool_calls metadata user safety_identifier store "
     "service_tier prediction prompt_cache_key prompt_cache_retention separate_reasoning stream_reasoning skip_special_tokens no_stop_trim "
     "routed_experts_start_len return_cached_tokens_details return_spec_tokens_details sampling_logprobs_mode session_id rid extra_key "
     "cache_salt priority data_parallel_rank max_dynamic_patch min_dynamic_patch use_audio_in_video images_config video_config "

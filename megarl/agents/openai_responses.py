@@ -42,10 +42,11 @@ _NEUTRAL = {
     "context_management": (([],), TRAINED),
 }
 HONOURED = frozenset(
-    "input instructions previous_response_id tools tool_choice max_output_tokens stop stream store include text model".split()
+    "input instructions previous_response_id tools tool_choice max_output_tokens stop stream store include text model "
+    "chat_template_kwargs".split()
 )
 # max_tool_calls counts calls that the server makes, and the endpoint makes none.
-IGNORED = (IGNORED_BY_CHAT - {"store"}) | {"reasoning", "max_tool_calls", "stream_options", "request_id"}
+IGNORED = (IGNORED_BY_CHAT - {"store"}) | {"seed", "reasoning", "max_tool_calls", "stream_options", "request_id"}
 
 
 class Asked(NamedTuple):

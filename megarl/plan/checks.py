@@ -43,6 +43,7 @@ from megarl.rewards import score
 from megarl.rewards.score import parts_of
 from megarl.roles.plan import check_reward, check_roles, pairwise
 from megarl.speculative.plan import check_draft_model, check_speculative
+from megarl.speculative.settings import NONE
 from megarl.teachers.plan import check_distillation
 
 # Checks of engine groups (`generator.groups`): each group is checked as if the run had no other engines.
@@ -85,6 +86,16 @@ def check_groups(config: RunConfig) -> Iterable[str]:
     if len(formats) > 1:
         listed = " and ".join(f"generator.groups.{name}.quantization={format}" for format, name in formats.items())
         yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
+
+
+def check_deterministic(config: RunConfig) -> Iterable[str]:
+    """Problems with `deterministic`: what makes the last bits of a response depend on other requests, or on which engine answers."""
+    if not config.deterministic:
+        return
+    if len(config.generator.shapes) > 1:
+        yield "deterministic=true: must be false with several generator.groups: chance decides which answers, and each rounds otherwise"
+    if config.generator.speculative.algorithm != NONE:
+        yield "deterministic=true: must be false with generator.speculative: how many tokens a pass computes changes their last bits"
 
 
 # Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.
@@ -509,9 +520,15 @@ def check_eval_command(config: RunConfig) -> Iterable[str]:
         yield "data.eval=null: megarl eval needs a held-out set: set data.eval.source"
 
 
-WHOLE_CHECKS: tuple[ConfigCheck, ...] = (check_groups, check_lora_groups, check_resume)  # of all groups of engines together
+WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
+    check_groups,
+    check_deterministic,
+    check_lora_groups,
+    check_resume,
+)  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_groups,
+    check_deterministic,
     check_lora_groups,
     check_ranks,
     check_virtual_stages,

@@ -19,7 +19,6 @@ import msgspec
 from megarl.config.keys import yaml_text
 from megarl.config.limits import alike, did_you_mean
 from megarl.config.schema import RunConfig
-from megarl.data.rows import held_out_samplings
 
 # Reads the arguments of installed packages from their source, and checks values for them before anything starts.
 #
@@ -348,6 +347,7 @@ SGLANG_BY_KEY = {
     "max_running_requests": "generator.max_concurrency",
     "mem_fraction_static": "generator.mem_fraction",
     "random_seed": "seed",
+    "enable_deterministic_inference": "deterministic",
     "enable_return_routed_experts": "trainer.routing_replay",
     "enable_lora": "lora.sync",
     "max_lora_rank": "lora.rank",
@@ -414,6 +414,7 @@ SGLANG_REFUSED = {
     "is_embedding": "the launcher decides what engines answer",
     "disaggregation_mode": "each engine must prefill and decode",
     "delete_ckpt_after_loading": "it removes the weights that engines are started again with",
+    "sampling_backend": "each sample has a seed, which only SGLang's sampler in PyTorch takes with top_p, top_k or min_p",
     "use_ray": "the launcher starts an engine's processes",
     "smg_grpc_mode": _NO_KEYS,
     "grpc_mode": _NO_KEYS,
@@ -432,8 +433,7 @@ def check_server_args(config: RunConfig) -> Iterable[str]:
     """Checks the arguments of the policy's engines and of the roles' engines. Refuses arguments that SGLang does not know or that other
     keys decide. Refuses arguments that the run must set itself, to keep strangers out and to know mu, the behaviour policy. Refuses
     arguments that make SGLang compute with other weights than were written, since the audit would not see that."""
-    truncated = config.rollout.truncated or any(sampling.truncated for sampling in held_out_samplings(config))
-    yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, lambda name, value: _refused(name, value, truncated))
+    yield from _check("generator", config.generator.server_args, SGLANG_BY_KEY, _refused)
     for name, role in config.roles.items():
         if role is not None:
             key = f"roles.{name}"
@@ -467,11 +467,9 @@ def _check(section: str, given: Mapping[str, Any], by_key: Mapping[str, str], re
             yield from (f"{shown}: {problem}" for problem in misfits(known[name], value))
 
 
-def _refused(name: str, value: Any, truncated: bool) -> str | None:
+def _refused(name: str, value: Any) -> str | None:
     if name in SGLANG_REFUSED:
         return f"must be left out; {SGLANG_REFUSED[name]}"
-    if name == "sampling_backend" and value == "ascend" and truncated:
-        return "must not be ascend with top_p, top_k or min_p of rollout or eval: it does not record which tokens it keeps"
     if name in ("moe_runner_backend", "speculative_moe_runner_backend") and value not in MOE_RUNNERS:
         return f"must be {' or '.join(MOE_RUNNERS)}, which compute with experts as they are written"
     return None

@@ -22,7 +22,16 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.timeout(900)
 TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}, "strict": True}}
-WITHOUT_TOOLS = replace(TEMPLATE, render_marked=lambda **values: TEMPLATE.render_marked(**{**values, "tools": None}))
+
+
+class WithoutTools:
+    """A chat template that has no place for tools."""
+
+    def render(self, **values: Any) -> str:
+        return TEMPLATE.variants["default"].render(**{**values, "tools": None})
+
+
+WITHOUT_TOOLS = replace(TEMPLATE, variants={"default": WithoutTools()})
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
 
 

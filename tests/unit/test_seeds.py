@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megarl.base.rollout_types import Prompt
+from megarl.config.load import load_config
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.cpu_support import attention, batch_invariance
 from megarl.generator.fleet import Draft
 from megarl.generator.seeds import Seeds, filter_first, give_seeds, gumbel_noise, murmur_hash32, seed_of
+from megarl.plan.checks import check_deterministic
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.rollout import CheckedRollout
 
@@ -142,6 +144,15 @@ def test_rows_of_a_product_do_not_depend_on_other_rows() -> None:
         part = rows[first:last]
         assert torch.equal(batch_invariance.mm(part, matrix), whole[first:last])
         assert torch.equal(batch_invariance.addmm(bias, part, matrix), bias + whole[first:last])
+
+
+def test_deterministic_refuses_what_chance_would_decide() -> None:
+    config = load_config("configs/quickstart.yaml", ["deterministic=true"])
+    assert not [*check_deterministic(config)]
+    several = ["deterministic=true", "generator.groups.a.engines=1", "generator.groups.b.engines=1"]
+    for overrides, key in ((several, "generator.groups"), (["deterministic=true", "generator.speculative.algorithm=ngram"], "speculative")):
+        [problem] = check_deterministic(load_config("configs/quickstart.yaml", overrides))
+        assert problem.startswith("deterministic=true: must be false with ") and key in problem
 
 
 def test_padding_of_keys_depends_on_the_own_length_alone() -> None:
