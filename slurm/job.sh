@@ -11,7 +11,8 @@ if [ ! -x .venv/bin/megarl ]; then
 fi
 
 megarl_job() {
-    # Typos and impossible sizes end the job here, with exit status 2, before a launcher starts. The log has the plan only then.
+    # Typos and impossible sizes end the job here with exit status 2, and a run that does not fit into its GPUs with 1, before a launcher
+    # starts. The log has the plan only then.
     local plan status=0
     plan=$(.venv/bin/megarl train "$@" --dry-run) || status=$?
     if [ $status -ne 0 ]; then

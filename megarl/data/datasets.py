@@ -19,7 +19,20 @@ from megarl.base.files import HubAway, HubError, hub_file, unreachable
 from megarl.config.errors import ConfigError
 from megarl.config.schema import OF_HUBS, UNSCORED, DatasetConfig, LearnedConfig, ModelConfig, PreferenceConfig, RunConfig, SourceConfig
 from megarl.data.chat import CHAT, ChatTemplate, Message, check_shown, load_chat_template, name_of
-from megarl.data.rows import WITH_ROW, Answers, Pair, Reading, Row, RowProblem, Rows, asked, dates_of, files_of, wanted
+from megarl.data.rows import (
+    WITH_ROW,
+    Answers,
+    Pair,
+    Reading,
+    Row,
+    RowProblem,
+    Rows,
+    asked,
+    dates_of,
+    files_of,
+    wanted,
+    without_nulls,
+)
 from megarl.data.synthetic import PREFIX, synthetic_pairs, synthetic_rows
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards import code, ifeval
@@ -189,13 +202,7 @@ class ArrowRow(dict[str, Any]):
     def whole(self) -> dict[str, Any]:
         """The row without the nulls inside its columns. In Arrow they cannot be told from absent fields. A list's items, and what is in a
         column of JSON texts, are as they were written. TRL's remove_none_values does the same."""
-        return {name: _without_nulls(value) for name, value in self.items()}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: without_nulls(value) for name, value in self.items()}
 
 
 # Finds the columns of a row in a known format, and reads its conversation.
@@ -526,7 +533,7 @@ def _response(record: dict[str, Any], field: str) -> str:
 
 
 def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, answers: Answers, chat: Chat) -> Row:
-    given = {**record} if answers == "whole" or answers in WITH_ROW.values() else {}  # with the nulls, which functions of verl expect
+    raw = record
     record = record.whole if isinstance(record, ArrowRow) else record
     columns = columns_of(record, config, key)
     demonstration = config.demonstration_key if isinstance(config, LearnedConfig) else None
@@ -535,6 +542,9 @@ def _row(where: str, record: dict[str, Any], config: DatasetConfig, key: str, an
         raise RowProblem(f"field {columns.prompt!r} must be a list of messages, not {_kind(messages)}")
     if answers == "none" and not demonstration and columns.answer is None:
         return _conversation(where, record, messages, columns.prompt, config, chat)
+    # Functions of verl expect the nulls of Arrow in their columns. An environment shows conversations and tools to the policy.
+    shown = {name: record[name] for name in (columns.prompt, "tools") if name in record}
+    given = {**raw, **shown} if answers == "whole" or answers in WITH_ROW.values() else {}
     unneeded = answers in ("row", "unused") or (answers == "none" and demonstration) or columns.answer is None
     wanted = {"prompt_key": columns.prompt} | ({} if unneeded else {"answer_key": columns.answer})
     wanted |= {"demonstration_key": demonstration} if demonstration and answers not in ("row", "unused") else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,13 @@ class Pair:
     rendered: bool = False  # whether a chat template has made the prompt
 
 
+def without_nulls(value: Any) -> Any:
+    """The value without the null fields of objects inside it. Items of lists stay."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 @dataclass
 class Reading:
     """Checks rows while they are read, and collects findings about them. With `drop`, rows with problems are left out (data.bad_rows)."""
@@ -69,8 +77,10 @@ class Reading:
         self.repeated += prompt in self.prompts
         self.otherwise += self.prompts.setdefault(prompt, now) != now
         if self.digests is not None:
-            content = [value for name, value in vars(row).items() if name != "where"]
-            self.digests += blake2b(repr(content).encode(), digest_size=ROW_DIGEST_BYTES).digest()
+            content = {name: value for name, value in vars(row).items() if name != "where"}
+            # The same row has the same digest in JSON and in Arrow, which adds nulls and may order columns otherwise.
+            text = json.dumps(without_nulls(content), sort_keys=True, default=repr)
+            self.digests += blake2b(text.encode(), digest_size=ROW_DIGEST_BYTES).digest()
 
 
 Answers = Literal[

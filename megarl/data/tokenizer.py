@@ -215,11 +215,21 @@ def tokenizer_problems(tokenizer: Tokenizer, spec: ModelSpec) -> list[str]:
     return problems
 
 
-def _eos_ids(folder: str, own: int | None) -> tuple[int, ...]:
-    """The tokenizer's own end-of-text id, then further ones from the model's generation settings (Llama 3 has three)."""
-    stated = read_json(folder, "generation_config.json").get("eos_token_id", read_json(folder, "config.json").get("eos_token_id"))
-    stated_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    return tuple(dict.fromkeys([*([] if own is None else [own]), *stated_ids]))
+def _eos_ids(folder: str, of_tokenizer: int | None) -> tuple[int, ...]:
+    """The tokenizer's own end-of-text id, then those of the model's files, at all of which SGLang ends a response (Llama 3 has three).
+
+    Raises ConfigError for one that is no token id.
+    """
+    ids = [] if of_tokenizer is None else [of_tokenizer]
+    for name in ("generation_config.json", "config.json"):
+        stated = read_json(folder, name).get("eos_token_id")
+        for number in stated if isinstance(stated, list) else [stated]:
+            if number is None:
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ConfigError(f"{folder}/{name}: eos_token_id={number!r} must be the id of a token, or a list of ids")
+            ids.append(number)
+    return tuple(dict.fromkeys(ids))
 
 
 def read_json(source: str, name: str) -> dict[str, Any]:

@@ -171,6 +171,18 @@ def test_end_of_text_ids(tmp_path: Path, spec: ModelSpec):
     assert "has no end-of-text token" in problem
 
 
+def test_end_of_text_ids_are_the_union_of_both_files(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}), encoding="utf-8")
+    assert edited_tokenizer(tmp_path, "config.json", eos_token_id=5).eos_ids == (2, 5)
+    assert edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=[3, 5]).eos_ids == (2, 3, 5)
+
+
+@pytest.mark.parametrize("wrong", ["<eos>", [-1, 3], 1.5, [True]])
+def test_end_of_text_id_that_is_no_id_is_refused(wrong: object, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config.json: eos_token_id=.* must be the id of a token"):
+        edited_tokenizer(tmp_path, "config.json", eos_token_id=wrong)
+
+
 def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
     (folder / "tokenizer_config.json").write_text("{}")
     return load_tokenizer(ModelConfig(path=str(folder)))

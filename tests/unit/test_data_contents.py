@@ -61,6 +61,18 @@ def test_same_rows_elsewhere_resume(run_dir: Path) -> None:
         assert kept(run_dir.parent, ROWS, suffix=suffix) == []
 
 
+def test_same_rows_in_arrow_resume_under_an_own_reward(run_dir: Path) -> None:
+    folder = run_dir.parent
+    rows = [
+        {"question": "1", "answer": "2", "tools": [{"name": "a", "city": "Rome"}]},
+        {"answer": "3", "question": "2", "tools": [{"name": "b", "zone": "+1"}]},
+    ]
+    own = folder / "graders.py"
+    own.write_text("def grade(response, row):\n    return 1.0\n", encoding="utf-8")
+    kept(folder, rows, f"reward.name={own}:grade", resumed=False)
+    assert kept(folder, rows, f"reward.name={own}:grade", suffix=".parquet") == []
+
+
 def test_changed_rows_are_refused_with_what_changed(run_dir: Path) -> None:
     other = {"question": "7+1=", "answer": "8"}
     folder = run_dir.parent
