@@ -179,8 +179,12 @@ def test_end_of_text_ids_are_the_union_of_both_files(tmp_path: Path):
 
 @pytest.mark.parametrize("wrong", ["<eos>", [-1, 3], 1.5, [True]])
 def test_end_of_text_id_that_is_no_id_is_refused(wrong: object, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"config.json: eos_token_id=.* must be the id of a token"):
+    with pytest.raises(ConfigError, match=r"eos_token_id"):
         edited_tokenizer(tmp_path, "config.json", eos_token_id=wrong)
+    shutil.copy(Path(TINY) / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id=.* must be the id of a token"):
+        edited_tokenizer(tmp_path, "generation_config.json", eos_token_id=wrong)
 
 
 def edited_tokenizer_without_eos(folder: Path) -> Tokenizer:
