@@ -192,8 +192,8 @@ WRITE_SHARE = 0.01  # duration of an update, as a share of the longer phase
 DEPTH = 4  # capacity of the streaming settings
 SETTINGS = {
     "synchronous": AsyncConfig(0),
-    "one step, block": AsyncConfig(1),
-    "streaming, block": AsyncConfig(DEPTH),
+    "one step, block": AsyncConfig(1, partial_rollout="block"),
+    "streaming, block": AsyncConfig(DEPTH, partial_rollout="block"),
     "streaming, in_flight": AsyncConfig(DEPTH, partial_rollout="in_flight"),
     "streaming, retract": AsyncConfig(DEPTH, partial_rollout="retract"),
     "streaming, resume": AsyncConfig(DEPTH, partial_rollout="resume", chunk_tokens=16, max_in_flight=24),

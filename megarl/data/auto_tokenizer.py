@@ -120,11 +120,11 @@ def _names(tokenizer: Any) -> Iterable[str]:
 
 
 def _text(tokenizer: Any, text: str) -> dict[str, Any]:
-    ids = tokenizer(text).input_ids
+    ids = tokenizer(text, verbose=False).input_ids  # without a warning that the text is longer than the model's context
     return {
         "text": text,
         "ids": ids,
-        "plain_ids": tokenizer(text, add_special_tokens=False).input_ids,
+        "plain_ids": tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
         # SGLang does not clean up either.
         "decoded": tokenizer.decode(ids, clean_up_tokenization_spaces=False),
         "decoded_text": tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),

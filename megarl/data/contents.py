@@ -14,7 +14,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module
 from megarl.config.schema import RunConfig
 from megarl.data.rows import ROW_DIGEST_BYTES
-from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.score import Part
 
 FILE = "begun_with_data.json"  # in the folder of the job, beside its checkpoints
@@ -62,6 +61,8 @@ class Contents:
 def contents_of(config: RunConfig, rows: Mapping[str, bytes], rewards: Sequence[Part]) -> Contents:
     """`rows`: config section of each source that is learned -> the digests of its rows (`digests_of`); `rewards`: parts of the
     reward that the job learns from. Raises ConfigError if the tokenizer or a function cannot be loaded."""
+    from megarl.data.tokenizer import load_tokenizer  # not at the top: the kit for a GPU has no tokenizers, and reads checkpoints
+
     tokenizer = load_tokenizer(config.model)
     template = json.dumps([tokenizer.chat_templates, asdict(config.model.chat_template)], sort_keys=True)
     return Contents(

@@ -253,22 +253,16 @@ def held_out(config: RunConfig) -> list[tuple[str, str, DatasetConfig, SuiteConf
     return [*([("", "data.eval", config.data.eval, None)] if config.data.eval else []), *suites]
 
 
+_SAMPLED_BY = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+
+
 def held_out_sampling(config: RunConfig, suite: SuiteConfig | None) -> Sampling:
     """How a held-out set is sampled: as its suite says, otherwise as `eval`, otherwise as the run. The temperature is never the run's."""
-    sections = (suite, config.eval, config.rollout)
-
-    def value(name: str) -> Any:
-        values = (getattr(section, name) for section in sections if section is not None)
-        return next(value for value in values if value is not None)
-
-    return Sampling(
-        max_tokens=value("max_tokens"),
-        temperature=value("temperature"),
-        top_p=value("top_p"),
-        top_k=value("top_k"),
-        min_p=value("min_p"),
-        stop=tuple(value("stop")),
-    )
+    values = {name: getattr(config.rollout, name) for name in _SAMPLED_BY}
+    values |= {name: value for name in _SAMPLED_BY if (value := getattr(config.eval, name)) is not None}
+    if suite is not None:
+        values |= {name: value for name in _SAMPLED_BY if (value := getattr(suite, name)) is not None}
+    return Sampling(**{**values, "stop": tuple(values["stop"])})
 
 
 def held_out_samplings(config: RunConfig) -> list[Sampling]:

@@ -152,7 +152,7 @@ def held_out_loss(model: Path, held_out: Path) -> float:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
     policy, losses = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
     for line in held_out.read_text().splitlines():
-        ids = tokenizer(tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False))["input_ids"]
+        ids = tokenizer(tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False), add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             logprobs = policy(torch.tensor([ids])).logits[0].log_softmax(-1)
         turns = [at for at in range(2, len(ids)) if tokenizer.convert_ids_to_tokens(ids[at - 2 : at]) == ["a", ":"]]

@@ -66,7 +66,10 @@ def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["cluster.gpu=H100"], "cluster.gpu=H100: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or set cluster.gpu=cpu"),
+        (
+            ["cluster.gpu=H100", "model.dtype=bfloat16"],
+            "cluster.gpu=H100: this job has no GPUs: ask for them (sbatch --gpus-per-node=N), or set cluster.gpu=cpu",
+        ),
         (
             ["launch.ranks_per_node=1", "trainer.tp=2"],
             "2 trainer ranks and 1 engines of generator.tp=1 need 3 nodes of 1 slots; the allocation has 2: "

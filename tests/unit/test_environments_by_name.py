@@ -102,10 +102,9 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
         (f"{__name__}:NotCallable", "must be a function; see docs/extending.md"),
         (
             f"{__name__}:misspelt",
-            "its parameter anwser is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
+            "its parameter anwser has no default and is none of text, response, answer, prompt, row, prompt_token_ids, token_ids, version, "
             "sample_index, truncated, source; did you mean answer?",
         ),
-        (f"{__name__}:nameless", "its parameter *rest must be one that can be passed by name"),
         (
             f"{__name__}:of_trl",
             "it has TRL's parameters, lists of all responses of a batch; here a function scores one response, and returns one number. "
@@ -115,6 +114,7 @@ async def judge(prompt: str, response: str, *, row: dict[str, Any], **more: Any)
         ),
         (f"{__name__}:compute_score", ""),
         (f"{__name__}:same_length", ""),
+        (f"{__name__}:nameless", ""),
         (f"{__name__}:judge", ""),
     ],
 )

@@ -300,7 +300,7 @@ def test_a_stop_string_ends_a_response_wherever_its_tokens_came_from():
 
 
 def test_stop_strings_are_refused_where_engines_cannot_look_for_them():
-    with pytest.raises(ValueError, match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop has one"):
+    with pytest.raises(ValueError, match=r"Sampling.stop=\['x'\]: engines look for stop strings only if rollout.stop or eval.stop has one"):
         asyncio.run(Fleet([]).generate([1], Sampling(max_tokens=2, stop=("x",)), 1))
 
 

@@ -103,7 +103,7 @@ def test_engines_have_the_layer_if_they_draft_with_it() -> None:
         (drafting("eagle", path=f"{GLM}/"), "must be another model than model.path"),
         (config_of("ngram", rollout=RolloutConfig(max_tokens=3)), "generator.speculative.steps=3: must be less than rollout.max_tokens=3"),
         (config_of("ngram", plan=PlanConfig(accept_length=4.5)), "plan.accept_length=4.5: must be at most 4"),
-        (config_of("ngram", rollout=RolloutConfig(top_p=0.9)), "must be none with rollout.top_p"),
+        (config_of("ngram", rollout=RolloutConfig(top_p=0.9)), "must be none with top_p, top_k or min_p of rollout or eval"),
         (config_of("ngram", lora=LoraConfig(rank=4)), "must be none with lora.rank=4"),
         (replace(config_of("ngram"), trainer=TrainerConfig(routing_replay=True)), "must not be ngram with trainer.routing_replay"),
         (replace(config_of("ngram"), generator=GeneratorConfig(dp_attention=2, speculative=SpeculativeConfig("ngram"))), "dp_attention=2"),
