@@ -67,7 +67,7 @@ def test_same_rows_in_arrow_resume_under_an_own_reward(run_dir: Path) -> None:
         {"question": "1", "answer": "2", "tools": [{"name": "a", "city": "Rome"}]},
         {"answer": "3", "question": "2", "tools": [{"name": "b", "zone": "+1"}]},
     ]
-    own = folder / "graders.py"
+    own = folder / "grading_of_arrow_rows.py"
     own.write_text("def grade(response, row):\n    return 1.0\n", encoding="utf-8")
     kept(folder, rows, f"reward.name={own}:grade", resumed=False)
     assert kept(folder, rows, f"reward.name={own}:grade", suffix=".parquet") == []
