@@ -26,7 +26,7 @@ from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.schema import RunConfig
 from megarl.launch import doctor, joining
-from megarl.plan.checks import COMMAND_CHECKS, problems_by_group
+from megarl.plan.checks import COMMAND_CHECKS, problems_by_group, refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.weights import Weights, of_the_run, warm_start_due
 from megarl.report import command as report
@@ -370,7 +370,7 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
         if unused := [f"--{name}" for name in others if getattr(arguments, name) not in (None, False)]:
             raise ConfigError(f"{unused[0]}: is not for --simulate")
         _simulate(arguments)
-        return 0
+        return 1 if refused_by_train(plan.config, plan.spec) else 0
     given = [f"--{name}" for name, value in (("sweep", arguments.sweep), ("from", arguments.source), ("output", arguments.output)) if value]
     if given:
         raise ConfigError(f"{given[0]}: needs --simulate")

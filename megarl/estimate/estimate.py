@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema import SAMPLED, GeneratorConfig, GroupConfig, RunConfig, TrainerConfig
 from megarl.critic.plan import find_critic
+from megarl.data.rows import held_out_samplings
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
     GeneratorMemory,
@@ -162,7 +163,7 @@ def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRo
 
 
 def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
-    longest_response = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    longest_response = max(config.rollout.max_tokens, *(sampling.max_tokens for sampling in held_out_samplings(config)), 0)
     workload = replace(Workload.of(config), max_response_tokens=longest_response)
     return kv_tokens(spec, shape, config.model.dtype, workload, gpu, **beside_cache(config, spec, shape, gpu))
 

@@ -107,10 +107,10 @@ async def answer_all(rollout: Rollout, held_out: HeldOutSet, tokenizer: Tokenize
     grader = parts[0].name if scored_by_text else ""
     failed = {**failure_metrics(samples), **episode_metrics(samples)}
     seconds = time.monotonic() - started
-    return {**scores(groups, graded, grader), **failed, "seconds": seconds, "sampling": _told(held_out)}
+    return {**scores(groups, graded, grader), **failed, "seconds": seconds, "sampling": _sampling_settings(held_out)}
 
 
-def _told(held_out: HeldOutSet) -> dict[str, Any]:
+def _sampling_settings(held_out: HeldOutSet) -> dict[str, Any]:
     """The settings that the scores depend on, under the names of their keys."""
     sampling = held_out.sampling
     return {

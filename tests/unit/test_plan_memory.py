@@ -14,9 +14,9 @@ import pytest
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema import GeneratorConfig, TrainerConfig
+from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate import memory
-from megarl.estimate.estimate import check_longest, estimate
+from megarl.estimate.estimate import check_longest, estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import (
     PAGE_SLACK,
@@ -39,7 +39,7 @@ from megarl.estimate.memory import (
 )
 from megarl.estimate.report import render
 from megarl.models import load_spec
-from megarl.plan.resolve import resolve
+from megarl.plan.resolve import RunPlan, resolve
 from megarl.reshard.layout import generator_layout, trainer_layout
 from megarl.reshard.map import ReshardMap
 from megarl.reshard.schedule import landings
@@ -224,6 +224,17 @@ def test_a_kv_cache_on_a_cpu_is_as_large_as_requests_need() -> None:
     assert kv_tokens(tiny, GeneratorConfig(max_concurrency=1), "float32", short, cpu) == tiny.max_position_embeddings
     found = generator_memory(large, many, "float32", WORK, cpu)
     assert found.kv_cache < 256 * (256 + 2048) * kv_bytes_per_token(large, many, 4) and found.static <= usable_static(many, cpu)
+
+
+def test_kv_cache_holds_the_longest_response_of_a_suite() -> None:
+    suite = "eval.suites={long: {source: synthetic:chain, max_tokens: 9000}}"
+    plan = resolve(load_config("configs/quickstart.yaml", ["generator.kv_cache_tokens=null", "generator.max_concurrency=1", suite]))
+    tokens = [with_kv_caches(config, plan.spec, gpu=GPUS["cpu"]).generator.kv_cache_tokens or 0 for config in (plan.config, without(plan))]
+    assert tokens[0] >= 9000 > tokens[1]
+
+
+def without(plan: RunPlan) -> RunConfig:
+    return replace(plan.config, eval=replace(plan.config.eval, suites={}))
 
 
 def test_an_engine_prefills_in_chunks() -> None:

@@ -533,3 +533,10 @@ def test_a_simulation_that_failed_leaves_no_folder(tmp_path):
 def test_what_cannot_be_simulated_is_said_before(arguments, said, capsys):
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_simulated_plan_that_train_refuses_has_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    simulated = ["plan", "configs/quickstart.yaml", "--simulate", "plan.simulation.steps=2"]
+    assert main(simulated) == 0
+    assert main([*simulated, "cluster.gpu=H100"]) == 1, "float32 engines on GPUs"
+    assert "refused by megarl train: model.dtype=float32" in " ".join(capsys.readouterr().out.split())
