@@ -20,6 +20,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import ModelConfig
 from megarl.data import auto_tokenizer
 from megarl.models.spec import ModelSpec
+from megarl.rewards.extract import is_of_mark
 from megarl.roles.settings import ChatTemplateConfig
 
 # The files that AutoTokenizer may read.
@@ -109,6 +110,20 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """The text of a policy's turn, without special tokens except the marks of thinking and answers.
+
+        Without them, what a model thinks could not be told from its answer: [THINK] of Magistral and
+        <|channel|> of gpt-oss are special tokens, </think> of Qwen is not.
+        """
+        return self.decode_all([number for number in token_ids if number not in self._hidden_ids])
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens that are no marks."""
+        specials = self.special_tokens.items()
+        return frozenset(n for name, n in specials if n in self.eos_ids or not is_of_mark(name))
 
 
 def _encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megarl.rewards.extract import DENIED, odd_character
+from megarl.rewards.extract import DENIED, UPRIGHT, odd_character
 
 # Limits on an answer's text, checked before it is parsed, and on the size of its value, checked before it is evaluated.
 #
@@ -268,19 +268,28 @@ def _other(token: str, level: _Level, written: list[str]) -> None:
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _MAX_PARTS = 32
 _NOTHING = 1e-20  # a smaller number counts as 0 in 0^0
-_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|boldsymbol|mbox|operatorname)\s*"
+_TEXT = UPRIGHT + r"\s*"
 _IN_TEXT = re.compile(_TEXT + r"\{([^{}]*)\}")
 _WORD = re.compile(rf"\(?(?:{_TEXT}\{{\s*\(?([A-Za-z][A-Za-z '-]*)\)?\.?\s*\}}|([A-Za-z][A-Za-z '-]*))\)?\.?")
 _DIFFERENCE = re.compile(r"[A-Za-z](?:-[A-Za-z])+|[A-Za-z]{1,4}(?: +- *[A-Za-z]{1,4})+")  # of variables or products, not a word
 _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up down".split())
 _LONGEST_PRODUCT = 4  # most letters of a product without a command: xyz, but not east
-_NUMBER_IN_FONT = re.compile(rf"(?<=[=<>≈(,;\s])(?<![\d)}}]\s){_TEXT}\{{\s*(-?\d+(?:[.,/]\d+)*)\s*\}}(?=\s*(?:\Z|[=<>≈,;)]))", re.ASCII)
-_FONT = r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:bf|it|rm|sf|normal)|operatorname\*?|boldsymbol|bm)\s*"
 _FUNCTION_IN_FONT = re.compile(
-    _FONT + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|lcm|min|max)\s*\}"
+    _TEXT + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth"
+    r"|gcd|lcm|min|max|tg|ctg|cotg|arctg|arcctg|arccotg|sh|ch|th|cth)\s*\}"
 )
-# A letter in italics or bold is a variable. An upright one may be a unit, except the constants.
-_LETTER_IN_FONT = re.compile(rf"{_FONT}\{{\s*([ei]|\\pi)\s*\}}|\\(?:math(?:bf|it|sf)|text(?:bf|it)|boldsymbol|bm)\s*\{{\s*([A-Za-z])\s*\}}")
+_OTHER_NAMES = {"tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot",
+                "arccotg": "arccot", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
+_OTHER_NAME = re.compile(
+    rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])"
+)
+_CONSTANT_IN_FONT = re.compile(_TEXT + r"\{\s*([ei]|\\pi)\s*\}")
+# An upright letter may be a unit or a variable.
+_UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")
+# \frac 1 2, \frac{1} x, \binom 5 2: each argument may be one character.
+_ARGUMENT = r"\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))"
+_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)(?![A-Za-z])){_ARGUMENT}")
+_SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
@@ -329,8 +338,10 @@ def read(text: str, checked: bool) -> Any:
     text = _TIMES.sub(r" \\times ", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3] or ''}}}", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\[,!:; ]|~", " ", text)
-    text = _FUNCTION_IN_FONT.sub(r"\\\1 ", _NUMBER_IN_FONT.sub(r"\1", text))
-    text = _LETTER_IN_FONT.sub(lambda letter: f"{{{letter[1] or letter[2]}}}", text)
+    text = _FUNCTION_IN_FONT.sub(r"\\\1 ", text)
+    text = _OTHER_NAME.sub(lambda name: rf"\{_OTHER_NAMES[name[1] or name[2]]} ", text)
+    text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
+    text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
@@ -638,13 +649,19 @@ def equal(reference: str, candidate: str) -> bool:
     if gold_percent != percent:  # 50% is 0.5; it is 50 if the question asked for percent
         return any(equal(a, b) for a, b in ((gold, found), _hundredth(gold, found, gold_percent)))
     gold, found = _without_base(gold, found)
-    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(found):  # 1,5 and 1.5, but not 1,234 and 1.234
+    # 1,5 and 1.5, but not 1,234 and 1.234; 1,5 and 5,1 are lists
+    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(found) and ("," in gold) != ("," in found):
         gold, found = gold.replace(",", "."), found.replace(",", ".")
     decided = plain_equal(plain_number(gold), plain_number(found))
     if decided is not None:
         return decided
     check_text(found)
-    return _same(read_reference(gold), read(found, checked=True))
+    if _same(read_reference(gold), read(found, checked=True)):
+        return True
+    as_variables = [_UPRIGHT_LETTER.sub(r"{\1}", text) for text in (gold, found)]
+    if as_variables == [gold, found]:
+        return False
+    return _same(read_reference(as_variables[0]), read(as_variables[1], checked=True))
 
 
 def _percent(answer: str) -> tuple[str, bool]:

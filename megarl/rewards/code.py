@@ -213,7 +213,8 @@ class CodeReward:
         await self._jail.close()
 
     async def score(self, request: ScoreRequest) -> Score:
-        program = program_in(after_thinking(thinking_in(request.prompt) + request.response)[-MAX_TEXT_CHARS:])
+        text = after_thinking(thinking_in(request.prompt) + request.response)
+        program = program_in(text.rstrip()[-MAX_TEXT_CHARS:])
         if not program.strip():
             return Score(0.0, _parts("no_program", 0.0))
         async with self._places:

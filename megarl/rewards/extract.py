@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 
 MAX_TEXT_CHARS = 1 << 18  # an answer must be among this many last characters
 MAX_ANSWER_CHARS = 512
@@ -19,22 +20,62 @@ _BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answe
 )
 _UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
 _PHRASE = re.compile(
-    r"answer(?:\*\*|__|\")?(?:\s{1,3}is\b|\s{0,3}[:=])|\[answer\]|答案(?:是|为|[:：])"
+    r"answer(?:\*\*|__|[\"'])?(?:\s{1,3}is\b|\s{0,3}[:=])|\[answer\]|答案(?:是|为|[:：])"
+    r"|(?P<weak>[\"'](?:\w{1,24}_)?(?:result|solution|output|final)[\"']\s{0,3}:)"
     r"|(?:\A|\n)[#*_ ]{0,8}(?:final\s)?answer[*_ ]{0,4}(?=\n)",  # a heading
     re.IGNORECASE,
 )
-_ENCLOSING = re.compile(r"</(answer|final_answer|solution)>|<\|end_of_(box)\|>|\[/(ANSWER)\]", re.IGNORECASE)
-_OPENING = {"box": "<|begin_of_box|>"}  # of GLM; others are the closing mark without its slash
-_JSON_VALUE = re.compile(r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|(\[[^\[\]]*\]|[^\",}\]\s]+))\s*[,}]")
-# Where thinking begins and ends: DeepSeek, Qwen and GLM, Magistral, Kimi, Seed-OSS, OpenThoughts, gpt-oss.
+_JSON_VALUE = re.compile(
+    r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'|(\[[^\[\]]*\]|[^\"',}\]\s]+))\s*[,}]"
+)
+# Tags around an answer. Those of WEAK count only if no other answer follows: <output> may be a
+# program's, <response> may enclose the explanation too.
+_WEAK = ("output", "response", "result", "final")
+_ENCLOSING_NAME = rf"answer|ans|final[ _-]?(?:answer|result)|solution|{'|'.join(_WEAK)}"
+_ENCLOSING = re.compile(
+    rf"(?P<begin><\s*(?P<opened>{_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(?P<block>ANSWER)\]"
+    r"|<\|begin_of_(?P<begun>box|solution)\|>|<\|START_(?P<started>TEXT|RESPONSE)\|>)"
+    rf"|<\s*/\s*(?P<closed>{_ENCLOSING_NAME})\s*>|\[/(?P<unblocked>ANSWER)\]"
+    r"|<\|end_of_(?P<ended>box|solution)\|>|<\|END_(?P<stopped>TEXT|RESPONSE)\|>",
+    re.IGNORECASE,
+)
+# Where thinking begins and ends, in the spellings of models, of their parsers in SGLang
+# (srt/parser/reasoning_parser.py) and of prompts.
+_THINKING_TAG = (
+    r"(?:[a-z]\w{0,15}[:|_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflections?"
+    r"|scratch_?pad|monologue)(?:[_:]\w{1,15})?"
+)
+_HARMONY = r"[^<>]{0,80}<\|message\|>"
 THINKING_BEGINS = re.compile(
-    r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>"
+    rf"<\s*{_THINKING_TAG}\s*>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|START_THINKING\|>"
+    r"|<\|inner_prefix\|>|<\|content_thinking\|>|<\|channel>thought|<\|open\|>think<\|sep\|>"
+    rf"|(?:assistant)?<\|channel\|>(?:analysis|commentary){_HARMONY}|to=self<\|message\|>",
+    re.IGNORECASE,
 )
 _THINKING_ENDS = re.compile(
-    r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>"
+    rf"<\s*/\s*{_THINKING_TAG}\s*>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|END_THINKING\|>"
+    r"|<\|inner_suffix\|>|<\|content_text\|>|<channel\|>|<\|close\|>think<\|sep\|>"
+    rf"|<\|channel\|>final{_HARMONY}|to=user<\|message\|>",
+    re.IGNORECASE,
 )
+_THINKING = re.compile(
+    rf"(?P<begin>{THINKING_BEGINS.pattern})|{_THINKING_ENDS.pattern}", re.IGNORECASE
+)
+# Tokens of which only several together are a mark.
+_PARTS_OF_MARKS = (
+    "<|channel|>", "<|constrain|>", "<|message|>", "<|channel>", "<channel|>",
+    "<|open|>", "<|close|>", "<|sep|>",
+)  # fmt: skip
+_QUOTE_BEFORE = re.compile(r"[`\"']\Z")
+_QUOTE_BEHIND = re.compile(r"[`\"']")
+_NAMED_BEFORE = re.compile(r"\b(?:and|or|with|the|a|an|my|write|by|before|after|until|closing) \Z")
+_NAMED_BEHIND = re.compile(r" (?:tag|mark|block|token|section|element|delimiter|marker)s?\b")
+_BEFORE_AMID = re.compile(r"[\w,`\"'(] ?\Z")
+_BEHIND_AMID = re.compile(r"[`\"'),.;:]| [a-z]")
 _END_OF_TURN = re.compile(r"(?:\s*(?:<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|end|return)\|>\w{0,16}|</s>))+\s*\Z")
-_INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u2060\ufeff"))
+_INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
+_WITHOUT_INVISIBLE = dict.fromkeys(map(ord, _INVISIBLE))
+_MANY_BLANKS = re.compile(rf"[\s{_INVISIBLE}]{{64,}}+")
 _DOUBLED = re.compile(  # LaTeX that was escaped twice; in a matrix \\\\ ends a row
     r"(?<!\\)\\\\(?=(?:boxed|[cdt]?frac|sqrt|left|right|leq?|geq?|pi|cdot|times|infty|cup|pm)(?![A-Za-z]))"
 )
@@ -59,10 +100,21 @@ _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\s?\{,\s?\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_FONT = re.compile(  # \\textbf{113}, {113}: if they enclose the whole answer, they are removed
-    r"(?:\\(?:text(?:bf|it|rm|normal|tt|sf)?|math(?:bf|rm|it|sf|normal)|boldsymbol|bm|mbox|underline|emph|bf|rm|it)\s*)?\{"
+# Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
+UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
+_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit)|boldsymbol|bm|pmb|bf|it|sf|tt|sl|(?:bf|md)series|(?:it|sl)shape)"
+_LOOK = (
+    rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
+    r"|(?:display|text|script|scriptscript)style))(?![A-Za-z])\s*"
+    r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\})\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*)"
 )
-_DECLARED = re.compile(r"\A\\(?:displaystyle|textstyle|bf|rm|it|bfseries)(?![A-Za-z{])\s*")
+_BEFORE_DIGITS = r"(?<![\^_})A-Za-z])"  # elsewhere the braces hold an argument
+_DIGITS_IN_LOOK = re.compile(rf"{_BEFORE_DIGITS}{_LOOK}+\{{([-+\d.,/]+)\}}", re.ASCII)
+_DIGITS_UPRIGHT = re.compile(rf"{_BEFORE_DIGITS}{UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII)
+_ANY_LOOK = re.compile(_LOOK)
+_OLD_UPRIGHT = re.compile(r"\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)")
+_UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
+_FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph))\s*)?\{{")  # removed if around the whole answer
 _SQUARE = re.compile(
     r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
 )
@@ -70,6 +122,18 @@ _SPAN = re.compile(  # inline math
     r"(?<!\\)\$\$?(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)(?<!\\)\$\$?(?!\d)|\\\((.*?)\\\)|\\\[(.*?)\\\]|\$ (\\[^$]*) \$"
 )
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
+_VALUE = re.compile(rf"{_SPAN.pattern}|(?<![\w^{{_.])-?\d+(?:[.,/]\d+)*")
+# Of sentences behind "Answer:".
+_JUDGES = re.compile(r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown)\b", re.IGNORECASE)
+_INTRODUCTION = re.compile(
+    r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
+    re.IGNORECASE,
+)
+_VERB = re.compile(r"\b(?:is|are|was|were|equals?|makes?|totals?|(?:comes?|amounts?) to)\b|=")
+_JOINS = re.compile(
+    r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b|[,;](?!\d)",
+    re.IGNORECASE,
+)
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
@@ -103,12 +167,29 @@ _PRODUCT_WITH_BOX = re.compile(r"[\s$(\[\\]*-?\d[\d\s.,*/^+-]*\Z")
 
 def plain(text: str) -> str:
     """The text in the characters that the graders know: composed (NFC), without invisible ones, and full-width and mathematical letters and
-    digits as plain ones. Commands that were escaped twice have one backslash."""
+    digits as plain ones. Commands that were escaped twice have one backslash. LaTeX has few fonts."""
     if not text.isascii():
-        composed = unicodedata.normalize("NFC", text).translate(_INVISIBLE)
+        composed = unicodedata.normalize("NFC", text).translate(_WITHOUT_INVISIBLE)
         text = "".join(unicodedata.normalize("NFKC", c) if "\uff01" <= c <= "\uff5e" or c >= "\U0001d400" else c for c in composed)
     text = re.sub(r"[\b\f](?=[a-z])", lambda lost: {"\b": "\\b", "\f": "\\f"}[lost[0]], text)  # \\boxed, \\frac read as JSON or Python
-    return _DOUBLED.sub(r"\\", text)
+    return _without_looks(_DOUBLED.sub(r"\\", text))
+
+
+def _without_looks(text: str) -> str:
+    """LaTeX without sizes, colors and the fonts of variables. An upright font has braces."""
+    if "\\" not in text:
+        return text
+    text = _ANY_LOOK.sub("", _DIGITS_IN_LOOK.sub(r"\1", text))
+    text = _OLD_UPRIGHT.sub(_new_upright, text)
+    return _DIGITS_UPRIGHT.sub(r"\1", _UPRIGHT_LETTER.sub(r"\1{\2}", text))
+
+
+def _new_upright(font: re.Match[str]) -> str:
+    """{\\rm cm} and \\hbox{cm} in the form of \\mathrm{cm}; digits need no font."""
+    content = font[1]
+    if content == "{":
+        return r"\mathrm{"
+    return rf"\mathrm{{{content}}}" if content else ""
 
 
 def odd_character(text: str) -> str | None:
@@ -119,17 +200,54 @@ def odd_character(text: str) -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """What the response says after its thinking; nothing of thinking that never ended."""
-    ends = [mark.end() for mark in _THINKING_ENDS.finditer(text)]
-    text = text[ends[-1] :] if ends else text
-    begin = THINKING_BEGINS.search(text)
-    return text[: begin.start()] if begin else text
+    """What the response says last outside its thinking; nothing of thinking that never ended.
+
+    The prompt may have begun the thinking, so an end without a beginning counts too.
+    """
+    pieces: list[str] = []
+    start = 0
+    thinks = False
+    for mark in _real_marks(_THINKING, text):
+        if not mark["begin"]:
+            if not thinks:
+                pieces.clear()
+            thinks = False
+            start = mark.end()
+        elif not thinks and not _is_amid_sentence(mark):
+            pieces.append(text[start : mark.start()])
+            thinks = True
+    if not thinks:
+        pieces.append(text[start:])
+    return next((piece for piece in reversed(pieces) if piece.strip()), "")
+
+
+def _real_marks(marks: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """The marks in a text, without those that it names: "`<think>`", "in <think> tags", "with </think>"."""
+    for mark in marks.finditer(text):
+        before = text[max(0, mark.start() - 16) : mark.start()]
+        behind = text[mark.end() : mark.end() + 16]
+        is_quoted = _QUOTE_BEFORE.search(before) and _QUOTE_BEHIND.match(behind)
+        is_named = not mark["begin"] and _NAMED_BEFORE.search(before)
+        if not (is_quoted or is_named or _NAMED_BEHIND.match(behind)):
+            yield mark
+
+
+def _is_amid_sentence(mark: re.Match[str]) -> bool:
+    """Whether a sentence goes on behind the mark, as in "I use <think> when I reason"."""
+    before = mark.string[max(0, mark.start() - 2) : mark.start()]
+    return bool(_BEFORE_AMID.search(before) and _BEHIND_AMID.match(mark.string, mark.end()))
 
 
 def thinking_in(prompt: str) -> str:
     """The mark that begins thinking, if the prompt ends with it, as chat templates of thinking models do; else empty."""
-    begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-64:])
+    begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-64:], re.IGNORECASE)
     return begin[0] if begin else ""
+
+
+def is_of_mark(token: str) -> bool:
+    """Whether a token is a mark of thinking or of an answer, or a part of one."""
+    marks = (_THINKING, _ENCLOSING)
+    return token in _PARTS_OF_MARKS or any(mark.fullmatch(token) for mark in marks)
 
 
 _ASKED = re.compile(
@@ -144,25 +262,63 @@ def asked_forms(prompt: str) -> list[tuple[str, str]]:
 
 
 def final_part(text: str) -> str:
-    """The part of a response in which its final answer must stand: after the thinking, and among the last MAX_TEXT_CHARS characters."""
-    end = after_thinking(text)[-MAX_TEXT_CHARS:]
+    """The part of a response in which its final answer must stand: after the thinking, and among the last MAX_TEXT_CHARS characters, where
+    a run of many blanks counts as one."""
+    end = _MANY_BLANKS.sub(lambda blanks: "\n" if "\n" in blanks[0] else " ", after_thinking(text))
     turn = _END_OF_TURN.search(end, max(0, len(end) - MAX_ANSWER_CHARS))
-    return plain(end[: turn.start()] if turn else end)
+    return plain(end[: turn.start() if turn else None][-MAX_TEXT_CHARS:])
 
 
-def answers(text: str) -> list[str]:
-    """What the final answer of a text may be, cleaned: what it marks, else its last line, or the number or expression that line states."""
+def answers(text: str, is_marked: bool = False) -> list[str]:
+    """What the final answer of a text may be, cleaned: what it marks, else its last line, or the number or expression that line states.
+
+    Of a sentence that is marked (`is_marked`: as a whole), only `_values_of`.
+    """
     enclosed = _enclosed(text)
     if enclosed is not None:
-        return answers(enclosed)
+        return answers(enclosed, is_marked=True)
     marked = marked_answer(text)
-    if marked is None:
-        line = last_line(text)
-        found = [] if odd_character(line) else [clean(line), last_number(line), last_expression(line)]
+    line = last_line(text) if marked is None else _whole_sentence(text)
+    if odd_character(line):
+        return [marked] if marked else []
+    if marked is None and not is_marked:
+        found = [clean(line), last_number(line), last_expression(line)]
+    elif marked is None or (marked and line):
+        found = _values_of(line)
     else:
-        sentence = _whole_sentence(text)
-        found = [marked, last_number(sentence), last_expression(sentence)] if marked and sentence else [marked]
+        found = [marked]
     return [answer for answer in dict.fromkeys(found) if answer]
+
+
+def _values_of(sentence: str) -> list[str]:
+    """The whole of what stands at the mark of an answer, such as "Answer:", and the value that it states as a sentence.
+
+    That is its first value if only a remark follows ("12, see page 34"), its only value ("She left 3 hours ago"), or the one behind its
+    only verb if it ends there ("20% of 45 is 9"). A sentence with several statements or with "yes" or "no" states none.
+    """
+    whole = _without_remark(sentence)
+    if not _PROSE.search(whole) or _JUDGES.match(sentence):
+        return [whole]
+    if len(_values_in(sentence)) > 1:
+        sentence = _INTRODUCTION.sub("", sentence)
+        verbs = list(_VERB.finditer(sentence))
+        values = _values_in(sentence)
+        if len(verbs) != 1 or _JOINS.search(sentence) or not values:
+            return [whole]
+        if sentence[verbs[0].end() : values[-1].start()].strip(" *_$:"):
+            return [whole]
+    return [whole, last_number(sentence), last_expression(sentence)]
+
+
+def _values_in(sentence: str) -> list[re.Match[str]]:
+    """Numbers and formulas, but no names such as $n$; of a list in formulas only the first."""
+    found: list[re.Match[str]] = []
+    for value in _VALUE.finditer(sentence):
+        is_name = not re.search(r"\d|\\[a-z]|[-+=]", value[0])
+        in_list = found and _BETWEEN_SPANS.fullmatch(sentence, found[-1].end(), value.start())
+        if not is_name and not (in_list and "$" in value[0]):
+            found.append(value)
+    return found
 
 
 def marked_answer(text: str) -> str | None:
@@ -176,7 +332,7 @@ def marked_answer(text: str) -> str | None:
         inner = marked_answer(enclosed)
         return clean(enclosed) if inner is None else inner
     if boxes := boxed_answers(text):
-        return ",".join(boxes) if all(boxes) else boxes[-1]
+        return ", ".join(boxes) if all(boxes) else boxes[-1]
     start = text.rfind("####")
     if start >= 0:
         return clean(_line(text, start + len("####")))
@@ -186,34 +342,56 @@ def marked_answer(text: str) -> str | None:
 
 def _whole_sentence(text: str) -> str:
     """The sentence after "Answer:", as in "Answer: The total is 34."; empty if another mark counts, such as "The answer is"."""
-    phrases = list(_PHRASE.finditer(text))
-    if not phrases or phrases[-1][0].endswith("is") or "####" in text or boxed_answers(text):
+    phrase = _last_phrase(text)
+    if not phrase or phrase[0].endswith("is") or "####" in text or boxed_answers(text):
         return ""
     return _sentence(text) or ""
 
 
+def _last_phrase(text: str) -> re.Match[str] | None:
+    """The last "answer is" or its like. A key such as "result" counts only in an object behind which no digit follows."""
+    weak_counts = not re.search(r"\d", text[text.rfind("}") + 1 :])
+    phrases = [phrase for phrase in _PHRASE.finditer(text) if weak_counts or not phrase["weak"]]
+    return phrases[-1] if phrases else None
+
+
 def _enclosed(text: str) -> str | None:
     """What the last tags enclose; None without tags, empty if the last one is never closed."""
-    closings = list(_ENCLOSING.finditer(text))
-    if not closings:
-        return None
-    closing = closings[-1]
-    opening = _OPENING.get(closing[2], closing[0].replace("/", ""))
-    start = text.rfind(opening)
-    if start > closing.end():
-        return ""
-    return text[start + len(opening) : closing.start()] if start >= 0 else None
+    openings: dict[str, re.Match[str]] = {}
+    enclosed: str | None = None
+    weak: str | None = None
+    end = weak_end = 0
+    for mark in _real_marks(_ENCLOSING, text):
+        tag = re.sub(r"[ _-]", "", next(filter(None, mark.groups()[1:]))).casefold()
+        if mark["begin"]:
+            openings[tag] = mark
+        elif not (opening := openings.pop(tag, None)):
+            continue
+        elif tag in _WEAK:
+            weak = text[opening.end() : mark.start()]
+            weak_end = mark.end()
+        else:
+            enclosed = text[opening.end() : mark.start()]
+            end = mark.end()
+    if enclosed is None:
+        return weak if weak is not None and not _answers_again(text[weak_end:]) else None
+    reopened = (opening for tag, opening in openings.items() if tag not in _WEAK)
+    return "" if any(o.start() > end and not _is_amid_sentence(o) for o in reopened) else enclosed
+
+
+def _answers_again(text: str) -> bool:
+    return bool(re.search(r"\d", text)) or marked_answer(text) is not None
 
 
 def _sentence(text: str) -> str | None:
     """What follows the last "answer is" or its like, up to the end of the sentence or line; empty if that is in doubt."""
-    phrases = list(_PHRASE.finditer(text))
-    if not phrases:
+    phrase = _last_phrase(text)
+    if phrase is None:
         return None
-    phrase = phrases[-1]
-    if '"' in phrase[0]:
+    if re.search(r"[\"']\s*:", phrase[0]):
         value = _JSON_VALUE.match(text, phrase.end())
-        return (value[1] or value[2] or "").strip("[]").replace("\\\\", "\\") if value else ""
+        stated = next(filter(None, value.groups()), "") if value else ""
+        return stated.strip("[]").replace("\\\\", "\\")
     if _DOUBTED.search(_line_before(text, phrase.start())):
         return ""
     behind = _BEHIND_PHRASE.match(text, phrase.end())
@@ -267,7 +445,7 @@ def last_expression(text: str) -> str:
         behind = _BEHIND_SPAN.fullmatch(line, end)
         if not behind or _APART.search(line, 0, start) or _BEFORE_IT.search(line, 0, start) or _denies(line, start, end):
             return ""
-        return clean(",".join(clean("".join(filter(None, span.groups()))) for span in spans[first:]))
+        return clean(", ".join(clean("".join(filter(None, span.groups()))) for span in spans[first:]))
     stated = list(_STATED.finditer(line))
     if not stated or _denies(line, stated[-1].end(), len(line)):
         return ""
@@ -312,7 +490,7 @@ def clean(answer: str) -> str:
         for opening, closing in _WRAPPERS:
             if len(answer) >= len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
                 answer = answer[len(opening) : -len(closing)]
-    answer = _unwrapped(_DECLARED.sub("", _SQUARE.sub("", answer)))
+    answer = _unwrapped(_SQUARE.sub("", answer))
     answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
     answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
     if _WITH_BLANKS.fullmatch(answer):
@@ -322,9 +500,11 @@ def clean(answer: str) -> str:
 
 
 def _unwrapped(answer: str) -> str:
-    """The content of braces or a font command that enclose all of the answer and hold more than words."""
+    """The content of braces that enclose all of the answer, or of a font that does and holds more than words."""
     font = _FONT.match(answer)
-    if font is None or not answer.endswith("}") or not re.search(r"[\d\\,]", answer[font.end() :]):
+    if font is None or not answer.endswith("}"):
+        return answer
+    if font[0] != "{" and not re.search(r"[\d\\,]", answer[font.end() :]):
         return answer
     depth = 1
     for character in answer[font.end() : -1]:

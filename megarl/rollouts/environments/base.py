@@ -161,7 +161,7 @@ class Transcript:
         # Each completion has the experts of all positions so far. Tokens of earlier turns keep the experts they were sampled with.
         self._routing += completion.routing[len(self._routing) :]
         self._turns += 1
-        self.last_text = self.tokenizer.decode(completion.token_ids)
+        self.last_text = self.tokenizer.decode_turn(completion.token_ids)
         self._text += self.last_text
         # A turn that was cut at its own limit does not end the response.
         self.finish_reason = "stop" if self.tokens_left > 0 else completion.finish_reason
