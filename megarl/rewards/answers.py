@@ -276,10 +276,10 @@ _SHORT_WORDS = frozenset("yes no none both even odd east west true zero left up 
 _LONGEST_PRODUCT = 4  # most letters of a product without a command: xyz, but not east
 _FUNCTION_IN_FONT = re.compile(
     _TEXT + r"\{\s*(ln|log|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth"
-    r"|gcd|lcm|min|max|tg|ctg|cotg|arctg|arcctg|arccotg|sh|ch|th|cth)\s*\}"
+    r"|gcd|lcm|min|max|tg|ctg|cotg|arctg|arcctg|arccotg|lg|sh|ch|th|cth)\s*\}"
 )
 _OTHER_NAMES = {"tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot",
-                "arccotg": "arccot", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
+                "arccotg": "arccot", "lg": "log_{10}", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
 _OTHER_NAME = re.compile(
     rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])"
 )
@@ -290,6 +290,9 @@ _UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")
 _ARGUMENT = r"\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))"
 _FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)(?![A-Za-z])){_ARGUMENT}")
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
+# 1,234 and 5: in a list with blanks, a comma between digits is no separator.
+_IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
+_THOUSANDS = re.compile(r"(?<![\d,.(\[{])\d{1,3}(?:,\d{3})+(?!,?\d|[)\]}])", re.ASCII)
 _LAST_SIDE = re.compile(r"=\s*(\d{1,3}(?:,\d{3})+)\s*\Z", re.ASCII)
 _ALL_REALS = (r"\mathbb{R}", r"\mathbb R", "\\R", "ℝ")
 _DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)"
@@ -343,6 +346,8 @@ def read(text: str, checked: bool) -> Any:
     text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
     text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
+    if _IS_LIST.search(text):
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = _LAST_SIDE.sub(lambda side: "=" + side[1].replace(",", ""), text)
     return _structure(text.replace("**", "^").replace("\\$", "").replace("$", "").replace("\n", " "), checked)
 

@@ -45,7 +45,7 @@ _THINKING_TAG = (
     r"(?:[a-z]\w{0,15}[:|_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflections?"
     r"|scratch_?pad|monologue)(?:[_:]\w{1,15})?"
 )
-_HARMONY = r"[^<>]{0,80}<\|message\|>"
+_HARMONY = r"[^<>]{0,80}(?:<\|constrain\|>[^<>]{0,20})?<\|message\|>"
 THINKING_BEGINS = re.compile(
     rf"<\s*{_THINKING_TAG}\s*>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|START_THINKING\|>"
     r"|<\|inner_prefix\|>|<\|content_thinking\|>|<\|channel>thought|<\|open\|>think<\|sep\|>"
@@ -99,20 +99,27 @@ _CLOSING = ("$$", "\\]", "```", "*", "__")
 _BEHIND_PHRASE = re.compile(r"[:*_ \t]*(?:(?:[\s*_$:>`]|\\\[|\\\()*\n)?[:*_> \t]*")  # "The answer is" may end its line
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("`", "`"))
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s?|\\[,;: ]|\s?\{,\s?\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
-_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit)|boldsymbol|bm|pmb|bf|it|sf|tt|sl|(?:bf|md)series|(?:it|sl)shape)"
-_LOOK = (
+_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb|bf|it|sf|tt|sl|(?:bf|md)series|(?:it|sl)shape)"
+_LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
     r"|(?:display|text|script|scriptscript)style))(?![A-Za-z])\s*"
-    r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\})\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*)"
+    r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\}|style|class)\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*"
+    r"|\\bbox\s*\[[^\[\]]*\]\s*)+"
+    r"(?:\{\s*([-+\d.,/]+|[A-Za-z]+)\s*\})?",
+    re.ASCII,
 )
-_BEFORE_DIGITS = r"(?<![\^_})A-Za-z])"  # elsewhere the braces hold an argument
-_DIGITS_IN_LOOK = re.compile(rf"{_BEFORE_DIGITS}{_LOOK}+\{{([-+\d.,/]+)\}}", re.ASCII)
-_DIGITS_UPRIGHT = re.compile(rf"{_BEFORE_DIGITS}{UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII)
-_ANY_LOOK = re.compile(_LOOK)
-_OLD_UPRIGHT = re.compile(r"\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)")
+_MAY_TAKE_ARGUMENT = re.compile(r"[\^_})A-Za-z]\Z")
+_DIGITS_UPRIGHT = re.compile(
+    rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII
+)
+_OLD_UPRIGHT = re.compile(
+    r"\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
+    r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
+)
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
 _FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph))\s*)?\{{")  # removed if around the whole answer
 _SQUARE = re.compile(
@@ -129,7 +136,7 @@ _INTRODUCTION = re.compile(
     r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
     re.IGNORECASE,
 )
-_VERB = re.compile(r"\b(?:is|are|was|were|equals?|makes?|totals?|(?:comes?|amounts?) to)\b|=")
+_VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
 _JOINS = re.compile(
     r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b|[,;](?!\d)",
     re.IGNORECASE,
@@ -179,14 +186,24 @@ def _without_looks(text: str) -> str:
     """LaTeX without sizes, colors and the fonts of variables. An upright font has braces."""
     if "\\" not in text:
         return text
-    text = _ANY_LOOK.sub("", _DIGITS_IN_LOOK.sub(r"\1", text))
-    text = _OLD_UPRIGHT.sub(_new_upright, text)
+    text = _OLD_UPRIGHT.sub(_new_upright, _LOOK.sub(_without_look, text))
     return _DIGITS_UPRIGHT.sub(r"\1", _UPRIGHT_LETTER.sub(r"\1{\2}", text))
+
+
+def _without_look(look: re.Match[str]) -> str:
+    """What a font, size or color applies to: 12 of \\mathbf{12}, in braces where it may be an argument."""
+    before = look.string[max(0, look.start() - 1) : look.start()]
+    content = look[1] or ""
+    if not _MAY_TAKE_ARGUMENT.match(before):
+        return content
+    if before not in ("^", "_") and (not content or content.isalpha() and len(content) == 1):
+        return f" {content}" if before.isalpha() else content
+    return f"{{{content}}}" if content else ""
 
 
 def _new_upright(font: re.Match[str]) -> str:
     """{\\rm cm} and \\hbox{cm} in the form of \\mathrm{cm}; digits need no font."""
-    content = font[1]
+    content = font[1] or font[2]
     if content == "{":
         return r"\mathrm{"
     return rf"\mathrm{{{content}}}" if content else ""
@@ -492,7 +509,8 @@ def clean(answer: str) -> str:
                 answer = answer[len(opening) : -len(closing)]
     answer = _unwrapped(_SQUARE.sub("", answer))
     answer = answer.removeprefix("=").lstrip().removeprefix("\\$").removeprefix("$").replace("\N{MINUS SIGN}", "-").removesuffix(",")
-    answer = _NUMBER_OF_DEGREES.sub(r"\1", _THOUSANDS.sub("", answer))
+    answer = _DECIMAL_COMMA.sub(".", _THOUSANDS.sub("", answer))
+    answer = _NUMBER_OF_DEGREES.sub(r"\1", answer)
     if _WITH_BLANKS.fullmatch(answer):
         return answer.replace(" ", "")
     with_unit = _NUMBER_WITH_UNIT.fullmatch(answer)
