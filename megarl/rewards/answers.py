@@ -288,7 +288,7 @@ _CONSTANT_IN_FONT = re.compile(_TEXT + r"\{\s*([ei]|\\pi)\s*\}")
 _UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")
 # \frac 1 2, \frac{1} x, \binom 5 2: each argument may be one character.
 _ARGUMENT = r"\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))"
-_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)(?![A-Za-z])){_ARGUMENT}")
+_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])){_ARGUMENT}")
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")

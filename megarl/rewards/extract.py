@@ -33,10 +33,10 @@ _JSON_VALUE = re.compile(
 _WEAK = ("output", "response", "result", "final")
 _ENCLOSING_NAME = rf"answer|ans|final[ _-]?(?:answer|result)|solution|{'|'.join(_WEAK)}"
 _ENCLOSING = re.compile(
-    rf"(?P<begin><\s*(?P<opened>{_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(?P<block>ANSWER)\]"
-    r"|<\|begin_of_(?P<begun>box|solution)\|>|<\|START_(?P<started>TEXT|RESPONSE)\|>)"
-    rf"|<\s*/\s*(?P<closed>{_ENCLOSING_NAME})\s*>|\[/(?P<unblocked>ANSWER)\]"
-    r"|<\|end_of_(?P<ended>box|solution)\|>|<\|END_(?P<stopped>TEXT|RESPONSE)\|>",
+    rf"(?P<begin><\s*({_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(ANSWER)\]|<\|begin_of_(box|solution)\|>"
+    r"|<\|START_(TEXT|RESPONSE)\|>|<\|open\|>(response)<\|sep\|>)"
+    rf"|<\s*/\s*({_ENCLOSING_NAME})\s*>|\[/(ANSWER)\]|<\|end_of_(box|solution)\|>"
+    r"|<\|END_(TEXT|RESPONSE)\|>|<\|close\|>(response)<\|sep\|>",
     re.IGNORECASE,
 )
 # Where thinking begins and ends, in the spellings of models, of their parsers in SGLang
@@ -257,7 +257,7 @@ def _is_amid_sentence(mark: re.Match[str]) -> bool:
 
 def thinking_in(prompt: str) -> str:
     """The mark that begins thinking, if the prompt ends with it, as chat templates of thinking models do; else empty."""
-    begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-64:], re.IGNORECASE)
+    begin = re.search(rf"(?:{THINKING_BEGINS.pattern})\s*\Z", prompt[-256:], re.IGNORECASE)
     return begin[0] if begin else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,12 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from megarl.base.rollout_types import Prompt
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import tokenizer_of
+from megarl.generator.completions import Completion
+from megarl.rewards.verify import math_reward
+from megarl.rollouts.environments.base import Transcript
 
 TRAINED_ON = [
     "The quick brown fox jumps over the lazy dog. 1+2+3=6, it's 3.14159 of 1,234,567!",
@@ -254,6 +259,55 @@ def test_token_ids_equal_those_of_autotokenizer(kind: str, tmp_path: Path) -> No
     if not theirs.split_special_tokens:
         for name, number in theirs.get_added_vocab().items():
             assert tokenizer.token_id(name) in (number, None if number == tokenizer.unknown_id else number)
+
+
+# Marks of families that are special tokens, and a turn: what it thinks, and its answer.
+TURNS = {
+    "gpt-oss": "<|channel|>analysis<|message|>@<|end|><|start|>assistant<|channel|>final<|message|>",
+    "magistral": "[THINK]@[/THINK]",
+    "kimi_k3": "<|open|>think<|sep|>@<|close|>think<|sep|><|open|>response<|sep|>",
+    "seed_oss": "<seed:think>@</seed:think>",
+    "hunyuan": "<think:opensource>@</think:opensource>",
+    "ernie": "<think>@</think><response>",
+    "minimax_m3": "<mm:think>@</mm:think>",
+    "gemma_4": "<|channel>thought\n@<channel|>",
+    "apertus": "<|inner_prefix|>@<|inner_suffix|>",
+    "command_a": "<|START_THINKING|>@<|END_THINKING|><|START_TEXT|>",
+    "inkling": "<|content_thinking|>@<|end_message|><|content_text|>",
+    "glm": "It is @?<|begin_of_box|>",
+}
+AFTER = {
+    "kimi_k3": "<|close|>response<|sep|>",
+    "ernie": "</response>",
+    "command_a": "<|END_TEXT|>",
+    "glm": "<|end_of_box|>",
+}
+HIDDEN = ["<|pad|>", "<|end|>", "<|start|>", "<|end_message|>", "<tool_call>"]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turn_keeps_special_tokens_that_mark_thinking(name: str, tmp_path: Path) -> None:
+    turn = TURNS[name]
+    marks = re.findall(r"<\|?\w+\|?>|</?\w+:?\w*>|\[/?THINK\]", turn + AFTER.get(name, ""))
+    byte_level(tmp_path, *dict.fromkeys([*marks, *HIDDEN]))
+    tokenizer = tokenizer_of(str(tmp_path), "model.path")
+    for thought, answer, score in ("6", "5", 1.0), ("5", "6", 0.0):
+        text = turn.replace("@", rf"so \boxed{{{thought}}}") + answer + AFTER.get(name, "")
+        ids = tokenizer.encode_text(f"<|pad|>{text}<|endoftext|>", special_tokens=True)
+        transcript = Transcript(Prompt(0, [5], "", "5"), tokenizer, max_tokens=1000)
+        transcript.add_policy(Completion(ids, [-1.0] * len(ids), [1] * len(ids), "stop"))
+        response = transcript.to_score.response
+        assert math_reward(response, "5") == score, response
+        assert not [token for token in (*HIDDEN, "<|endoftext|>") if token in response]
+        cut = response[: response.index(thought) + len(thought) + 1]
+        assert name == "glm" or math_reward(cut, thought) == 0.0, "the thinking has not ended"
+
+
+def test_turn_hides_a_mark_that_ends_the_text(tmp_path: Path) -> None:
+    byte_level(tmp_path, "</answer>")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    tokenizer = tokenizer_of(str(tmp_path), "model.path")
+    assert tokenizer.decode_turn(tokenizer.encode_text("5</answer>", special_tokens=True)) == "5"
 
 
 def test_family_without_a_config_class_in_transformers_is_read(tmp_path: Path) -> None:
