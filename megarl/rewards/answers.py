@@ -279,7 +279,7 @@ _FUNCTION_IN_FONT = re.compile(
     r"|gcd|lcm|min|max|tg|ctg|cotg|arctg|arcctg|arccotg|lg|sh|ch|th|cth)\s*\}"
 )
 _OTHER_NAMES = {"tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot",
-                "arccotg": "arccot", "lg": "log_{10}", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
+                "arccotg": "arccot", "cosec": "csc", "lg": "log_{10}", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
 _OTHER_NAME = re.compile(
     rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])"
 )
@@ -288,7 +288,7 @@ _CONSTANT_IN_FONT = re.compile(_TEXT + r"\{\s*([ei]|\\pi)\s*\}")
 _UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")
 # \frac 1 2, \frac{1} x, \binom 5 2: each argument may be one character.
 _ARGUMENT = r"\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))"
-_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])){_ARGUMENT}")
+_FIRST_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom|vec|hat|tilde)(?![A-Za-z])|\\sqrt\s*\[[^\[\]]*\]){_ARGUMENT}")
 _SECOND_ARGUMENT = re.compile(rf"(\\(?:[cdt]?frac|[dt]?binom)\s*\{{[^{{}}]*\}}){_ARGUMENT}")
 # 1,234 and 5: in a list with blanks, a comma between digits is no separator.
 _IS_LIST = re.compile(r",\s|;|\b(?:and|or)\b")
@@ -344,6 +344,7 @@ def read(text: str, checked: bool) -> Any:
     text = _FUNCTION_IN_FONT.sub(r"\\\1 ", text)
     text = _OTHER_NAME.sub(lambda name: rf"\{_OTHER_NAMES[name[1] or name[2]]} ", text)
     text = _CONSTANT_IN_FONT.sub(r"{\1}", text)
+    text = re.sub(r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac", text)
     text = _SECOND_ARGUMENT.sub(r"\1{\2}", _FIRST_ARGUMENT.sub(r"\1{\2}", text))
     text = re.sub(r"\\quad(?=[a-z])", r"\\quad ", text)
     if _IS_LIST.search(text):

@@ -21,7 +21,7 @@ _BETWEEN_BOXES = re.compile(  # "x = \\boxed{1} and x = \\boxed{2}" is one answe
 _UNBRACED = re.compile(r"[^\s${}\\]{0,64}")
 _PHRASE = re.compile(
     r"answer(?:\*\*|__|[\"'])?(?:\s{1,3}is\b|\s{0,3}[:=])|\[answer\]|答案(?:是|为|[:：])"
-    r"|(?P<weak>[\"'](?:\w{1,24}_)?(?:result|solution|output|final)[\"']\s{0,3}:)"
+    r"|(?P<weak>[\"'](?:\w{1,24}_)?(?:ans|result|solution|output|final|value)[\"']\s{0,3}:)"
     r"|(?:\A|\n)[#*_ ]{0,8}(?:final\s)?answer[*_ ]{0,4}(?=\n)",  # a heading
     re.IGNORECASE,
 )
@@ -30,8 +30,10 @@ _JSON_VALUE = re.compile(
 )
 # Tags around an answer. Those of WEAK count only if no other answer follows: <output> may be a
 # program's, <response> may enclose the explanation too.
-_WEAK = ("output", "response", "result", "final")
-_ENCLOSING_NAME = rf"answer|ans|final[ _-]?(?:answer|result)|solution|{'|'.join(_WEAK)}"
+_WEAK = ("output", "response", "result", "final", "value")
+_ENCLOSING_NAME = (
+    rf"answers?|ans|final[ _-]?(?:answer|result|response)|solution|{'|'.join(_WEAK)}"
+)
 _ENCLOSING = re.compile(
     rf"(?P<begin><\s*({_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(ANSWER)\]|<\|begin_of_(box|solution)\|>"
     r"|<\|START_(TEXT|RESPONSE)\|>|<\|open\|>(response)<\|sep\|>)"
@@ -43,17 +45,17 @@ _ENCLOSING = re.compile(
 # (srt/parser/reasoning_parser.py) and of prompts.
 _THINKING_TAG = (
     r"(?:[a-z]\w{0,15}[:|_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflections?"
-    r"|scratch_?pad|monologue)(?:[_:]\w{1,15})?"
+    r"|scratch_?pad|monologue|cot|plan|draft|brainstorm|critique|verify|internal)(?:[_:]\w{1,15})?"
 )
 _HARMONY = r"[^<>]{0,80}(?:<\|constrain\|>[^<>]{0,20})?<\|message\|>"
 THINKING_BEGINS = re.compile(
-    rf"<\s*{_THINKING_TAG}\s*>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|START_THINKING\|>"
+    rf"<\s*\|?(?!end){_THINKING_TAG}(?:\s[^<>]{{0,80}})?\|?>|\[THINK(?:ING)?\]|◁think▷|<\|begin_of_thought\|>|<\|START_THINKING\|>"
     r"|<\|inner_prefix\|>|<\|content_thinking\|>|<\|channel>thought|<\|open\|>think<\|sep\|>"
     rf"|(?:assistant)?<\|channel\|>(?:analysis|commentary){_HARMONY}|to=self<\|message\|>",
     re.IGNORECASE,
 )
 _THINKING_ENDS = re.compile(
-    rf"<\s*/\s*{_THINKING_TAG}\s*>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|END_THINKING\|>"
+    rf"<\s*\|?/\s*{_THINKING_TAG}\s*\|?>|\[/THINK(?:ING)?\]|◁/think▷|<\|end_of_thought\|>|<\|END_THINKING\|>"
     r"|<\|inner_suffix\|>|<\|content_text\|>|<channel\|>|<\|close\|>think<\|sep\|>"
     rf"|<\|channel\|>final{_HARMONY}|to=user<\|message\|>",
     re.IGNORECASE,
@@ -103,12 +105,12 @@ _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
-_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb|bf|it|sf|tt|sl|(?:bf|md)series|(?:it|sl)shape)"
+_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape)"
 _LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
     r"|(?:display|text|script|scriptscript)style))(?![A-Za-z])\s*"
     r"|\\(?:(?:text|math)?color|colorbox|fcolorbox\s*\{[^{}]*\}|style|class)\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\}\s*"
-    r"|\\bbox\s*\[[^\[\]]*\]\s*)+"
+    r"|\\bbox\s*\[[^\[\]]*\]\s*|\\[hv]space\*?\s*\{[^{}]*\}\s*|\\(?:math)?strut(?![A-Za-z])\s*)+"
     r"(?:\{\s*([-+\d.,/]+|[A-Za-z]+)\s*\})?",
     re.ASCII,
 )
@@ -117,11 +119,11 @@ _DIGITS_UPRIGHT = re.compile(
     rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII
 )
 _OLD_UPRIGHT = re.compile(
-    r"\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
+    r"(?<![\^_\]}A-Za-z])\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
     r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
 )
 _UPRIGHT_LETTER = re.compile(rf"({UPRIGHT})(?![A-Za-z])\s*([A-Za-z0-9])")
-_FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph))\s*)?\{{")  # removed if around the whole answer
+_FONT = re.compile(rf"(?:(?:{UPRIGHT}|\\(?:underline|emph|boxed|fbox))\s*)?\{{")  # removed if around the whole answer
 _SQUARE = re.compile(
     r"(?<!\s)(?:\s|~|\\[ ,;:!]|\\q?quad)*(?:\\(?:square|blacksquare|Box|qed|checkmark)|[\u2705\u2713\u2714\u25a0\u25a1])\Z"
 )
@@ -131,20 +133,20 @@ _SPAN = re.compile(  # inline math
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|(?:,\s*)?(?:and|or))\s*")
 _VALUE = re.compile(rf"{_SPAN.pattern}|(?<![\w^{{_.])-?\d+(?:[.,/]\d+)*")
 # Of sentences behind "Answer:".
-_JUDGES = re.compile(r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown)\b", re.IGNORECASE)
+_JUDGES = re.compile(r"\W{0,8}(?:yes|no|not|none|neither|true|false|unknown|nope|wrong|incorrect|let|suppose)\b", re.IGNORECASE)
 _INTRODUCTION = re.compile(
     r"\A\W{0,8}(?:if|when|after|before|for|with|of|in|at|on|since|because|given|as)\b[^,]{0,200},\s+",
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
 _JOINS = re.compile(
-    r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b|[,;](?!\d)",
-    re.IGNORECASE,
+    r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE
 )
+_PARTS = re.compile(r"[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")  # outside formulas
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
 _LEADING = re.compile(  # "16, not 14", "14 (fourteen)": the part before the remark
-    rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|\(\s*(?=[A-Za-z]{{2}}))"
+    rf"(?P<number>\\?\$?-?{_NUMBER}|\([A-J]\))(?:\s+(?!(?:or|and|to)\b)[A-Za-z]{{2,}})?\s*(?:[,;]|\s[\u2013\u2014-]\s|[(\[]\s*(?=[A-Za-z]{{2}}))"
     r"(?!\s*(?:or|and|\d|[-+$\\(]))(?=\s*[A-Za-z])"
 )
 _OPTION = re.compile(r"\A(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
@@ -316,15 +318,17 @@ def _values_of(sentence: str) -> list[str]:
     whole = _without_remark(sentence)
     if not _PROSE.search(whole) or _JUDGES.match(sentence):
         return [whole]
-    if len(_values_in(sentence)) > 1:
-        sentence = _INTRODUCTION.sub("", sentence)
+    sentence = _INTRODUCTION.sub("", sentence) if len(_values_in(sentence)) > 1 else sentence
+    values = _values_in(sentence)
+    if _PARTS.search(sentence):
+        return [whole]
+    if len(values) > 1:
         verbs = list(_VERB.finditer(sentence))
-        values = _values_in(sentence)
-        if len(verbs) != 1 or _JOINS.search(sentence) or not values:
+        gap = sentence[verbs[0].end() : values[-1].start()] if len(verbs) == 1 else ""
+        ends_in_value = len(verbs) == 1 and verbs[0].end() <= values[-1].start()
+        if not ends_in_value or gap.strip(" *_$:") or _JOINS.search(sentence):
             return [whole]
-        if sentence[verbs[0].end() : values[-1].start()].strip(" *_$:"):
-            return [whole]
-    return [whole, last_number(sentence), last_expression(sentence)]
+    return [whole, clean(sentence), last_number(sentence), last_expression(sentence)]
 
 
 def _values_in(sentence: str) -> list[re.Match[str]]:

@@ -271,10 +271,11 @@ def test_other_graders_read_the_marks_too():
 
 TAGS = [
     "think", "thinking", "thought", "reasoning", "seed:think", "Think", "think\n", " THINK", "thoughts", "thought_process", "analysis",
-    "scratchpad", "Scratch_Pad", "reflection", "inner_monologue", "mm:think", "ifm|think_fast", "longcat_think", "think:opensource",
+    "scratchpad", "Scratch_Pad", "reflection", "inner_monologue", "mm:think", "ifm|think_fast", "longcat_think", "think:opensource", "|thinking|",
+    "chain_of_thought", "cot", "plan",
 ]  # fmt: skip
-THINKING = [(f"<{tag}>", f"</{tag}>") for tag in TAGS] + [
-    ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+THINKING = [(f"<{tag}>", f"</{tag}>".replace("/|", "|/")) for tag in TAGS] + [
+    ('<thinking effort="high">', "</thinking>"), ("[THINK]", "[/THINK]"), ("[THINKING]", "[/THINKING]"), ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
     ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
     ("<|channel>thought\n", "<channel|>"), ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -341,7 +342,7 @@ def test_response_that_cannot_be_scored_is_a_failure():
     ("\frac{1}{3}", r"\frac{1}{3}"), (r"\\frac{1}{3}", r"\frac{1}{3}"), (r"\mathtt{x}", "x"), (r"\mathnormal x+1", "x+1"),
     (r"\pmb{12}", "12"), (r"\bm x+1", "x+1"), (r"2\mathrm x", "2x"), (r"\mathrm{x}+\mathrm{y}", "x+y"), (r"{\rm e}^2", "e^2"),
     (r"{\rm ln}\,2", r"\ln 2"), (r"\mathbf{1}2", "12"), (r"1\mathbf 2", "12"), (r"x^\mathbf{2}", "x^2"), (r"\frac\mathbf{1}{3}", "1/3"),
-    (r"\pi\bm x", r"\pi x"), (r"3\mathit{ab}", "3ab"), (r"\vec{\mathbf{v}}", r"\vec v"), (r"{\bf 12}", "12"), (r"\texttt{12}", "12"),
+    (r"\rm x", "x"), (r"\frac{\rm a}{b}", "a/b"), (r"\boxed{12}", "12"), (r"\hspace{1em}12", "12"), (r"\pi\bm x", r"\pi x"), (r"3\mathit{ab}", "3ab"), (r"\vec{\mathbf{v}}", r"\vec v"), (r"{\bf 12}", "12"), (r"\texttt{12}", "12"),
     (r"\color{red}{12}", "12"), (r"\textcolor{#f00}{-}12", "-12"), (r"\color[rgb]{1,0,0}x^2", "x^2"), (r"\colorbox{red}{$12$}", "12"),
     (r"\large 12", "12"), (r"{\Huge 12}", "12"), (r"\scriptstyle\frac{1}{3}", "1/3"), (r"\bbox[red]{12}", "12"),
     (r"\textcolor{red}{\text{Rome}}", "Rome"), (r"\mathrm{Rome}", "Rome"), (r"\arctg 2", r"\arctan 2"), ("arctg 2", r"\arctan 2"),
@@ -363,7 +364,7 @@ def test_fonts_and_unicode_forms_that_differ(text: str, answer: str):
 @pytest.mark.parametrize(("text", "answer", "right"), [
     (r"\frac 1 2", "1/2", True), (r"\dfrac 3 4", "3/4", True), (r"\frac 3{40}", "3/40", True), (r"\frac{3} 4", "3/4", True),
     (r"\frac \pi 6", r"\frac{\pi}{6}", True), (r"\frac a b", r"\frac{a}{b}", True), (r"3\frac 1 2", "7/2", True), (r"\binom 5 2", "10", True),
-    (r"\frac{\sqrt 3}2", r"\frac{\sqrt{3}}{2}", True), (r"\frac 1 25", "1/25", False), (r"\frac 1 3", "1/2", False),
+    (r"\frac{\sqrt 3}2", r"\frac{\sqrt{3}}{2}", True), (r"\sqrt[3] 8", "2", True), (r"\nicefrac 1 2", "1/2", True), (r"\frac 1 25", "1/25", False), (r"\frac 1 3", "1/2", False),
 ])  # fmt: skip
 def test_arguments_of_one_character(text: str, answer: str, right: bool):
     assert math_reward(rf"\boxed{{{text}}}", answer) == right
@@ -399,6 +400,7 @@ def test_answer_may_be_a_sentence(text: str, answer: str):
     "Answer: 12 on page 34", "Answer: He is 12 and Ann is 34", "Answer: He is 34 and Ann is 12", "Answer: No, 34", "Answer: Yes: 34",
     "Answer: x is 12, y is 34", "Answer: The width is 12 while the length is 34", "Answer: Ann has $x=12$ and Bob $y=34$",
     "Answer: 12 of the 34 pass", "Answer: from 12 to 34", "Answer: 12, cf. Table 34", "Answer: the sum $30+34$ is $64$",
+    "Answer: Nope, 34", "Answer: I don't know, 34", "Answer: Let $n=34$. Then 12", "Answer: option 34, i.e. 12", "Answer: $3x+4$ where $x=34$",
     "<answer>No, 34</answer>", "<answer>He is 12 and Ann is 34</answer>", '{"answer": "He is 12 and Ann is 34"}', "## Answer\nNo, 34",
 ])  # fmt: skip
 def test_sentence_that_states_another_answer(text: str):
