@@ -280,9 +280,7 @@ _FUNCTION_IN_FONT = re.compile(
 )
 _OTHER_NAMES = {"tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot",
                 "arccotg": "arccot", "cosec": "csc", "lg": "log_{10}", "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth"}  # fmt: skip
-_OTHER_NAME = re.compile(
-    rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])"
-)
+_OTHER_NAME = re.compile(rf"(?:\\({'|'.join(_OTHER_NAMES)})|(?<![A-Za-z\\])(arctg|(?:arc)?co?tg))(?![A-Za-z])")
 _CONSTANT_IN_FONT = re.compile(_TEXT + r"\{\s*([ei]|\\pi)\s*\}")
 # An upright letter may be a unit or a variable.
 _UPRIGHT_LETTER = re.compile(_TEXT + r"\{\s*([A-Za-z])\s*\}")

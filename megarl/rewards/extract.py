@@ -25,15 +25,11 @@ _PHRASE = re.compile(
     r"|(?:\A|\n)[#*_ ]{0,8}(?:final\s)?answer[*_ ]{0,4}(?=\n)",  # a heading
     re.IGNORECASE,
 )
-_JSON_VALUE = re.compile(
-    r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'|(\[[^\[\]]*\]|[^\"',}\]\s]+))\s*[,}]"
-)
+_JSON_VALUE = re.compile(r"\s*(?:\"((?:[^\"\\]|\\.)*)\"|'((?:[^'\\]|\\.)*)'|(\[[^\[\]]*\]|[^\"',}\]\s]+))\s*[,}]")
 # Tags around an answer. Those of WEAK count only if no other answer follows: <output> may be a
 # program's, <response> may enclose the explanation too.
 _WEAK = ("output", "response", "result", "final", "value")
-_ENCLOSING_NAME = (
-    rf"answers?|ans|final[ _-]?(?:answer|result|response)|solution|{'|'.join(_WEAK)}"
-)
+_ENCLOSING_NAME = rf"answers?|ans|final[ _-]?(?:answer|result|response)|solution|{'|'.join(_WEAK)}"
 _ENCLOSING = re.compile(
     rf"(?P<begin><\s*({_ENCLOSING_NAME})(?:\s[^<>]{{0,80}})?>|\[(ANSWER)\]|<\|begin_of_(box|solution)\|>"
     r"|<\|START_(TEXT|RESPONSE)\|>|<\|open\|>(response)<\|sep\|>)"
@@ -60,9 +56,7 @@ _THINKING_ENDS = re.compile(
     rf"|<\|channel\|>final{_HARMONY}|to=user<\|message\|>",
     re.IGNORECASE,
 )
-_THINKING = re.compile(
-    rf"(?P<begin>{THINKING_BEGINS.pattern})|{_THINKING_ENDS.pattern}", re.IGNORECASE
-)
+_THINKING = re.compile(rf"(?P<begin>{THINKING_BEGINS.pattern})|{_THINKING_ENDS.pattern}", re.IGNORECASE)
 # Tokens of which only several together are a mark.
 _PARTS_OF_MARKS = (
     "<|channel|>", "<|constrain|>", "<|message|>", "<|channel>", "<channel|>",
@@ -105,7 +99,10 @@ _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _WITH_BLANKS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 # Fonts of words, which may be units, and fonts of variables. Sizes, styles and colors say nothing.
 UPRIGHT = r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|md|sc|sl)?|mathrm|mbox|operatorname\*?)"
-_SLANTED = r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape)"
+_SLANTED = (
+    r"\\(?:math(?:bf|it|sf|tt|normal|bfit|op|ord|inner)|ensuremath|boldsymbol|bm|pmb"
+    r"|bf|it|sf|tt|sl|em|(?:bf|md)series|(?:it|sl)shape)"
+)
 _LOOK = re.compile(
     rf"(?:(?:{_SLANTED}|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge"
     r"|(?:display|text|script|scriptscript)style))(?![A-Za-z])\s*"
@@ -115,9 +112,7 @@ _LOOK = re.compile(
     re.ASCII,
 )
 _MAY_TAKE_ARGUMENT = re.compile(r"[\^_})A-Za-z]\Z")
-_DIGITS_UPRIGHT = re.compile(
-    rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII
-)
+_DIGITS_UPRIGHT = re.compile(rf"(?<![\^_}})A-Za-z]){UPRIGHT}\s*\{{(\s*-?\d[\d.,/]*\s*)\}}", re.ASCII)
 _OLD_UPRIGHT = re.compile(
     r"(?<![\^_\]}A-Za-z])\{\s*\\(?:rm|rmfamily|upshape)(?![A-Za-z])\s*([A-Za-z]+)\s*\}"  # {\rm cm}
     r"|\\(?:rm|rmfamily|upshape|mathup|hbox)(?![A-Za-z])\s*([A-Za-z]+|\{?)"
@@ -139,9 +134,7 @@ _INTRODUCTION = re.compile(
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|equals|makes|totals|(?:comes?|amounts?) to)\b|=")
-_JOINS = re.compile(
-    r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE
-)
+_JOINS = re.compile(r"\b(?:and|or)\b(?!\s+\\?[-$\d])|\b(?:but|while|whereas|so|then|not)\b", re.IGNORECASE)
 _PARTS = re.compile(r"[,;](?!\d)(?![^$]*\$(?:[^$]*\$[^$]*\$)*[^$]*\Z)")  # outside formulas
 _BEHIND_SPAN = re.compile(r"[^\d$\\=<>^]*")  # a unit, a remark
 _STATED = re.compile(r"(?:\b(?:is|are|be|equals?|to)\s+|=\s*|:\s+)(?=\S)")
@@ -198,7 +191,8 @@ def _without_look(look: re.Match[str]) -> str:
     content = look[1] or ""
     if not _MAY_TAKE_ARGUMENT.match(before):
         return content
-    if before not in ("^", "_") and (not content or content.isalpha() and len(content) == 1):
+    is_character = not content or (content.isalpha() and len(content) == 1)
+    if is_character and before not in ("^", "_"):
         return f" {content}" if before.isalpha() else content
     return f"{{{content}}}" if content else ""
 

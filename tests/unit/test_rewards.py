@@ -229,7 +229,9 @@ MARKS = {  # @ stands for the answer
     "final_only": "<final>@</final>", "result_tag": "<result>\n@\n</result>", "response": "<response>\nThe answer is @.\n</response>",
     "solution_marks": "<|begin_of_solution|>So \\boxed{@}.<|end_of_solution|>", "cohere": "<|START_TEXT|>@<|END_TEXT|>",
     "kimi_k3": "<|open|>response<|sep|>@<|close|>response<|sep|><|close|>message<|sep|>", "python": "{'answer': '@'}",
-    "json_result": '{"steps": "2 of 2", "result": "@"}', "json_final": '{"final_result": "@"}', "json": 'It is {"answer": "@"}', "json_lines": '{\n "answer": "@"\n}', "after_thinking": "<think>1 or 2?</think>\n<answer>@</answer>",
+    "json_result": '{"steps": "2 of 2", "result": "@"}', "json_final": '{"final_result": "@"}',
+    "json": 'It is {"answer": "@"}', "json_lines": '{\n "answer": "@"\n}',
+    "after_thinking": "<think>1 or 2?</think>\n<answer>@</answer>",
     "end_of_turn": "The answer is @.<|im_end|>\n<|im_start|>user",
 }  # fmt: skip
 
@@ -270,15 +272,21 @@ def test_other_graders_read_the_marks_too():
 
 
 TAGS = [
-    "think", "thinking", "thought", "reasoning", "seed:think", "Think", "think\n", " THINK", "thoughts", "thought_process", "analysis",
-    "scratchpad", "Scratch_Pad", "reflection", "inner_monologue", "mm:think", "ifm|think_fast", "longcat_think", "think:opensource", "|thinking|",
+    "think", "thinking", "thought", "reasoning", "seed:think", "Think", "think\n", " THINK",
+    "thoughts", "thought_process", "analysis",
+    "scratchpad", "Scratch_Pad", "reflection", "inner_monologue", "mm:think", "ifm|think_fast",
+    "longcat_think", "think:opensource", "|thinking|",
     "chain_of_thought", "cot", "plan",
 ]  # fmt: skip
 THINKING = [(f"<{tag}>", f"</{tag}>".replace("/|", "|/")) for tag in TAGS] + [
-    ('<thinking effort="high">', "</thinking>"), ("[THINK]", "[/THINK]"), ("[THINKING]", "[/THINKING]"), ("◁think▷", "◁/think▷"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ('<thinking effort="high">', "</thinking>"), ("[THINK]", "[/THINK]"),
+    ("[THINKING]", "[/THINKING]"), ("◁think▷", "◁/think▷"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
-    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
-    ("<|channel>thought\n", "<channel|>"), ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+     "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+    ("<|channel>thought\n", "<channel|>"), ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ("<|content_thinking|>", "<|content_text|>"),
 ]  # fmt: skip
 
@@ -295,16 +303,21 @@ def test_answer_counts_only_after_thinking(begin: str, end: str, name: str, text
 
 
 @pytest.mark.parametrize("text", [
-    "I use <think> tags to reason. The answer is 12.", "My work is in `<think>` tags.\nAnswer: 12", "\\boxed{12}\n(I left out the </think> tag.)",
-    "The marks <think> and </think> hold my work. \\boxed{12}", "I thought \"<reasoning>\" and \"</reasoning>\" were optional. \\boxed{12}",
-    "<think>I end with </think> tags.</think>\n\\boxed{12}", "<answer>12</answer>, as asked, in <answer> tags", "I won't use <analysis>: \\boxed{12}",
+    "I use <think> tags to reason. The answer is 12.", "My work is in `<think>` tags.\nAnswer: 12",
+    "\\boxed{12}\n(I left out the </think> tag.)",
+    "The marks <think> and </think> hold my work. \\boxed{12}",
+    "I thought \"<reasoning>\" and \"</reasoning>\" were optional. \\boxed{12}",
+    "<think>I end with </think> tags.</think>\n\\boxed{12}",
+    "<answer>12</answer>, as asked, in <answer> tags", "I won't use <analysis>: \\boxed{12}",
     "<think>7?</think>The answer is 12.<think>Let me check: 13", "Answer: 12\n<scratchpad>13",
 ])  # fmt: skip
 def test_marks_that_prose_names_hide_no_answer(text: str):
     assert math_reward(text, "12") == 1.0 and math_reward(text, "13") == 0.0
 
 
-@pytest.mark.parametrize("text", ["Sure. <think>", "Sure <think>", "<b><think>", "<think>I use <think></think> tags. ", "7?</think> <think>"])
+@pytest.mark.parametrize(
+    "text", ["Sure. <think>", "Sure <think>", "<b><think>", "<think>I use <think></think> tags. ", "7?</think> <think>"]
+)
 def test_thinking_that_begins_in_a_line_and_never_ends_hides_the_answer(text: str):
     assert math_reward(rf"{text}\boxed{{12}}", "12") == 0.0
 
@@ -339,14 +352,23 @@ def test_response_that_cannot_be_scored_is_a_failure():
     (r"\text{sin}(x)", r"\sin x"), (r"2\mathbf{x}+1", "2x+1"), (r"3+2\mathrm{i}", "3+2i"), (r"\boldsymbol{\pi}", r"\pi"),
     ("\uff15\uff10", "50"), ("\uff0d\uff15", "-5"), ("\U0001d7d3", "5"), ("5\u200b", "5"), ("\ufeff12", "12"), ("1\u20602", "12"),
     ("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9"), ("\\text{A\u0308pfel}", "\\text{\u00c4pfel}"),
-    ("\frac{1}{3}", r"\frac{1}{3}"), (r"\\frac{1}{3}", r"\frac{1}{3}"), (r"\mathtt{x}", "x"), (r"\mathnormal x+1", "x+1"),
-    (r"\pmb{12}", "12"), (r"\bm x+1", "x+1"), (r"2\mathrm x", "2x"), (r"\mathrm{x}+\mathrm{y}", "x+y"), (r"{\rm e}^2", "e^2"),
-    (r"{\rm ln}\,2", r"\ln 2"), (r"\mathbf{1}2", "12"), (r"1\mathbf 2", "12"), (r"x^\mathbf{2}", "x^2"), (r"\frac\mathbf{1}{3}", "1/3"),
-    (r"\rm x", "x"), (r"\frac{\rm a}{b}", "a/b"), (r"\boxed{12}", "12"), (r"\hspace{1em}12", "12"), (r"\pi\bm x", r"\pi x"), (r"3\mathit{ab}", "3ab"), (r"\vec{\mathbf{v}}", r"\vec v"), (r"{\bf 12}", "12"), (r"\texttt{12}", "12"),
-    (r"\color{red}{12}", "12"), (r"\textcolor{#f00}{-}12", "-12"), (r"\color[rgb]{1,0,0}x^2", "x^2"), (r"\colorbox{red}{$12$}", "12"),
-    (r"\large 12", "12"), (r"{\Huge 12}", "12"), (r"\scriptstyle\frac{1}{3}", "1/3"), (r"\bbox[red]{12}", "12"),
-    (r"\textcolor{red}{\text{Rome}}", "Rome"), (r"\mathrm{Rome}", "Rome"), (r"\arctg 2", r"\arctan 2"), ("arctg 2", r"\arctan 2"),
-    (r"\mathrm{tg}\,x", r"\tan x"), (r"\ctg x", r"\cot x"), (r"\sh x", r"\sinh x"), (r"\lg 100", "2"), ("1{,}5", "1.5"),
+    ("\frac{1}{3}", r"\frac{1}{3}"), (r"\\frac{1}{3}", r"\frac{1}{3}"), (r"\mathtt{x}", "x"),
+    (r"\mathnormal x+1", "x+1"),
+    (r"\pmb{12}", "12"), (r"\bm x+1", "x+1"), (r"2\mathrm x", "2x"),
+    (r"\mathrm{x}+\mathrm{y}", "x+y"), (r"{\rm e}^2", "e^2"),
+    (r"{\rm ln}\,2", r"\ln 2"), (r"\mathbf{1}2", "12"), (r"1\mathbf 2", "12"),
+    (r"x^\mathbf{2}", "x^2"), (r"\frac\mathbf{1}{3}", "1/3"),
+    (r"\rm x", "x"), (r"\frac{\rm a}{b}", "a/b"), (r"\boxed{12}", "12"), (r"\hspace{1em}12", "12"),
+    (r"\pi\bm x", r"\pi x"), (r"3\mathit{ab}", "3ab"), (r"\vec{\mathbf{v}}", r"\vec v"),
+    (r"{\bf 12}", "12"), (r"\texttt{12}", "12"),
+    (r"\color{red}{12}", "12"), (r"\textcolor{#f00}{-}12", "-12"),
+    (r"\color[rgb]{1,0,0}x^2", "x^2"), (r"\colorbox{red}{$12$}", "12"),
+    (r"\large 12", "12"), (r"{\Huge 12}", "12"), (r"\scriptstyle\frac{1}{3}", "1/3"),
+    (r"\bbox[red]{12}", "12"),
+    (r"\textcolor{red}{\text{Rome}}", "Rome"), (r"\mathrm{Rome}", "Rome"),
+    (r"\arctg 2", r"\arctan 2"), ("arctg 2", r"\arctan 2"),
+    (r"\mathrm{tg}\,x", r"\tan x"), (r"\ctg x", r"\cot x"), (r"\sh x", r"\sinh x"),
+    (r"\lg 100", "2"), ("1{,}5", "1.5"),
 ])  # fmt: skip
 def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
     assert math_reward(rf"\boxed{{{text}}}", answer) == math_reward(rf"\boxed{{{answer}}}", text) == 1.0
@@ -354,26 +376,34 @@ def test_fonts_and_unicode_forms_change_no_answer(text: str, answer: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"), [(r"5\mathrm{m}", r"5\mathrm{n}x"), ("4\u200b5", "5"), ("x\u00b2", "x2"), (r"\text{E}", "e+1"),
-    (r"\mathrm{1}{2}", "12"), (r"2\mathrm{x}+\mathrm{y}", "x+2y"), (r"3\text{ 4}", "34"), (r"\tg x", r"\cot x"), (r"\color{red}{13}", "12")]
+    ("text", "answer"),
+    [(r"5\mathrm{m}", r"5\mathrm{n}x"), ("4\u200b5", "5"), ("x\u00b2", "x2"), (r"\text{E}", "e+1"),
+    (r"\mathrm{1}{2}", "12"), (r"2\mathrm{x}+\mathrm{y}", "x+2y"), (r"3\text{ 4}", "34"),
+    (r"\tg x", r"\cot x"), (r"\color{red}{13}", "12")]
 )  # fmt: skip
 def test_fonts_and_unicode_forms_that_differ(text: str, answer: str):
     assert math_reward(rf"\boxed{{{text}}}", answer) == 0.0
 
 
 @pytest.mark.parametrize(("text", "answer", "right"), [
-    (r"\frac 1 2", "1/2", True), (r"\dfrac 3 4", "3/4", True), (r"\frac 3{40}", "3/40", True), (r"\frac{3} 4", "3/4", True),
-    (r"\frac \pi 6", r"\frac{\pi}{6}", True), (r"\frac a b", r"\frac{a}{b}", True), (r"3\frac 1 2", "7/2", True), (r"\binom 5 2", "10", True),
-    (r"\frac{\sqrt 3}2", r"\frac{\sqrt{3}}{2}", True), (r"\sqrt[3] 8", "2", True), (r"\nicefrac 1 2", "1/2", True), (r"\frac 1 25", "1/25", False), (r"\frac 1 3", "1/2", False),
+    (r"\frac 1 2", "1/2", True), (r"\dfrac 3 4", "3/4", True), (r"\frac 3{40}", "3/40", True),
+    (r"\frac{3} 4", "3/4", True),
+    (r"\frac \pi 6", r"\frac{\pi}{6}", True), (r"\frac a b", r"\frac{a}{b}", True),
+    (r"3\frac 1 2", "7/2", True), (r"\binom 5 2", "10", True),
+    (r"\frac{\sqrt 3}2", r"\frac{\sqrt{3}}{2}", True), (r"\sqrt[3] 8", "2", True),
+    (r"\nicefrac 1 2", "1/2", True), (r"\frac 1 25", "1/25", False), (r"\frac 1 3", "1/2", False),
 ])  # fmt: skip
 def test_arguments_of_one_character(text: str, answer: str, right: bool):
     assert math_reward(rf"\boxed{{{text}}}", answer) == right
 
 
 @pytest.mark.parametrize(("text", "answer", "right"), [
-    (r"\boxed{3,5}", "5,3", True), (r"\boxed{3,5}", "3,50", False), (r"\boxed{-1,5}", "5, -1", True), (r"\boxed{1,5}", "1.5", True),
-    (r"$x=\boxed{3}$ or $x=\boxed{5}$", "5,3", True), (r"$x=\boxed{3}$ or $x=\boxed{5}$", "3.5", False),
-    (r"\boxed{1} and \boxed{234}", "1234", False), ("The roots are $3$ and $5$.", "3.5", False), ("The roots are $1$ and $234$.", "1234", False),
+    (r"\boxed{3,5}", "5,3", True), (r"\boxed{3,5}", "3,50", False),
+    (r"\boxed{-1,5}", "5, -1", True), (r"\boxed{1,5}", "1.5", True),
+    (r"$x=\boxed{3}$ or $x=\boxed{5}$", "5,3", True),
+    (r"$x=\boxed{3}$ or $x=\boxed{5}$", "3.5", False),
+    (r"\boxed{1} and \boxed{234}", "1234", False), ("The roots are $3$ and $5$.", "3.5", False),
+    ("The roots are $1$ and $234$.", "1234", False),
     (r"\boxed{1,234} and \boxed{5}", "5, 1234", True), (r"\boxed{(1,234)}", "(1234)", False),
 ])  # fmt: skip
 def test_comma_between_two_numbers_separates_a_list(text: str, answer: str, right: bool):
@@ -384,9 +414,12 @@ SENTENCES = [
     ("Answer: The total is 34.", "34"), ("Final Answer: The largest $n$ is 34.", "34"), ("Answer: She left 3 hours ago.", "3"),
     (r"**Answer:** The area is $2\pi$.", r"2\pi"), ("The total is 34.", "34"), (r"The matrix is $ \frac{1}{2} $.", r"\frac{1}{2}"),
     ("It is not 10, which is 1,000.5€", "1000.5"), ("The room has 12.5m²", "12.5"),
-    ("Answer: 34, see page 12", "34"), ("Answer: 34 (exercise 7, page 12)", "34"), ("Answer: If n = 9, the total is 34", "34"),
-    ("Answer: After 2 hours, the distance is 34 km.", "34"), ("Answer: 20% of 170 is 34", "34"), ("Answer: The sum of 30 and 4 is 34.", "34"),
-    ("Answer: the points $A$ and $B$ are 34 cm^2 apart", "34"), ("<answer>34, see page 12</answer>", "34"), ("Answer: 30 + 4 = 34", "34"),
+    ("Answer: 34, see page 12", "34"), ("Answer: 34 (exercise 7, page 12)", "34"),
+    ("Answer: If n = 9, the total is 34", "34"),
+    ("Answer: After 2 hours, the distance is 34 km.", "34"), ("Answer: 20% of 170 is 34", "34"),
+    ("Answer: The sum of 30 and 4 is 34.", "34"),
+    ("Answer: the points $A$ and $B$ are 34 cm^2 apart", "34"),
+    ("<answer>34, see page 12</answer>", "34"), ("Answer: 30 + 4 = 34", "34"),
 ]  # fmt: skip
 
 
@@ -396,12 +429,18 @@ def test_answer_may_be_a_sentence(text: str, answer: str):
 
 
 @pytest.mark.parametrize("text", [
-    "Answer: The total is not 34.", "Answer: It is less than 34.", "The answer is 7, so the other is 34.", "Answer: 12, see page 34",
-    "Answer: 12 on page 34", "Answer: He is 12 and Ann is 34", "Answer: He is 34 and Ann is 12", "Answer: No, 34", "Answer: Yes: 34",
-    "Answer: x is 12, y is 34", "Answer: The width is 12 while the length is 34", "Answer: Ann has $x=12$ and Bob $y=34$",
-    "Answer: 12 of the 34 pass", "Answer: from 12 to 34", "Answer: 12, cf. Table 34", "Answer: the sum $30+34$ is $64$",
-    "Answer: Nope, 34", "Answer: I don't know, 34", "Answer: Let $n=34$. Then 12", "Answer: option 34, i.e. 12", "Answer: $3x+4$ where $x=34$",
-    "<answer>No, 34</answer>", "<answer>He is 12 and Ann is 34</answer>", '{"answer": "He is 12 and Ann is 34"}', "## Answer\nNo, 34",
+    "Answer: The total is not 34.", "Answer: It is less than 34.",
+    "The answer is 7, so the other is 34.", "Answer: 12, see page 34",
+    "Answer: 12 on page 34", "Answer: He is 12 and Ann is 34", "Answer: He is 34 and Ann is 12",
+    "Answer: No, 34", "Answer: Yes: 34",
+    "Answer: x is 12, y is 34", "Answer: The width is 12 while the length is 34",
+    "Answer: Ann has $x=12$ and Bob $y=34$",
+    "Answer: 12 of the 34 pass", "Answer: from 12 to 34", "Answer: 12, cf. Table 34",
+    "Answer: the sum $30+34$ is $64$",
+    "Answer: Nope, 34", "Answer: I don't know, 34", "Answer: Let $n=34$. Then 12",
+    "Answer: option 34, i.e. 12", "Answer: $3x+4$ where $x=34$",
+    "<answer>No, 34</answer>", "<answer>He is 12 and Ann is 34</answer>",
+    '{"answer": "He is 12 and Ann is 34"}', "## Answer\nNo, 34",
 ])  # fmt: skip
 def test_sentence_that_states_another_answer(text: str):
     assert math_reward(text, "34") == 0.0
