@@ -128,8 +128,8 @@ def test_synthetic_task_of_another_seed_or_kind_is_refused(run_dir: Path) -> Non
     task = ["data.train.source=synthetic:chain"]
     kept(folder, ROWS, *task, resumed=False)
     assert kept(folder, ROWS, *task) == []
-    assert refusal(folder, ROWS, "data.train.source=synthetic:add") == "data.train: row 0 is the first that differs"
-    assert refusal(folder, ROWS, *task, "seed=1") == "data.train: row 0 is the first that differs"
+    assert refusal(folder, ROWS, "data.train.source=synthetic:summary") == "data.train: row 0 is the first that differs"
+    assert refusal(folder, ROWS, *task, "seed=1").startswith("data.train: row ")
 
 
 def test_changed_helper_of_own_code_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
