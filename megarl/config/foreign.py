@@ -1,17 +1,17 @@
-"""The names of other programs' settings (verl, TRL's GRPOConfig, slime, OpenRLHF, NeMo-RL, prime-rl, SkyRL), and what MegaRL calls them."""
+"""What MegaRL calls the settings of other programs: verl, TRL's GRPOConfig, slime, OpenRLHF, NeMo-RL, prime-rl and SkyRL."""
 
 from __future__ import annotations
 
 import functools
 from typing import NamedTuple
 
-# An entry: MegaRL's key or -, the names elsewhere, and what differs, separated by |. A name with dots is a whole key. A name
-# without dots is also found at the end of a key in a section that MegaRL does not have, such as
-# actor_rollout_ref.actor or trainer.policy. A name that ends in .* stands for all keys of a section.
-# Lines that begin with blanks continue an entry.
+# An entry: MegaRL's key or -, the names elsewhere, and what differs, separated by |. A name is also
+# found at the end of a key in a section that MegaRL does not have, such as actor_rollout_ref.actor or
+# trainer.policy. A name that ends in .* stands for all keys of a section. Lines that begin with blanks
+# continue an entry.
 _TABLE = """
 model.path | pretrain hf_checkpoint model_name_or_path model_name actor_rollout_ref.model.path
-    model.name policy_model.path |
+    model.name policy_model.path policy.model.path |
 model.chat_template.name | renderer.name |
 model.chat_template.arguments | chat_template_kwargs |
 model.tokenizer | tokenizer.name tokenizer_name_or_path |
@@ -40,7 +40,7 @@ rollout.prompts_per_step | data.train_batch_size rollout_batch_size per_device_t
     generation_batch_size num_prompts_per_step trainer.train_batch_size orchestrator.batch_size | it
     counts the prompts of a step, on all GPUs together
 rollout.n | num_generations n_samples_per_prompt num_return_sequences num_generations_per_prompt
-    orchestrator.group_size group_size rollouts_per_example |
+    orchestrator.group_size group_size rollouts_per_example generator.n_samples_per_prompt |
 rollout.max_tokens | data.max_response_length max_response_length max_completion_length
     max_new_tokens rollout_max_response_len generate_max_len max_generate_length
     max_completion_tokens |
@@ -209,7 +209,7 @@ observe.trackers | trainer.logger logger report_to use_wandb use_tensorboard wan
     tensorboard_enabled mlflow_enabled swanlab_enabled |
 observe.project | trainer.project_name project_name wandb_project wandb.project |
 observe.name | trainer.experiment_name experiment_name run_name wandb_group wandb_run_name
-    wandb.name |
+    wandb.name trainer.run_name |
 - | logging_steps log_steps monitor_gpus gpu_monitoring.* log.level | every step is written to
     metrics.jsonl, with the engines' and trainers' times and memory
 observe.rollouts_per_step | log_val_generations trainer.log_val_generations log_completions
@@ -255,4 +255,4 @@ def known_elsewhere(key: str, sections: frozenset[str]) -> Known | None:
         return names.get(name)
     endings = [".".join(parts[start:]) for start in range(len(parts))]
     whole_sections = [".".join((*parts[start:end], "*")) for end in range(1, len(parts)) for start in range(end)]
-    return next((names[known] for known in (*endings, *whole_sections) if known in names), None)
+    return next((names[known] for known in (name, *whole_sections, *endings) if known in names), None)
