@@ -132,8 +132,9 @@ def sampling_lines(plan: RunPlan) -> list[str]:
     rollout, lines = plan.config.rollout, list[str]()
     if plan.config.async_.partial_rollout == "abort":
         lines.append(
-            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. So long "
-            "responses become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
+            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. From the "
+            "first token that the new weights change, they are new ones. So long responses may become rarer than the policy makes them: "
+            "the mean length falls by up to a fifth (docs/asynchrony.md)"
         )
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(

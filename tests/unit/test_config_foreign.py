@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
 
 import pytest
 
@@ -12,6 +14,7 @@ from megarl.config.foreign import _names
 from megarl.config.keys import elsewhere_called, nearest, settings
 from megarl.config.load import load_config
 
+OWN_RUN = Path(__file__).parents[2] / "docs/own_run.md"
 # The settings of usual scripts: what they are here, and their names there. `-`: there is no such setting, and a note says why.
 SCRIPTS = {
     # examples/grpo_trainer/run_qwen3-1.7b.sh and run_qwen3-235b_megatron_96gb.sh, recipe/dapo/run_dapo_qwen2.5_32b.sh
@@ -405,3 +408,14 @@ def test_messages_say_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["train", str(path), "--clip-ratio=0.2", "--lr=1e-6"])
     told = capsys.readouterr().err
     assert "algorithm.rho=… (the bound of the ratio itself: 1.2 for a clip of 0.2) trainer.optimizer.lr=1e-6" in told
+
+
+def test_the_table_of_own_run_agrees() -> None:
+    rows = [line.split("|") for line in OWN_RUN.read_text(encoding="utf-8").partition("## Names you may know")[2].splitlines()]
+    checked = []
+    for _, here, *there in (row for row in rows if len(row) == 5):
+        for name in re.findall(r"`…?([\w.-]+)`(?! /)", " ".join(there)):
+            if (elsewhere := elsewhere_called(name)) and elsewhere.key:
+                assert elsewhere.key.rpartition(".")[2] in here, name
+                checked.append(name)
+    assert len(checked) > 10
