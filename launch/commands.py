@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +27,7 @@ from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
 from megarl.launch.gpus import gpus
-from megarl.launch.inputs import Inputs, check_inputs, check_room_for_weights
+from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
 from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
@@ -50,7 +50,7 @@ from megarl.plan.topologies import EngineGroup, gpus_per_node
 from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
-from megarl.rewards.score import Part, all_parts, parts_of
+from megarl.rewards.score import all_parts
 from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint

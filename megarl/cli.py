@@ -260,6 +260,8 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
+        from megarl.data.check import digests_of
+        from megarl.data.contents import contents_of
         from megarl.launch.commands import (
             cache_lines,
             compared_data,
@@ -273,8 +275,6 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
             with_lengths_of,
             with_nodes_of_here,
         )
-        from megarl.data.check import digests_of
-        from megarl.data.contents import contents_of
         from megarl.launch.inputs import check_inputs
         from megarl.launch.resuming import check_resume_point, latest_checkpoint
 
@@ -294,7 +294,15 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
         print(render_launch(sized))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
-        print(*weights_lines(plan, resume), *role_lines(plan), *cache_lines(sized), *sampling_lines(plan), *sandbox_lines(plan), *of_data, sep="\n")
+        print(
+            *weights_lines(plan, resume),
+            *role_lines(plan),
+            *cache_lines(sized),
+            *sampling_lines(plan),
+            *sandbox_lines(plan),
+            *of_data,
+            sep="\n",
+        )
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return status

@@ -63,11 +63,10 @@ class Contents:
             if self.code.get(key) != now.code.get(key):
                 yield f"{key}: what it names differs, or a file of your own code behind it"
         for key in sorted({*self.rows, *now.rows}):
-            before = self.rows.get(key, "")
             rows = now.rows.get(key, "")
-            if before is not None and rows is not None:
-                if difference := _difference(base64.b64decode(before), base64.b64decode(rows)):
-                    yield f"{key}: {difference}"
+            difference = "" if rows is None else _difference(self.rows.get(key) or "", rows)
+            if difference:
+                yield f"{key}: {difference}"
 
 
 def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: bool) -> Contents:
@@ -87,7 +86,7 @@ def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: b
     if tokenizer and not any("strftime_now" in text for text in tokenizer.chat_templates.values()):
         del template["date"]
     return Contents(
-        rows={key: digests and base64.b64encode(digests).decode() for key, digests in rows.items()},
+        rows={key: None if digests is None else base64.b64encode(digests).decode() for key, digests in rows.items()},
         tokenizer=tokenizer and _digest(f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()),
         template=tokenizer and _digest(json.dumps([tokenizer.chat_templates, template], sort_keys=True).encode()),
         code={key: _code(name, key) for key, name in names.items()} if rewarded else {},
@@ -118,8 +117,10 @@ def compare_contents(before: Contents | None, now: Contents, accept: bool, begun
     return [f"Data: {change}; {begun} began otherwise, and goes on as {ACCEPT} allows" for change in changes]
 
 
-def _difference(before: bytes, now: bytes) -> str:
-    """How two lists of digests differ, in words; empty if they do not."""
+def _difference(rows_before: str, rows_now: str) -> str:
+    """How two lists of digests, each in base64, differ, in words; empty if they do not."""
+    before = base64.b64decode(rows_before)
+    now = base64.b64decode(rows_now)
     if before == now:
         return ""
     counts = [len(digests) // ROW_DIGEST_BYTES for digests in (before, now)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-
 MEAN = 64  # tokens
 
 
