@@ -29,7 +29,6 @@ def enable(enable_bmm: bool = True) -> Library:
     library = Library("aten", "IMPL")
     library.impl("mm", mm, "CPU")
     library.impl("addmm", addmm, "CPU")
-    library.impl("addmm_", addmm_, "CPU")
     return library
 
 
@@ -45,8 +44,3 @@ def mm(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 def addmm(bias: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     return beta * bias + alpha * mm(rows, matrix)
-
-
-def addmm_(into: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    """In place, as SGLang multiplies by adapters (lora/torch_ops/lora_ops.py), with the rows of all requests together."""
-    return into.copy_(addmm(into, rows, matrix, beta=beta, alpha=alpha))
