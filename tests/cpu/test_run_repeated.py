@@ -31,7 +31,6 @@ REPEATED = [
 VARIANTS = {  # family of the model, and settings
     "engine of two ranks": ("llama", ["generator.tp=2"]),
     "mixture of experts": ("qwen3_moe", []),
-    "adapters": ("llama", ["lora.rank=4", "lora.alpha=8"]),
 }
 SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]  # so that requests meet others by chance
 
