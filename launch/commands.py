@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -19,15 +19,15 @@ from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.critic.plan import critic_path
 from megarl.data.batches import load_pairs, training_steps
-from megarl.data.check import Checked, digests_of
-from megarl.data.contents import contents_of, keep_contents
+from megarl.data.check import Checked, check_data, digests_of
+from megarl.data.contents import Contents, compare_contents, contents_of, read_contents
 from megarl.data.rows import held_out
 from megarl.estimate.estimate import with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
 from megarl.launch.gpus import gpus
-from megarl.launch.inputs import Inputs, check_inputs, check_room_for_weights
+from megarl.launch.inputs import check_inputs, check_room_for_weights
 from megarl.launch.launcher import Job, fleets_of, launch, placement
 from megarl.launch.meeting import NodeReport, scratch_folder
 from megarl.launch.nodes import Node, NodePlan, interface_with, this_node
@@ -50,7 +50,7 @@ from megarl.plan.topologies import EngineGroup, gpus_per_node
 from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
-from megarl.rewards.score import Part, all_parts, parts_of
+from megarl.rewards.score import all_parts
 from megarl.rollouts.buffer import Ledger
 from megarl.sandbox import jail
 from megarl.trainer.hf_files import fingerprint
@@ -132,8 +132,9 @@ def sampling_lines(plan: RunPlan) -> list[str]:
     rollout, lines = plan.config.rollout, list[str]()
     if plan.config.async_.partial_rollout == "abort":
         lines.append(
-            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. So long "
-            "responses become rarer than the policy makes them: the mean length falls by a tenth to a fifth (docs/asynchrony.md)"
+            "Sampling: async.partial_rollout=abort starts interrupted responses again from the prompt. Most of these are long. From the "
+            "first token that the new weights change, they are new ones. So long responses may become rarer than the policy makes them: "
+            "the mean length falls by up to a fifth (docs/asynchrony.md)"
         )
     if rollout.truncated and rollout.top_k < 0 and plan.spec.vocab_size > MOST_KEPT:
         lines.append(
@@ -301,7 +302,9 @@ def train(plan: RunPlan) -> None:
         def prepare(_: Path) -> None:
             check_resume_point(run_dir, resume)
             inputs = check_inputs(config, "train", plan)
-            of_data = compare_data(config, run_dir, resume, inputs, parts_of(config.reward))
+            contents = contents_of(config, digests_of(inputs.datasets), rewarded=True)
+            of_data = compared_data(config, run_dir, resume, contents)
+            contents.write(run_dir)
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
             lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *cache_lines(plan)]
@@ -357,11 +360,13 @@ def note_beginning(plan: RunPlan, resume: Resume) -> None:
         )
 
 
-def compare_data(config: RunConfig, folder: Path, resume: Resume, inputs: Inputs, rewards: Sequence[Part]) -> list[str]:
-    """Lines about rows, tokenizer, template and reward that have changed since the job in `folder` began. Raises ConfigError unless
+def compared_data(config: RunConfig, folder: Path | str, resume: Resume, now: Contents) -> list[str]:
+    """Lines about rows, tokenizer, template and own code that have changed since the job in `folder` began. Raises ConfigError unless
     checkpoint.accept_changed_data."""
-    now = contents_of(config, digests_of(inputs.datasets), rewards)
-    return keep_contents(folder, bool(resume.checkpoint), now, config.checkpoint.accept_changed_data)
+    if not resume.checkpoint:
+        return []
+    accept = config.checkpoint.accept_changed_data
+    return compare_contents(read_contents(Path(folder)), now, accept, begun=f"the run in {folder}", instead="use another run_dir")
 
 
 def mend_records(run_dir: Path, resume: Resume) -> None:
@@ -395,13 +400,21 @@ def sft(plan: RunPlan) -> None:
     config, run_dir, node = plan.config, Path(plan.config.run_dir) / "sft", this_node()
     if (Path(config.sft.output) / "config.json").exists():
         if node.is_head:
+            digests = digests_of(check_data(config, plan.spec, "sft"))
+            now = contents_of(config, digests, rewarded=False)
+            accept = config.checkpoint.accept_changed_data
+            begun = f"the warm start in sft.output={config.sft.output}"
+            of_data = compare_contents(read_contents(Path(config.sft.output)), now, accept, begun, "remove it to train it again")
+            print(*of_data, sep="\n", end="\n" * bool(of_data))
             print(f"{config.sft.output} is there already: nothing to do. Remove it to train it again.")
         return
     resume = latest_checkpoint(run_dir)
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(config, "sft", plan)
-        of_data = compare_data(config, run_dir, resume, inputs, rewards=())
+        contents = contents_of(config, digests_of(inputs.datasets), rewarded=False)
+        of_data = compared_data(config, run_dir, resume, contents)
+        contents.write(run_dir)
         remove_leftovers(run_dir)
         steps = f"{config.sft.steps} steps of {config.sft.batch_size} sequences"
         begins = f"random, by seed {config.seed}" if config.model.random_init else plan.weights

@@ -260,8 +260,11 @@ def _meant_as_settings(options: Sequence[str]) -> str:
 
 def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
+        from megarl.data.check import digests_of
+        from megarl.data.contents import contents_of
         from megarl.launch.commands import (
             cache_lines,
+            compared_data,
             gpus_line,
             render_launch,
             role_lines,
@@ -278,6 +281,9 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
         resume = latest_checkpoint(plan.config.run_dir)
         check_resume_point(plan.config.run_dir, resume)
         inputs = check_inputs(plan.config, "dry-run", plan, at_hand=True)
+        of_data = compared_data(
+            plan.config, plan.config.run_dir, resume, contents_of(plan.config, digests_of(inputs.datasets), rewarded=True)
+        )
         plan = with_lengths_of(with_nodes_of_here(plan), inputs.datasets)
         for name, lines in (("data", inputs.datasets), ("reward", inputs.rewards)):
             print(*(f"{'' if number else name:<10} {line}\n" for number, line in enumerate(lines)), sep="", end="")
@@ -288,7 +294,15 @@ def _train(plan: RunPlan, arguments: argparse.Namespace) -> int | None:
         print(render_launch(sized))
         if resume.checkpoint:
             print("The checkpoint's files have their full length. Their hashes are not checked now; the run does that when it reads them")
-        print(*weights_lines(plan, resume), *role_lines(plan), *cache_lines(sized), *sampling_lines(plan), *sandbox_lines(plan), sep="\n")
+        print(
+            *weights_lines(plan, resume),
+            *role_lines(plan),
+            *cache_lines(sized),
+            *sampling_lines(plan),
+            *sandbox_lines(plan),
+            *of_data,
+            sep="\n",
+        )
         if not (plan.weights.are_there or plan.weights.are_gone):
             print(f"before it  megarl sft {arguments.config}, with the same overrides: {plan.weights_path} holds no weights yet")
         return status

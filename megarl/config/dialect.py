@@ -7,8 +7,44 @@ from typing import Any
 import yaml
 from omegaconf._yaml import get_yaml_loader
 
-Loader: Any = get_yaml_loader()
+_OmegaConfLoader: Any = get_yaml_loader()
+_SPECIAL_KEYS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # << and =
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+class RepeatedKey(yaml.MarkedYAMLError):
+    """A mapping has two equal keys. YAML libraries keep the last one without a word."""
+
+    def __init__(self, key: yaml.ScalarNode, first: yaml.ScalarNode):
+        written = f", also as {first.value}" if first.value != key.value else ""
+        super().__init__(problem=f"the key {key.value} is set twice{written}", problem_mark=key.start_mark)
+        self.lines = first.start_mark.line + 1, key.start_mark.line + 1
+
+
+class Loader(_OmegaConfLoader):
+    """OmegaConf's loader. It also refuses repeated keys that are numbers, true, false or null; 1 equals 1.0 and true."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        self._check_keys(node, set())
+        return super().construct_document(node)
+
+    def _check_keys(self, node: yaml.Node, seen: set[yaml.Node]) -> None:
+        if node in seen or isinstance(node, yaml.ScalarNode):
+            return
+        seen.add(node)
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                self._check_keys(item, seen)
+            return
+        first: dict[Any, yaml.ScalarNode] = {}
+        for key, value in node.value:
+            self._check_keys(value, seen)
+            if not isinstance(key, yaml.ScalarNode) or key.tag in _SPECIAL_KEYS:
+                continue
+            name = self.construct_object(key)
+            if name in first:
+                raise RepeatedKey(key, first[name])
+            first[name] = key
 
 
 class TextLoader(Loader):

@@ -140,7 +140,7 @@ def nearest(key: str) -> list[str]:
 
 def elsewhere_called(key: str) -> Known | None:
     """The meaning of `key` in other programs, if one has it."""
-    return known_elsewhere(key, frozenset(name.partition(".")[0] for name in sections()))
+    return known_elsewhere(key, frozenset(sections()))
 
 
 def _shared(one: str, other: str) -> int:

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -19,7 +20,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from megarl.config.dialect import read_texts, read_yaml, write_line, write_yaml
+from megarl.config.dialect import RepeatedKey, read_texts, read_yaml, write_line, write_yaml
 from megarl.config.errors import ConfigError
 from megarl.config.keys import (
     Setting,
@@ -203,6 +204,8 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
     try:
         tree = _as_written(read_yaml(text), read_texts(text))
+    except RepeatedKey as error:
+        raise ConfigError(f"{path}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
@@ -214,7 +217,10 @@ def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
         return []
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a mapping of keys to values")
-    return list(_leaves(tree, "", problems))
+    leaves = list(_leaves(tree, "", problems))
+    times = Counter(key for key, _ in leaves)
+    problems += [f"{path}: {key} is set {count} times, with dots and as a section" for key, count in times.items() if count > 1]
+    return leaves
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,8 @@ class _Number:
 def _as_written(value: Any, text: Any) -> Any:
     """`value` with a _Number for each number, and the written text for each key that is one. `text`: the same, read by `read_texts`."""
     if isinstance(value, dict):
-        return {name if isinstance(key, int | float) else key: _as_written(item, inner)
-                for (key, item), (name, inner) in zip(value.items(), text.items(), strict=True)}  # fmt: skip
+        written = {read_yaml(name): name for name in text if name not in value}  # of the keys that are numbers
+        return {written.get(key, key): _as_written(item, text[written.get(key, key)]) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_written(item, inner) for item, inner in zip(value, text, strict=True)]
     return _Number(value, text) if isinstance(text, str) and not isinstance(value, str) else value
@@ -265,6 +271,9 @@ def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple
             continue
         try:
             value = _as_written(read_yaml(text), read_texts(text)) if text else ""
+        except RepeatedKey as error:
+            problems.append(f"{override}: {error.problem}")
+            continue
         except (yaml.YAMLError, ValueError):
             value = text  # not valid YAML, so it is plain text: `data.train.prompt_template=Q: {prompt}`
         setting = setting_of(_in_sft(key)[1] or key)

@@ -536,8 +536,8 @@ class CheckpointConfig:
     )
     accept_changed_data: bool = setting(
         False,
-        "a resumed run, or megarl sft, goes on although rows, tokenizer, chat template or the file of a reward function have changed since"
-        " it began. It keeps its place in the order of rows, so some prompts may be trained twice or never",
+        "a resumed run, or megarl sft, goes on although rows, tokenizer, chat template, own code, rollout.args or a judge's settings have "
+        "changed since it began. It keeps its place in the order of rows, so some prompts may be trained twice or never",
     )
     on_termination_s: float = setting(
         120.0,

@@ -325,7 +325,9 @@ def load_chat_template(tokenizer: Tokenizer, setting: str, without: str = "write
         raise ConfigError(f"{setting}: chat_template.arguments.{wrong[0]}: is set for every conversation; it cannot be an argument")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.datetime.now().strftime(form))
+    # One date for the whole run, also if it is resumed on another day: prompts stay the same.
+    date = datetime.datetime.fromisoformat(chosen.date) if chosen.date else datetime.datetime.now()
+    environment.globals.update(raise_exception=_refuse, strftime_now=date.strftime)
     try:
         variants = {variant: environment.from_string(text) for variant, text in texts.items()}
     except jinja2.TemplateError as error:

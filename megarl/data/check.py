@@ -92,7 +92,8 @@ def check_data(config: RunConfig, spec: ModelSpec | None, command: str, at_hand:
             continue
         tokens = _tokens(config, tokenizer, spec, command, response_tokens) if tokenizer and spec else None
         reading = Reading(config.data.bad_rows == DROP, tokens, prompts=trained if key.startswith("data.train") else {})
-        reading.digests = None if at_hand or not _is_learned(key) else bytearray()
+        if _is_learned(key) and not (reading.drop and tokens is None):  # else it is not known which rows are dropped
+            reading.digests = bytearray()
         try:
             rows, count = _read(config, key, dataset, command, reading, at_hand)
         except ConfigError as error:
@@ -116,7 +117,12 @@ def _absence(error: ConfigError) -> str:
 
 def _read(config: RunConfig, key: str, dataset: SourceConfig, command: str, reading: Reading, at_hand: bool) -> tuple[Any, int]:
     """(the rows or pairs that are kept, the number of all of them)."""
-    most = _SYNTHETIC_ROWS if dataset.source.startswith(PREFIX) else _AT_HAND_PROMPTS if at_hand else None
+    if dataset.source.startswith(PREFIX):
+        most = _SYNTHETIC_ROWS
+    elif at_hand and not reading.drop:
+        most = _AT_HAND_PROMPTS
+    else:
+        most = None
     if isinstance(dataset, PreferenceConfig):
         return read_pairs(dataset, key, config.seed, config.model, reading, most)
     assert isinstance(dataset, DatasetConfig)
@@ -128,13 +134,17 @@ def _is_learned(key: str) -> bool:
     return key.startswith(("data.train", "sft.data"))
 
 
-def digests_of(checked: Sequence[Checked]) -> dict[str, bytes]:
-    """Config section of each source that is learned -> the digests of its usable rows. A synthetic task has those of its first rows, which
-    show task, split and seed, and the number of all its rows."""
-    digests = {}
+def digests_of(checked: Sequence[Checked]) -> dict[str, bytes | None]:
+    """Config section of each source that is learned -> the digests of its usable rows; None if it could not be read here. A synthetic task
+    has those of its first rows, which show task, split and seed, and the number of all its rows."""
+    digests: dict[str, bytes | None] = {}
     for each in checked:
-        if each.reading.digests is not None:
-            count = (each.rows or 0).to_bytes(ROW_DIGEST_BYTES) if each.source.startswith(PREFIX) else b""
+        if not _is_learned(each.key):
+            continue
+        if each.rows is None or each.reading.digests is None:
+            digests[each.key] = None
+        else:
+            count = each.rows.to_bytes(ROW_DIGEST_BYTES) if each.source.startswith(PREFIX) else b""
             digests[each.key] = bytes(each.reading.digests) + count
     return digests
 

@@ -1,28 +1,34 @@
-"""What a run learns from, by contents: hashes of its rows, tokenizer, chat template and reward functions. A resumed run compares them."""
+"""What a run learns from, by contents: hashes of its rows, tokenizer, chat template and own code. A resumed run compares them."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from importlib.util import resolve_name
+from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 
-from megarl.base.files import write_whole
+from megarl.base.files import HubAway, write_whole
 from megarl.config.errors import ConfigError
 from megarl.config.limits import find_module
 from megarl.config.schema import RunConfig
 from megarl.data.rows import ROW_DIGEST_BYTES
-from megarl.rewards.score import Part
+from megarl.rewards.score import parts_of
 
 FILE = "begun_with_data.json"  # in the folder of the job, beside its checkpoints
 ACCEPT = "checkpoint.accept_changed_data"
 # Settings whose effect is in the hashes. So the same contents may come from another place.
 KEYS = (
     *(
-        f"data.train.{source}{name}"
-        for source in ("", "sources.NAME.")
+        f"{section}.{name}"
+        for section in ("data.train", "data.train.sources.NAME", "sft.data")
         for name in ("source", "split", "subset", "prompt_key", "prompt_template", "answer_key", "demonstration_key", "learn", "size")
     ),
     "model.tokenizer",
@@ -30,46 +36,60 @@ KEYS = (
     "model.chat_template.arguments",
     "reward.name",
     "reward.parts.NAME.name",
+    "rollout.name",
 )
 
 
 @dataclass(frozen=True)
 class Contents:
-    rows: dict[str, str]  # config section of each source -> base64 of the digests of its usable rows, in order
-    tokenizer: str
-    template: str
-    rewards: dict[str, str]  # setting -> the built-in reward's name, or the hash of the own function's file, and its name
+    """What cannot be read on this machine is None, and is not compared."""
+
+    rows: dict[str, str | None]  # config section of each source -> base64 of the digests of its usable rows, in order
+    tokenizer: str | None
+    template: str | None
+    code: dict[str, str]  # setting -> the name of what is built in, or the hash of the user's own code, and the function's name
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / FILE, json.dumps(asdict(self)))
 
     def changes(self, now: Contents) -> Iterable[str]:
-        """What is otherwise in `now`, one text for each source, tokenizer, template or reward."""
-        if now.tokenizer != self.tokenizer:
+        """What is otherwise in `now`, one text for each source, tokenizer, template or function."""
+        if now.tokenizer not in (None, self.tokenizer):
             yield "the tokenizer differs"
-        if now.template != self.template:
-            yield "the chat template differs"
-        for key in sorted({*self.rewards, *now.rewards}):
-            if self.rewards.get(key) != now.rewards.get(key):
-                yield f"{key}: the reward or the file of its function differs"
+        if now.template not in (None, self.template):
+            yield "the chat template or its date differs"
+        for key in sorted({*self.code, *now.code}):
+            if self.code.get(key) != now.code.get(key):
+                yield f"{key}: what it names differs, or a file of your own code behind it"
         for key in sorted({*self.rows, *now.rows}):
-            if found := _difference(_digests(self.rows, key), _digests(now.rows, key)):
-                yield f"{key}: {found}"
+            rows = now.rows.get(key, "")
+            difference = "" if rows is None else _difference(self.rows.get(key) or "", rows)
+            if difference:
+                yield f"{key}: {difference}"
 
 
-def contents_of(config: RunConfig, rows: Mapping[str, bytes], rewards: Sequence[Part]) -> Contents:
-    """`rows`: config section of each source that is learned -> the digests of its rows (`digests_of`); `rewards`: parts of the
-    reward that the job learns from. Raises ConfigError if the tokenizer or a function cannot be loaded."""
+def contents_of(config: RunConfig, rows: Mapping[str, bytes | None], rewarded: bool) -> Contents:
+    """`rows`: config section of each source that is learned -> the digests of its rows (`digests_of`); `rewarded`: whether the job learns
+    from rollouts and their rewards. Raises ConfigError if the tokenizer or a function cannot be loaded."""
     from megarl.data.tokenizer import load_tokenizer  # not at the top: the kit for a GPU has no tokenizers, and reads checkpoints
 
-    tokenizer = load_tokenizer(config.model)
-    template = json.dumps([tokenizer.chat_templates, asdict(config.model.chat_template)], sort_keys=True)
+    names = {part.key: part.name for part in parts_of(config.reward)}
+    names |= {"rollout.name": config.rollout.name, "algorithm.name": config.algorithm.name}
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, HubAway):
+            raise
+        tokenizer = None
+    template = asdict(config.model.chat_template)
+    if tokenizer and not any("strftime_now" in text for text in tokenizer.chat_templates.values()):
+        del template["date"]
     return Contents(
-        rows={key: base64.b64encode(digests).decode() for key, digests in rows.items()},
-        tokenizer=_digest(f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()),
-        template=_digest(template.encode()),
-        rewards={part.setting.partition("=")[0]: _reward(part.name) for part in rewards},
+        rows={key: None if digests is None else base64.b64encode(digests).decode() for key, digests in rows.items()},
+        tokenizer=tokenizer and _digest(f"{tokenizer.backend.to_str()} {tokenizer.bos_token} {tokenizer.eos_ids}".encode()),
+        template=tokenizer and _digest(json.dumps([tokenizer.chat_templates, template], sort_keys=True).encode()),
+        code={key: _code(name, key) for key, name in names.items()} if rewarded else {},
     )
 
 
@@ -83,25 +103,24 @@ def read_contents(folder: Path) -> Contents | None:
         raise ConfigError(f"{folder / FILE}: is damaged ({error}); remove it, and the resumed run compares paths instead") from error
 
 
-def keep_contents(folder: Path, resumed: bool, now: Contents, accept: bool) -> list[str]:
-    """Records what a job begins with, or compares it with what the resumed job began with. Returns lines for the user.
+def compare_contents(before: Contents | None, now: Contents, accept: bool, begun: str, instead: str) -> list[str]:
+    """Compares what a job goes on with to what it began with. Returns lines for the user.
 
-    Raises ConfigError that names all differences, unless they are to be accepted.
+    Args: begun, the job that began; instead, what to do but accept. Raises ConfigError that names all differences, unless `accept`.
     """
-    before = read_contents(folder) if resumed else None
-    changes = [] if before is None else [*before.changes(now)]
+    if before is None:
+        return [f"Data: it is not known whether the rows are those that {begun} began with, since an earlier version began it"]
+    changes = [*before.changes(now)]
     if changes and not accept:
-        then = f"restore that, use another run_dir, or set {ACCEPT}=true: some prompts are then trained twice or never"
-        raise ConfigError([f"{change}. The run in {folder} began otherwise: {then}" for change in changes])
-    if before != now:
-        now.write(folder)
-    if resumed and before is None:
-        return ["Data: it is not known whether the rows are those that the run began with, since an earlier version began it"]
-    return [f"Data: {change}; the run began otherwise, and goes on as {ACCEPT} allows" for change in changes]
+        then = f"{instead}, or set {ACCEPT}=true: some prompts are then trained twice or never"
+        raise ConfigError([f"{change}. {begun[0].upper()}{begun[1:]} began otherwise: restore that, {then}" for change in changes])
+    return [f"Data: {change}; {begun} began otherwise, and goes on as {ACCEPT} allows" for change in changes]
 
 
-def _difference(before: bytes, now: bytes) -> str:
-    """How two lists of digests differ, in words; empty if they do not."""
+def _difference(rows_before: str, rows_now: str) -> str:
+    """How two lists of digests, each in base64, differ, in words; empty if they do not."""
+    before = base64.b64decode(rows_before)
+    now = base64.b64decode(rows_now)
     if before == now:
         return ""
     counts = [len(digests) // ROW_DIGEST_BYTES for digests in (before, now)]
@@ -117,16 +136,69 @@ def _row(digests: bytes, row: int) -> bytes:
     return digests[row * ROW_DIGEST_BYTES : (row + 1) * ROW_DIGEST_BYTES]
 
 
-def _digests(rows: Mapping[str, str], key: str) -> bytes:
-    return base64.b64decode(rows.get(key, ""))
-
-
-def _reward(name: str) -> str:
-    module, colon, function = name.rpartition(":")
+def _code(name: str, key: str) -> str:
+    module_name, colon, function = name.rpartition(":")
     if not colon:
         return name
-    file = find_module(module, f"reward.name={name}").__file__
-    return f"{_digest(Path(file).read_bytes()) if file else module}:{function}"
+    files = own_code(find_module(module_name, f"{key}={name}"))
+    return f"{_digest(repr(sorted(path.read_bytes() for path in files)).encode())}:{function}"
+
+
+def own_code(module: ModuleType) -> list[Path]:
+    """The files of `module` and of what it imports, also inside functions; not what is installed or MegaRL's own.
+
+    Imports are read from the sources, and looked up in sys.path. So nothing is executed, and modules whose names are computed are missed.
+    """
+    if getattr(module, "__file__", None) is None:
+        return []
+    own = module.__name__.partition(".")[0]
+    files = {module.__name__: Path(str(module.__file__))}
+    seen = {module.__name__}
+    pending = [module.__name__]
+    while pending:
+        name = pending.pop()
+        if path := files.get(name) or _own_file(name, own):
+            files[name] = path
+            imported = {*_imports(path, name)} - seen
+            seen |= imported
+            pending += imported
+    return [*files.values()]
+
+
+def _own_file(name: str, own: str) -> Path | None:
+    """The file of a module, unless that is installed, or MegaRL's own. `own`: the package that counts even if it is installed."""
+    top = name.partition(".")[0]
+    if top in (__name__.partition(".")[0], *sys.builtin_module_names):
+        return None
+    for folder in sys.path:
+        stem = Path(folder, *name.split("."))
+        for path in (stem / "__init__.py", stem.with_suffix(".py")):
+            if path.is_file():
+                installed = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib"))
+                return path if top == own or not installed else None
+    return None
+
+
+def _imports(path: Path, name: str) -> Iterator[str]:
+    """The modules that a file names in imports, and their packages. `from a import b` gives a.b too, which may be a module."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (SyntaxError, ValueError):  # not Python's source, such as a compiled module
+        return
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names += [f"{base}{alias.name if base.endswith('.') else f'.{alias.name}'}" for alias in node.names]
+    for imported in names:
+        try:
+            absolute = resolve_name(imported, package) if imported.startswith(".") else imported
+        except ImportError:  # above the outermost package: it would fail if it were reached
+            continue
+        yield from accumulate(absolute.split("."), "{}.{}".format)
 
 
 def _digest(content: bytes) -> str:

@@ -403,7 +403,7 @@ def _synthetic[R: (Row, Pair)](
     if kept is None:
         return made if count == len(made) else [made[i] for i in range(count)], count
     some = ((made[i].where, made[i]) for i in range(min(kept, count)))
-    asked = Reading(tokens=reading.tokens, lengths=reading.lengths) if reading else None
+    asked = Reading(tokens=reading.tokens, lengths=reading.lengths, digests=reading.digests) if reading else None
     return _checked_rows(some, config, key, lambda where, row: row, asked, kept)[0], count
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.algorithms.losses import nll_loss
 from megarl.base.rollout_types import TrainSequence
 from megarl.config.errors import RunError
+from megarl.data import contents
 from megarl.data.batches import sft_batches, sft_held_out
 from megarl.executors.policy import load_checkpoint, make_policy
 from megarl.messaging.rendezvous import Rendezvous
@@ -37,7 +38,7 @@ def run_sft_rank(plan: RunPlan, rank: int, rendezvous: Rendezvous) -> None:
     began, best = rendezvous.start_step, f"{config.sft.output}.best"
     trainer, lowest = _begun(plan, rendezvous.checkpoint, best)
     held_out = sft_held_out(config, plan.spec)
-    record = {WARM_START: warm_start_record(config)}
+    record = {WARM_START: warm_start_record(config), contents.FILE: (run_dir / contents.FILE).read_text(encoding="utf-8")}
     metrics = MetricsWriter(run_dir, resume_step=began) if rank == 0 else None
     started = time.monotonic()
     for step, sequences in enumerate(sft_batches(config, plan.spec, began), began):

@@ -329,10 +329,29 @@ FIXED_KEYS = (
     "reward.name",
     "reward.parts.NAME.name",
     "reward.parts.NAME.weight",
+    "rollout.name",
     "roles.NAME.role",
     "roles.NAME.path",
     "roles.NAME.on",
     "seed",
+)
+# Samples and scores depend on these settings too.
+_SCORING_KEYS = (
+    "rollout.args",
+    *(
+        f"roles.NAME.{key}"
+        for key in (
+            "template",
+            "chat",
+            "chat_template.name",
+            "chat_template.arguments",
+            "mode",
+            "verdict",
+            "verdict_scores",
+            "verdict_range",
+            "opponents",
+        )
+    ),
 )
 # With data.bad_rows=drop, these settings also decide which rows are left out, and so the order of the others.
 _ROOM_KEYS = ("rollout.max_tokens", "generator.kv_cache_tokens", "generator.groups.NAME.kv_cache_tokens")
@@ -350,6 +369,8 @@ def check_resume(config: RunConfig) -> Iterable[str]:
     if (Path(config.run_dir) / contents.FILE).is_file():
         fixed -= {*contents.KEYS}  # the launcher compares what they lead to
     yield from _begun_otherwise(before, config, fixed)
+    if not config.checkpoint.accept_changed_data:
+        yield from _begun_otherwise(before, config, _SCORING_KEYS, f", or set {contents.ACCEPT}=true")
 
 
 def check_exported(config: RunConfig) -> Iterable[str]:
@@ -359,11 +380,12 @@ def check_exported(config: RunConfig) -> Iterable[str]:
         yield from _begun_otherwise(_earlier(config), config, ("trainer.mtp",))
 
 
-def _begun_otherwise(before: Mapping[str, Any], config: RunConfig, fixed: Collection[str]) -> Iterable[str]:
+def _begun_otherwise(before: Mapping[str, Any], config: RunConfig, fixed: Collection[str], more: str = "") -> Iterable[str]:
     for key, value in differences(before, config).items():
         if general(key) in fixed:
             now = yaml_text(value_at(config, key))
-            yield f"{key}={now}: the run in run_dir={config.run_dir} began with {yaml_text(value)}; keep that, or use another run_dir"
+            began = f"the run in run_dir={config.run_dir} began with {yaml_text(value)}"
+            yield f"{key}={now}: {began}; keep that, or use another run_dir{more}"
 
 
 def changes(config: RunConfig) -> list[str]:
@@ -390,10 +412,10 @@ def _earlier(config: RunConfig) -> Mapping[str, Any]:
     return {key: value_at(earlier, key) for key in keys_of(earlier)}
 
 
-def model_before(config: RunConfig) -> str | None:
-    """`model.path` of the run in `config.run_dir`; None if no run has left a checkpoint there, or its settings cannot be read."""
+def value_before(config: RunConfig, key: str) -> Any:
+    """A setting of the run in `config.run_dir`; None if no run has left a checkpoint there, or its settings cannot be read."""
     with contextlib.suppress(ConfigError):
-        return _earlier(config).get("model.path")
+        return _earlier(config).get(key)
     return None
 
 

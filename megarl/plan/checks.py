@@ -96,6 +96,8 @@ def check_deterministic(config: RunConfig) -> Iterable[str]:
         yield "deterministic=true: must be false with several generator.groups: chance decides which answers, and each rounds otherwise"
     if config.generator.speculative.algorithm != NONE:
         yield "deterministic=true: must be false with generator.speculative: how many tokens a pass computes changes their last bits"
+    if config.lora.rank:
+        yield "deterministic=true: must be false with lora.rank: how many requests an adapter multiplies at once changes their last bits"
 
 
 # Checks for runs with fp8 engines: SGLang's blocks must fit the sizes, and settings must not contradict the format.

@@ -28,13 +28,14 @@ from megarl.plan.checks import (
     with_model,
 )
 from megarl.plan.topologies import EngineGroup, engine_groups, trainer_topology
-from megarl.plan.weights import Weights, find_weights, missing_weights
+from megarl.plan.weights import Weights, find_weights, missing_weights, with_date
 from megarl.reshard.layout import parameter_count
 from megarl.roles.plan import ServedRole, find_served
 from megarl.roles.settings import REFERENCE
 from megarl.speculative.settings import NEXTN
 from megarl.teachers.plan import FrozenRole, check_served_teachers, find_frozen
 
+DATED = ("train", "dry-run", "sft", "reward-model", "eval", "export")  # commands that render prompts, or go on to one that does
 OWN_SIZES = {"sft": "sft", "reward-model": "reward_model"}  # command -> the section that may set its own parallel sizes
 
 
@@ -103,6 +104,8 @@ def resolve(config: RunConfig, command: str | None = None) -> RunPlan:
     will make may be missing. Raises ConfigError with all problems.
     """
     given = config
+    if command in DATED:
+        config = with_date(config, command)
     if command in OWN_SIZES:
         config = with_own_sizes(config, OWN_SIZES[command])
     if command == "sft" and not config.sft.adapters:

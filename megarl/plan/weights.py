@@ -7,22 +7,26 @@ records what it was made from, since sft.output may belong to another run. A run
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import recipes
 from megarl.base.files import write_whole
 from megarl.config.errors import ConfigError
-from megarl.config.keys import keys_of, value_at
-from megarl.config.schema import RunConfig
-from megarl.plan.checkpoints import check_names, complete_checkpoints, model_before
-from megarl.roles.settings import REFERENCE, role_of
+from megarl.config.keys import general, keys_of, value_at
+from megarl.config.schema import ModelConfig, RunConfig
+from megarl.data import contents
+from megarl.plan.checkpoints import check_names, complete_checkpoints, value_before
+from megarl.roles.settings import REFERENCE, RoleConfig, role_of
 
 WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
 WARM = "warm"  # the command that only lets engines compile, for which any weights will do
+_DATE = "model.chat_template.date"
 BEGUN_WITH = "begun_with.json"  # in run_dir: the weights that the run began with
 
 
@@ -54,6 +58,27 @@ class Weights:
         return f"{where}; {self.remark}" if self.remark else where
 
 
+def with_date(config: RunConfig, command: str | None) -> RunConfig:
+    """The config with the date for chat templates, of the policy and of roles: the date that is set, else the one with which the job in
+    run_dir began, else today's."""
+    date = config.model.chat_template.date or _first_date(config, command) or datetime.date.today().isoformat()
+
+    def dated[C: (ModelConfig, RoleConfig)](of: C) -> C:
+        return replace(of, chat_template=replace(of.chat_template, date=of.chat_template.date or date))
+
+    roles = {name: role and dated(role) for name, role in config.roles.items()}
+    return replace(config, model=dated(config.model), roles=roles)
+
+
+def _first_date(config: RunConfig, command: str | None) -> str | None:
+    if command != "sft":
+        return value_before(config, _DATE)
+    begun = complete_checkpoints(Path(config.run_dir) / "sft")
+    with contextlib.suppress(ConfigError):  # a check reports it
+        return (read_warm_start(str(begun[-1][1]) if begun else config.sft.output) or {}).get(_DATE)
+    return None
+
+
 def find_weights(config: RunConfig, command: str | None) -> Weights:
     """The weights that `command` begins with. None: those of a new run."""
     model = Weights(config.model.path)
@@ -69,7 +94,7 @@ def find_weights(config: RunConfig, command: str | None) -> Weights:
 
 def of_the_run(config: RunConfig) -> bool:
     """Whether `run_dir` has checkpoints of a run that began from this `model.path`. Without the run's settings they count as its own."""
-    before = model_before(config)
+    before = value_before(config, "model.path")
     return bool(complete_checkpoints(config.run_dir)) and (before is None or _same_folder(before, config.model.path))
 
 
@@ -168,7 +193,7 @@ def check_warm_start(config: RunConfig) -> Iterable[str]:
     instead = "remove it to train it anew, or name another folder"
     if made_by is None and holds_weights(config.model.path):
         yield f"sft.output={output}: is there already, and was not made by megarl sft (it has no {WARM_START}); {instead}"
-    for key, now, then in _differences(made_by, config) if made_by else ():
+    for key, now, then in _differences(made_by, config, Path(output)) if made_by else ():
         yield f"{key}={now}: the warm start in sft.output={output} was made with {then}; {instead}"
 
 
@@ -176,16 +201,18 @@ def check_begun_warm_start(config: RunConfig) -> Iterable[str]:
     """Problems with resuming an interrupted warm start, if there is one."""
     yield from check_names(Path(config.run_dir) / "sft")
     for _, folder in complete_checkpoints(Path(config.run_dir) / "sft")[-1:]:
-        for key, now, then in _differences(read_warm_start(str(folder)) or {}, config):
+        for key, now, then in _differences(read_warm_start(str(folder)) or {}, config, Path(config.run_dir) / "sft"):
             yield f"{key}={now}: the warm start that was interrupted had {then}; keep that, or remove {folder.parent} to begin anew"
 
 
-def _differences(made_by: Mapping[str, Any], config: RunConfig) -> Iterable[tuple[str, str, str]]:
-    """(key, value now, value then) of the settings that a warm start depends on."""
+def _differences(made_by: Mapping[str, Any], config: RunConfig, folder: Path) -> Iterable[tuple[str, str, str]]:
+    """(key, value now, value then) of the settings that a warm start depends on. If `folder` has the contents that it learned from, these
+    are compared instead of where they are (compare_contents)."""
+    compared = (_DATE, *(contents.KEYS if (folder / contents.FILE).is_file() else ()))
     for key, now in json.loads(warm_start_record(config)).items():
         then = made_by.get(key)
         same = _same_folder(then, now) if key == "model.path" and then else then == now
-        if not same:
+        if not same and general(key) not in compared:
             yield key, json.dumps(now), json.dumps(then)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from megarl.config.limits import INPUT, above, at_least, between, one_of, seconds, setting
+from megarl.config.limits import INPUT, Limit, above, at_least, between, one_of, seconds, setting
 
 CRITIC, REWARD_MODEL, JUDGE, TEACHER, REFERENCE = "critic", "reward_model", "judge", "teacher", "reference"
 TRAINER, ENGINES = "trainer", "engines"
@@ -16,6 +17,13 @@ TRAINER, ENGINES = "trainer", "engines"
 PLACES = {CRITIC: (TRAINER,), REWARD_MODEL: (ENGINES,), JUDGE: (ENGINES,), TEACHER: (ENGINES, TRAINER), REFERENCE: (TRAINER,)}
 POINTWISE, PAIRWISE = "pointwise", "pairwise"
 CHAT = "chat"  # value of `template`: the chat template of the model's tokenizer
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -28,6 +36,9 @@ class ChatTemplateConfig:
     arguments: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "variables of the template, such as {enable_thinking: false} or {date_string: 26 Jul 2024}"},
+    )
+    date: str | None = setting(
+        None, "the date that a template prints with strftime_now; null: the day on which the run began", Limit("YYYY-MM-DD", _is_date)
     )
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megarl.base.files import sync_folder
 from megarl.base.geometry import Box
 from megarl.config.errors import ConfigError, RunError
+from megarl.data import contents
 from megarl.models import multi_token
 from megarl.models.registry import CAUSAL_LM, CLASSIFICATION, family
 from megarl.models.spec import SCALAR, ModelSpec
@@ -173,7 +174,7 @@ SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 # Files of a model folder that an export does not copy: weights in any format, their indices, and what a folder of Git or the hub has.
 LEFT_OUT = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.npz", "*.index.json", "*.lock",
-    WARM_START, ".git*", ".cache", ".huggingface", "original", "*.partial",
+    WARM_START, contents.FILE, ".git*", ".cache", ".huggingface", "original", "*.partial",
 )  # fmt: skip
 MAX_COPIED_BYTES = 100 * 2**20  # larger files are not configuration
 

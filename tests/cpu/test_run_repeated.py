@@ -28,6 +28,10 @@ REPEATED = [
     "checkpoint.every=3",
     "checkpoint.keep=9",
 ]
+VARIANTS = {  # family of the model, and settings
+    "engine of two ranks": ("llama", ["generator.tp=2"]),
+    "mixture of experts": ("qwen3_moe", []),
+}
 SMALL_BATCHES = ["generator.engines=2", "generator.max_concurrency=3"]  # so that requests meet others by chance
 
 
@@ -75,6 +79,16 @@ def test_run_is_repeated_bit_for_bit(model, first, tmp_path) -> None:
     assert len(samples(first)) == 24 and samples(second) == samples(first)
     assert numbers(second) == numbers(first)
     assert same(exported(second), exported(first)) and not same(exported(first), weights(model)), "the weights have moved"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_run_is_repeated_in_other_shapes(variant: str, tmp_path: Path) -> None:
+    family, settings = VARIANTS[variant]
+    model = make_model(tmp_path / "model", family)
+    first = train(model, tmp_path / "first", *settings, "max_steps=4")
+    second = train(model, tmp_path / "second", *settings, "max_steps=4", "generator.max_concurrency=3")
+    assert len(samples(first)) == 16 and samples(second) == samples(first)
+    assert numbers(second) == numbers(first)
 
 
 def test_resumed_run_equals_unbroken_one(model, first, tmp_path) -> None:

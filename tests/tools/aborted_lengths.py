@@ -1,25 +1,37 @@
 """How much shorter responses become with async.partial_rollout=abort: the table of docs/asynchrony.md.
 
 Every response decodes one token a tick. An update is due `every` ticks after the last one. It waits for responses that were already begun
-again once; until they end, no response begins. Then all other responses begin again, each with a newly drawn length.
+again once; until they end, no response begins. Then all other responses begin again, with the same noise. So a response is the same up to
+the first token that the new weights change. From there on it is a new one: its length is drawn anew, among those above that place.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+MEAN = 64  # tokens
 
-def mean_length(every: int, sigma: float, abort: bool = True, updates: int = 4000, slots: int = 64) -> tuple[float, float]:
-    """Returns the mean length and the share of responses that began again. Lengths are lognormal with mean 64, cut at 256."""
+
+def mean_length(every: int, sigma: float, changed: float, ticks: int = 50_000, slots: int = 64) -> tuple[float, float]:
+    """Returns the mean length and the share of responses that began again. Lengths are lognormal with mean 64, cut at 256. `changed`: the
+    share of tokens that an update changes."""
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:
-        return np.clip(np.rint(rng.lognormal(np.log(64) - sigma**2 / 2, sigma, count)), 1, 256).astype(int)
+        return np.clip(np.rint(rng.lognormal(np.log(MEAN) - sigma**2 / 2, sigma, count)), 1, 256).astype(int)
+
+    def drawn_again(lengths: np.ndarray) -> np.ndarray:
+        place = rng.geometric(changed, len(lengths)) if changed else np.full(len(lengths), 1 << 30)
+        again, differs = lengths.copy(), lengths >= place
+        while differs.any():
+            again[differs] = draw(int(differs.sum()))
+            differs &= again < place
+        return again
 
     length, second = draw(slots), np.zeros(slots, bool)
-    left, clock, done = length.copy(), 0, 0
+    left, clock = length.copy(), 0
     tokens = ended = again = 0
-    while done < updates:
+    for _ in range(ticks):
         clock += 1
         busy = left > 0
         left[busy] -= 1
@@ -28,11 +40,11 @@ def mean_length(every: int, sigma: float, abort: bool = True, updates: int = 400
         second[over] = False
         held = clock >= every
         if held and not second.any():
-            clock, done, held = 0, done + 1, False
-            if abort:
-                cut = left > 0
-                length[cut] = left[cut] = draw(int(cut.sum()))
-                second[cut], again = True, again + int(cut.sum())
+            clock, held = 0, False
+            cut = left > 0
+            length[cut] = left[cut] = drawn_again(length[cut])
+            second[cut] = True
+            again += int(cut.sum())
         if not held:
             free = left == 0
             length[free] = left[free] = draw(int(free.sum()))
@@ -40,12 +52,14 @@ def mean_length(every: int, sigma: float, abort: bool = True, updates: int = 400
 
 
 def main() -> None:
+    rng = np.random.default_rng(0)
     for sigma in (0.8, 0.4):
-        whole, _ = mean_length(64, sigma, abort=False)
-        for every in (16, 32, 64, 128, 256, 512):
-            mean, again = mean_length(every, sigma)
-            told = f"{mean:.1f} instead of {whole:.1f} tokens ({mean / whole - 1:+.0%}), {again:.0%} drawn again"
-            print(f"sigma {sigma}, {every} ticks an update: {told}")
+        lengths = np.clip(np.rint(rng.lognormal(np.log(MEAN) - sigma**2 / 2, sigma, 1_000_000)), 1, 256)
+        for tokens in (MEAN, 4, 1, 0.25, 0):
+            for every in (16, 32, 64, 128, 256, 512):
+                mean, again = mean_length(every, sigma, changed=tokens / MEAN)
+                told = f"{mean / lengths.mean() - 1:+.0%} length, {again:.0%} begun again"
+                print(f"sigma {sigma}, an update changes {tokens} tokens of {MEAN}, {every} ticks an update: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def test_booleans_are_not_text_in_a_file(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("model: {path: m\ntrainer: {tp: 1}\n", "line 2: not valid YAML"),
-        (MINIMAL + "model: {path: n}\n", "line 3: not valid YAML: found duplicate key model"),
+        (MINIMAL + "model: {path: n}\n", "lines 1 and 3: the key model is set twice"),
         ("just words", "must hold a mapping of keys to values"),
         ("- 1\n- 2\n", "must hold a mapping of keys to values"),
     ],
@@ -267,7 +267,10 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
     "text, problem",
     [
         ("model:\n\tpath: x\n", ", line 2: not valid YAML: a tab where YAML allows only spaces"),
-        ("seed: 1\nseed: 2\n", ", line 2: not valid YAML: found duplicate key seed"),
+        ("seed: 1\nseed: 2\n", ", lines 1 and 2: the key seed is set twice"),
+        ("roles: {j: {verdict_scores: {1: 0,\n 1.0: 1}}}\n", ", lines 1 and 2: the key 1.0 is set twice, also as 1"),
+        ("rollout: {args: {true: 0, True: 1}}\n", ", lines 1 and 1: the key True is set twice, also as true"),
+        ("rollout: {args: [{1: a, '1': b}]}\n", ", lines 1 and 1: the key 1 is set twice"),
         ("max_steps: [1\n", ", line 2: not valid YAML: did not find expected ',' or ']'"),
         ("- a\n", ": must hold a mapping of keys to values"),
         ("words", ": must hold a mapping of keys to values"),
@@ -276,3 +279,18 @@ def test_sections_under_names_of_the_users(tmp_path: Path) -> None:
 def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, problem: str) -> None:
     path = write(tmp_path, text)
     assert problems_of(path) == [f"{path}{problem}"]
+
+
+def test_key_set_twice_in_an_override(tmp_path: Path) -> None:
+    override = "roles.j.verdict_scores={1: 0, 1.0: 1}"
+    assert problems_of(write(tmp_path), override) == [f"{override}: the key 1.0 is set twice, also as 1"]
+
+
+def test_key_set_with_dots_and_as_a_section(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "trainer.tp: 1\ntrainer: {tp: 2}\n")
+    assert problems_of(path) == [f"{path}: trainer.tp is set 2 times, with dots and as a section"]
+
+
+def test_merged_keys_may_be_set_again(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "rollout: {args: {a: &a {1: x, b: 2}, c: {<<: *a, 1: y}}}\n")
+    assert load_config(path).rollout.args["c"] == {"1": "y", "b": 2}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -13,8 +15,8 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.data.check import check_data, digests_of
-from megarl.data.contents import FILE, contents_of, keep_contents
-from megarl.rewards.score import parts_of
+from megarl.data.contents import FILE, compare_contents, contents_of, own_code, read_contents
+from megarl.plan.weights import with_date
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-llama"
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]
@@ -46,8 +48,12 @@ def kept(folder: Path, rows: list[dict[str, str]], *overrides: str, suffix: str 
     file = folder / "run.yaml"
     file.write_text(f"model: {{path: {folder}/model}}\ndata: {{train: {{source: {written(folder, rows, suffix)}}}}}\n")
     config = load_config(file, overrides)
-    now = contents_of(config, digests_of(check_data(config, None, "train")), parts_of(config.reward))
-    return keep_contents(folder / "run", resumed, now, config.checkpoint.accept_changed_data)
+    config = with_date(config, "train")
+    now = contents_of(config, digests_of(check_data(config, None, "train")), rewarded=True)
+    accept = config.checkpoint.accept_changed_data
+    lines = compare_contents(read_contents(folder / "run"), now, accept, "the run", "use another run_dir") if resumed else []
+    now.write(folder / "run")
+    return lines
 
 
 def refusal(folder: Path, rows: list[dict[str, str]], *overrides: str) -> str:
@@ -94,7 +100,7 @@ def test_changed_rows_are_accepted_once_if_that_is_set(run_dir: Path) -> None:
 def test_changed_template_tokenizer_and_reward_are_named(run_dir: Path, model: Path) -> None:
     folder = run_dir.parent
     (model / "chat_template.jinja").write_text("{{ messages }}")
-    assert refusal(folder, ROWS) == "the chat template differs"
+    assert refusal(folder, ROWS) == "the chat template or its date differs"
     (model / "chat_template.jinja").unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "0"}))
@@ -102,15 +108,77 @@ def test_changed_template_tokenizer_and_reward_are_named(run_dir: Path, model: P
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     own = folder / "own_grader.py"
     own.write_text("def score(response, answer):\n    return 1.0\n")
-    assert "reward.name: the reward" in refusal(folder, ROWS, f"reward.name={own}:score")
+    assert "reward.name: what it names differs" in refusal(folder, ROWS, f"reward.name={own}:score")
     name = [f"reward.name={own}:score"]
     kept(folder, ROWS, *name, "checkpoint.accept_changed_data=true")
     assert kept(folder, ROWS, *name) == []
     own.write_text("def score(response, answer):\n    return 0.0\n")
-    assert "the file of its function differs" in refusal(folder, ROWS, *name)
+    assert "a file of your own code" in refusal(folder, ROWS, *name)
 
 
 def test_run_of_an_earlier_version_resumes_with_a_word(run_dir: Path) -> None:
     (run_dir / FILE).unlink()
     (line,) = kept(run_dir.parent, [*ROWS, ROWS[0]])
     assert "it is not known" in line and (run_dir / FILE).exists()
+
+
+def test_synthetic_task_of_another_seed_or_kind_is_refused(run_dir: Path) -> None:
+    folder = run_dir.parent
+    task = ["data.train.source=synthetic:chain"]
+    kept(folder, ROWS, *task, resumed=False)
+    assert kept(folder, ROWS, *task) == []
+    assert refusal(folder, ROWS, "data.train.source=synthetic:summary") == "data.train: row 0 is the first that differs"
+    assert refusal(folder, ROWS, *task, "seed=1").startswith("data.train: row ")
+
+
+def test_changed_helper_of_own_code_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_dir.parent
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    grader = folder / "grader_with_helpers.py"
+    grader.write_text("def grade(response, answer):\n    from helpers_of_grader.sums import total\n    return total(answer)\n")
+    package = folder / "helpers_of_grader"
+    package.mkdir()
+    (package / "sums.py").write_text("from . import digits\ndef total(answer):\n    return digits.ONE\n")
+    (package / "digits.py").write_text("import os, json, torch\nONE = 1.0\n")
+    (package / "unused.py").write_text("")
+    own = [f"reward.name={grader}:grade"]
+    kept(folder, ROWS, *own, resumed=False)
+    (package / "unused.py").write_text("x = 1\n")
+    assert kept(folder, ROWS, *own) == []
+    (package / "digits.py").write_text("ONE = 2.0\n")
+    assert refusal(folder, ROWS, *own) == "reward.name: what it names differs, or a file of your own code behind it"
+
+
+def test_own_code_of_a_package_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_of_graders"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import *\nimport numpy, megarl.cli\n")
+    (package / "inner.py").write_text("def grade(response):\n    import missing_module\n    from ...above import nothing\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    files = own_code(importlib.import_module("package_of_graders"))
+    assert sorted(path.name for path in files) == ["__init__.py", "inner.py"]
+
+
+def test_changed_rollout_and_algorithm_are_refused(run_dir: Path) -> None:
+    folder = run_dir.parent
+    own = folder / "own_rollout_and_rule.py"
+    own.write_text("def play(): ...\ndef rule(): ...\n")
+    names = [f"rollout.name={own}:play", f"algorithm.name={own}:rule"]
+    kept(folder, ROWS, *names, resumed=False)
+    own.write_text("def play(): ...\ndef rule(): pass\n")
+    with pytest.raises(ConfigError) as caught:
+        kept(folder, ROWS, *names)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["algorithm.name", "rollout.name"]
+
+
+def test_run_keeps_its_first_date(run_dir: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a template that prints the date, as Llama 3's does."""
+    folder = run_dir.parent
+    template = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    chat = "data.train.prompt_template=chat"
+    kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26", resumed=False)
+    assert kept(folder, ROWS, chat, "model.chat_template.date=2024-07-26") == []
+    with pytest.raises(ConfigError) as caught:
+        kept(folder, ROWS, chat, "model.chat_template.date=2024-07-27")
+    assert [problem.partition(".")[0] for problem in caught.value.problems] == ["the chat template or its date differs", "data"]

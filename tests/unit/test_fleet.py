@@ -53,10 +53,12 @@ def test_a_response_is_put_together_from_its_cuts():
 
 
 def test_an_update_cuts_requests_where_they_are():
-    """With `resume` they keep their tokens; with `abort` they begin again. A request that was still on its way is aborted again."""
+    """With `resume` they keep their tokens; with `abort` they begin again, with the same seed. A request that was still on its way is
+    aborted again."""
 
     async def answer(inputs, samplings):
         seen.append([len(tokens) for tokens in inputs])
+        seeds.append([sampling.seed for sampling in samplings])
         if len(seen) > 1:
             return [tokens_of(sampling.max_tokens, "length") for sampling in samplings]
         for _ in range(2):
@@ -67,7 +69,7 @@ def test_an_update_cuts_requests_where_they_are():
     async def run(mode):
         nonlocal engine
         fleet = Fleet([engine := FakeEngine(answer)], mode)
-        request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=8), 2))
+        request = asyncio.create_task(fleet.generate([1, 2], Sampling(max_tokens=8, seed=7), 2))
         await settle()
         async with asyncio.timeout(DEADLINE_S):
             await fleet.hold(1)
@@ -78,8 +80,10 @@ def test_an_update_cuts_requests_where_they_are():
     engine = None
     for mode, again in (("resume", 5), ("abort", 2)):
         seen: list = []
+        seeds: list = []
         assert asyncio.run(run(mode)) == [5, 8]
         assert seen == [[2, 2], [again]]
+        assert seeds[1] == seeds[0][1:] != seeds[0][:1]
 
 
 def test_the_last_token_of_an_aborted_answer_is_sampled_again():

@@ -11,9 +11,10 @@ import pytest
 from resolving import CONFIGS, MODEL, config, problems_of, with_weights
 
 from megarl.config.load import dump_config
+from megarl.data import contents
 from megarl.plan.checkpoints import changes
 from megarl.plan.resolve import resolve
-from megarl.plan.weights import WARM_START, begin_with, of_the_run, warm_start_record
+from megarl.plan.weights import WARM_START, begin_with, of_the_run, warm_start_record, with_date
 
 pytestmark = pytest.mark.usefixtures("hub_offline")
 
@@ -111,6 +112,11 @@ class TestWhereWeightsComeFrom:
             f"seed=1: the warm start in sft.output={output} was made with 0; {instead}",
         ]
         resolve(config(tmp_path, model, "sft.steps=3", "trainer.tp=2", "sft.dp=2"), "sft")
+        (output / WARM_START).write_text(warm_start_record(with_date(config(tmp_path, model, "sft.steps=3"), "sft")))
+        elsewhere = "data.train.source=moved.jsonl"
+        assert problems_of(tmp_path, model, "sft.steps=3", elsewhere, command="sft")[0].startswith('data.train.source="moved.jsonl": the')
+        (output / contents.FILE).touch()  # so that rows are compared instead of paths
+        resolve(config(tmp_path, model, "sft.steps=3", elsewhere), "sft")
         for damaged in ("", "null", "{}", '{"model.path": 3}'):
             (output / WARM_START).write_text(damaged)
             (problem,) = problems_of(tmp_path, model, command="train")

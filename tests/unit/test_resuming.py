@@ -14,7 +14,9 @@ import pytest
 
 from megarl import cli
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import dump_config, load_config
+from megarl.data.check import check_data, digests_of
+from megarl.data.contents import contents_of
 from megarl.evaluation.scores import best_checkpoint, spared_steps, write_result
 from megarl.launch import inputs
 from megarl.launch.commands import best_step
@@ -24,6 +26,7 @@ from megarl.plan.checkpoints import (
     INDEX_FILE,
     Index,
     check_names,
+    check_resume,
     checkpoint_path,
     complete_checkpoints,
     make_room,
@@ -71,6 +74,52 @@ def test_a_dry_run_looks_at_the_checkpoint_that_the_run_would_go_on_from(tmp_pat
     (newest / "tensors").write_bytes(b"shorter")
     assert cli.main(arguments) == 2
     assert f"{newest}: tensors is damaged: it has 7 bytes instead of " in capsys.readouterr().err
+
+
+def begun_with(folder: Path, date: str, *settings: str) -> list[str]:
+    """Writes what a run with these settings leaves that began on `date`, on one row. Returns the arguments that resume it."""
+    row = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    model = shutil.copytree(CONFIGS / "models/tiny-llama", folder / "model")
+    template = "{{ strftime_now('%Y%m%d') }}+{% for message in messages %}{{ message.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    own = [f"run_dir={folder}", f"model.path={model}", f"data.train.source={folder}/rows.jsonl", "data.train.prompt_key=messages"]
+    arguments = [str(CONFIGS / "quickstart.yaml"), *own, "data.train.answer_key=answer", "max_steps=8", *settings]
+    config = load_config(arguments[0], [*arguments[1:], f"model.chat_template.date={date}"])
+    save(folder, 4)
+    (folder / "config.yaml").write_text(dump_config(config))
+    contents_of(config, digests_of(check_data(config, None, "train")), rewarded=True).write(folder)
+    return arguments
+
+
+def test_dry_run_refuses_rows_that_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = begun_with(tmp_path, "2024-07-26")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() * 2)
+    assert cli.main(["train", *arguments, "--dry-run"]) == 2
+    [problem] = capsys.readouterr().err.splitlines()  # none about the template, though today is another day
+    assert problem.startswith("megarl: data.train: 1 row more at the end. The run in ")
+
+
+def test_resumed_run_keeps_the_date_of_its_first_day(tmp_path: Path) -> None:
+    arguments = begun_with(tmp_path, "2024-07-26")
+    config = load_config(arguments[0], arguments[1:])
+    assert resolve(config, "dry-run").config.model.chat_template.date == "2024-07-26"
+    chosen = load_config(arguments[0], [*arguments[1:], "model.chat_template.date=2025-01-01"])
+    assert resolve(chosen, "dry-run").config.model.chat_template.date == "2025-01-01"
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert resolve(config, "dry-run").config.model.chat_template.date not in (None, "2024-07-26"), "a new run"
+
+
+def test_scoring_settings_are_fixed_unless_accepted(tmp_path: Path) -> None:
+    arguments = begun_with(tmp_path, "2024-07-26", "rollout.name=tool_calls", "rollout.args={tool: 'operator:add'}")
+    changed = [*arguments[1:], "rollout.args={tool: 'operator:sub'}"]
+    with pytest.raises(ConfigError) as raised:
+        resolve(load_config(arguments[0], changed), "train")
+    [problem] = [problem for problem in raised.value.problems if problem.startswith("rollout.args=")]
+    assert problem.endswith("keep that, or use another run_dir, or set checkpoint.accept_changed_data=true")
+    accepted = load_config(arguments[0], [*changed, "checkpoint.accept_changed_data=true"])
+    assert not [problem for problem in check_resume(accepted) if problem.startswith("rollout.args=")]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x00", b"garbage"])

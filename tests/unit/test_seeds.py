@@ -150,7 +150,9 @@ def test_deterministic_refuses_what_chance_would_decide() -> None:
     config = load_config("configs/quickstart.yaml", ["deterministic=true"])
     assert not [*check_deterministic(config)]
     several = ["deterministic=true", "generator.groups.a.engines=1", "generator.groups.b.engines=1"]
-    for overrides, key in ((several, "generator.groups"), (["deterministic=true", "generator.speculative.algorithm=ngram"], "speculative")):
+    drafts = ["deterministic=true", "generator.speculative.algorithm=ngram"]
+    adapters = ["deterministic=true", "lora.rank=4"]
+    for overrides, key in ((several, "generator.groups"), (drafts, "speculative"), (adapters, "lora.rank")):
         [problem] = check_deterministic(load_config("configs/quickstart.yaml", overrides))
         assert problem.startswith("deterministic=true: must be false with ") and key in problem
 
