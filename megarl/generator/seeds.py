@@ -89,9 +89,16 @@ def filter_first(
 
 
 def drawn(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[n, 1] the token ids drawn from `logprobs` [n, m]. Replaces SGLang's `multinomial_with_seed`, and draws the same."""
-    noise = gumbel_noise(seed, positions, logprobs.shape[1])
-    return noise.add_(logprobs).argmax(dim=1, keepdim=True)
+    """[n, 1] the token ids drawn from `logprobs` [n, m], float32 or float64: the likeliest after adding `gumbel_noise`. Replaces SGLang's
+    `multinomial_with_seed`, and draws the same."""
+    import torch
+
+    from megarl.kernels import draw_numba
+
+    logprobs = logprobs.contiguous()
+    tokens = torch.empty(len(logprobs), dtype=torch.int64)
+    draw_numba.draw(logprobs.numpy(), logprobs.exp().numpy(), seed.numpy(), positions.long().numpy(), tokens.numpy())
+    return tokens[:, None]
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

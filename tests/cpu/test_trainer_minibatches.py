@@ -195,7 +195,7 @@ def test_batches_of_several_steps_equal_a_plain_loop(runs: Path, batches: list[B
         for rank in ranks:
             each, metrics = rank["told"][step]
             for found, want in zip(each, expected, strict=True):
-                assert found == pytest.approx(want, rel=rel, abs=1e-6)
+                assert found == pytest.approx(want, rel=rel, abs=rel / 100)  # terms of about 1 may cancel
             assert metrics["optimizer_steps"] == 4 and metrics["optimizer_steps/empty"] == (
                 EPOCHS if step == 1 and ratio not in (*PENALISED, "entropy") else 0
             )

@@ -14,7 +14,7 @@ from megarl.config.load import load_config
 from megarl.generator.completions import Completion, Sampling
 from megarl.generator.cpu_support import attention, batch_invariance
 from megarl.generator.fleet import Draft
-from megarl.generator.seeds import Seeds, filter_first, give_seeds, gumbel_noise, murmur_hash32, seed_of
+from megarl.generator.seeds import Seeds, drawn, filter_first, give_seeds, gumbel_noise, murmur_hash32, seed_of
 from megarl.plan.checks import check_deterministic
 from megarl.rollouts.environments.base import RolloutContext, Transcript
 from megarl.rollouts.rollout import CheckedRollout
@@ -114,6 +114,18 @@ def test_hash_equals_murmur() -> None:
 def test_noise_is_gumbels() -> None:
     noise = gumbel_noise(torch.arange(100), torch.arange(100), 1000)
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02) and noise.var().item() == pytest.approx(1.645, abs=0.05)
+
+
+@pytest.mark.parametrize(("spread", "dtype"), [(0.1, torch.float32), (3.0, torch.float64), (30.0, torch.float32)])
+def test_drawn_tokens_are_the_likeliest_under_noise(spread, dtype) -> None:
+    """Also with tokens that a filter has excluded. SGLang gives float64 if one of a batch's distributions is truncated."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.log_softmax(spread * torch.randn(64, 3000, generator=generator), dim=-1).to(dtype)
+    logprobs[::2, 100:] = -torch.inf
+    seeds = torch.randint(2**63 - 1, (64,), generator=generator)
+    positions = torch.randint(100_000, (64,), generator=generator)
+    likeliest = gumbel_noise(seeds, positions, 3000).add_(logprobs).argmax(dim=1, keepdim=True)
+    assert torch.equal(drawn(logprobs, seeds, positions), likeliest)
 
 
 def test_requests_without_seed_get_random_ones() -> None:

@@ -51,7 +51,7 @@ def decode(
         slots = req_to_token[req_pool_indices[part], :longest]  # [b, L]
         mask = _seen((total - 1)[:, None], slots.shape[1], options["sliding_window_size"])  # [b, 1, L]
         q = query[part].unflatten(1, (kv_heads, group))  # [b, Hkv, G, D]: the heads of a group become queries of one kv head
-        k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
+        k, v = (_gathered(cache, slots).to(q.dtype) for cache in (k_cache, v_cache))
         output[part] = _attention(q, k, v, mask[:, None], options["scaling"], backend.sinks).flatten(1, 2)
     return output
 
@@ -80,6 +80,11 @@ def extend(
 
 def _beyond_self_attention(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> bool:
     return encoder_lens is not None or options["is_cross_attn"]
+
+
+def _gathered(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[b, Hkv, L, D] the keys or values in these slots [b, L]. Indexing by `cache[slots]` takes five times as long on CPUs."""
+    return cache.index_select(0, slots.view(-1)).unflatten(0, slots.shape).transpose(1, 2)
 
 
 def _seen(position: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
@@ -132,7 +137,7 @@ def _attend(
         if tree is not None:
             mask = mask & _on_branch(tree[part], total - new, slots.shape[1])
         q = query[token].unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [b, Hkv, G * E, D]
-        k, v = (cache[slots].transpose(1, 2).to(q.dtype) for cache in (k_cache, v_cache))  # [b, Hkv, L, D]
+        k, v = (_gathered(cache, slots).to(q.dtype) for cache in (k_cache, v_cache))
         group = query.shape[1] // kv_heads
         result = _attention(q, k, v, mask.repeat(1, group, 1)[:, None], scaling, sinks)
         result = result.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [b, E, Hq, D]
