@@ -163,9 +163,13 @@ def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRo
 
 
 def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
+    return kv_tokens(spec, shape, config.model.dtype, cached_workload(config), gpu, **beside_cache(config, spec, shape, gpu))
+
+
+def cached_workload(config: RunConfig) -> Workload:
+    """The workload with the longest response that a KV cache must hold, of a step or an evaluation."""
     longest_response = max(config.rollout.max_tokens, *(sampling.max_tokens for sampling in held_out_samplings(config)), 0)
-    workload = replace(Workload.of(config), max_response_tokens=longest_response)
-    return kv_tokens(spec, shape, config.model.dtype, workload, gpu, **beside_cache(config, spec, shape, gpu))
+    return replace(Workload.of(config), max_response_tokens=longest_response)
 
 
 def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:

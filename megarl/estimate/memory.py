@@ -581,10 +581,14 @@ def kv_room(
 SECOND_POOL = {"gpt_oss": 0.8}
 
 
+# Bytes of a key's or value's element by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py), with the scales of mxfp8, one for 32 elements.
+KV_ITEM_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32}
+
+
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
     """KV bytes of all layers on one rank per token of an engine's request. A mean, since an attention replica keeps only its own requests.
 
-    If there are more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
+    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no other (KV_ITEM_BYTES). If there are more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
     """
     layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
@@ -601,10 +605,11 @@ def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, contex
 
 def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, layers: float) -> float:
     replicas = generator.dp_attention
+    bytes_of_element = KV_ITEM_BYTES.get(generator.server_args.get("kv_cache_dtype", ""), float(item))
     if spec.kv_lora_rank:
-        return item * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
+        return bytes_of_element * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
     heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
-    return item * layers * 2 * heads * spec.head_dim / replicas
+    return bytes_of_element * layers * 2 * heads * spec.head_dim / replicas
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
