@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MODELS = "_megarl_models"
+CLASS = "_config_class"
 
 
 def read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All values that Transformers' class for `model_type` has for a config.json, and as MODELS the model's classes. Only a "problem" if it
-    has no class, or refuses."""
+    """All values that Transformers' class for `model_type` has for a config.json, and as CLASS the class's name. Only a "problem" if it has
+    no class, or refuses."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto import modeling_auto
 
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
@@ -27,13 +26,7 @@ def read(values: Mapping[str, Any]) -> dict[str, Any]:
         config = CONFIG_MAPPING[model_type].from_dict({**values})
     except Exception as error:  # classes raise any kind
         return {"problem": f"{type(error).__name__}: {error}"}
-    mappings = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
-    models = sorted({mapping[model_type] for mapping in mappings if model_type in mapping})
-    return json.loads(config.to_json_string(use_diff=False)) | {MODELS: models}
+    return json.loads(config.to_json_string(use_diff=False)) | {CLASS: type(config).__name__}
 
 
 if __name__ == "__main__":

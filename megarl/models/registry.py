@@ -222,10 +222,10 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
         return
     values = json.loads(path.read_text(encoding="utf-8"))
     architecture = values["architectures"][0]
-    models = theirs.pop(auto_config.MODELS)
-    if architecture.replace(CLASSIFICATION, CAUSAL_LM) not in models:
+    model = theirs[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
+    if model != architecture.partition("For")[0]:
         agree = "Transformers goes by model_type, engines by architectures: they must agree"
-        raise ConfigError(f"{path}: model_type = {values['model_type']!r} is for {', '.join(models)}, not {architecture}. {agree}")
+        raise ConfigError(f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. {agree}")
     differing = differences(values, theirs, spec)
     if differing:
         raise ConfigError(f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}")
