@@ -67,9 +67,9 @@ def _memory(found: Estimate) -> Iterator[str]:
             yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
         yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
         yield f"           {_requests(group)}"
-    if found.saving:
+    if found.saving and not found.trainer.checkpoint:  # on CPUs the table has it
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
-    if found.shadow:
+    if found.shadow and not found.trainer.shadow:
         gib = found.shadow / GIB
         yield f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer node's memory, which is pinned"
     if found.inboxes:

@@ -32,30 +32,21 @@ TOKENIZER = Path(__file__).parents[2] / "configs/models/tiny-llama"
 LENGTHS = (3, 17, 60, 200)  # beyond the original context of scaled embeddings
 TOLERANCE = 3e-5
 KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-THETA = {"rope_theta": 700.0}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
-PLAIN_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+# Older ways to write them give the same spec (test_config_values.py).
 FORMS: dict[str, dict[str, Any]] = {
     "as saved": {},
-    "theta beside": THETA,
-    "theta in rope_scaling": {"rope_scaling": {"rope_type": "default", **THETA}},
-    "rope_parameters": {"rope_parameters": {"rope_type": "default", **THETA}},
-    "linear": {"rope_parameters": LINEAR | THETA},
-    "linear, old": {"rope_scaling": {"type": "linear", "factor": 4.0}, **THETA},
-    "llama3": {"rope_parameters": LLAMA3 | THETA},
-    "llama3, old": {"rope_scaling": LLAMA3, **THETA},
-    "yarn": {"rope_parameters": PLAIN_YARN | THETA},
-    "yarn with mscale": {"rope_parameters": YARN | THETA},
-    "yarn with mscale, old": {"rope_scaling": YARN, **THETA},
-    "yarn without rounding": {"rope_parameters": YARN_EXACT | THETA},
-    "yarn without rounding, old": {"rope_scaling": YARN_EXACT, **THETA},
-    "dynamic": {"rope_parameters": DYNAMIC | THETA},
-    "longrope": {"rope_parameters": LONGROPE | THETA},
-    "half of each head": {"partial_rotary_factor": 0.5, **THETA},
-    "half of each head, inside": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA}},
-}
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16},
+    "yarn with mscale": YARN,
+    "yarn without rounding": YARN_EXACT,
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16,
+    },
+    "half of each head": {"rope_type": "default", "partial_rotary_factor": 0.5},
+}  # fmt: skip
 
 
 def with_form(values: dict[str, Any], form: str) -> dict[str, Any]:
@@ -64,8 +55,10 @@ def with_form(values: dict[str, Any], form: str) -> dict[str, Any]:
         return values
     inner = values.get("text_config", values)
     sections = {key: value for key, value in (inner.get("rope_parameters") or {}).items() if key.startswith("mrope_")}
-    rope = {key: value | sections if isinstance(value, dict) else value for key, value in FORMS[form].items()}
-    changed = {key: value for key, value in inner.items() if key not in KEYS} | rope
+    rope = FORMS[form] | {"rope_theta": 700.0} | sections
+    changed = {key: value for key, value in inner.items() if key not in KEYS} | {"rope_parameters": rope}
+    if "linear_num_key_heads" in inner:  # SGLang reads it there
+        changed["rope_theta"] = 700.0
     return values | {"text_config": changed} if "text_config" in values else changed
 
 
