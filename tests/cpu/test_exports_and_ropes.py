@@ -35,7 +35,6 @@ KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
 # Older ways to write them give the same spec (test_config_values.py).
 FORMS: dict[str, dict[str, Any]] = {
     "as saved": {},
-    "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": LLAMA3,
     "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16},
