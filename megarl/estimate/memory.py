@@ -588,14 +588,15 @@ def kv_room(
 SECOND_POOL = {"gpt_oss": 0.8}
 
 
-# Bytes of a key's or value's element by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py), with the scales of mxfp8, one for 32 elements.
+# Bytes of an element of keys and values by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py). mxfp8 has a scale for 32 elements.
 KV_ITEM_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32}
 
 
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
     """KV bytes of all layers on one rank per token of an engine's request. A mean, since an attention replica keeps only its own requests.
 
-    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no other (KV_ITEM_BYTES). If there are more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
+    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no other (KV_ITEM_BYTES). If there are
+    more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
     """
     layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):

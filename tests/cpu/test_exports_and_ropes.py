@@ -101,9 +101,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize(("family", "form"), ACCEPTED)
-def test_trained_export_has_the_log_probs_of_the_trainer(
-    folders: dict[tuple[str, str], tuple[Path, Path]], family: str, form: str
-) -> None:
+def test_trained_export_has_the_log_probs_of_the_trainer(folders: dict[tuple[str, str], tuple[Path, Path]], family: str, form: str) -> None:
     source, exported = folders[family, form]
     (rank,) = results_of(exported.parent, exported.stem)
     model = load_float64(exported)

@@ -332,7 +332,9 @@ def test_ignored_prediction_layer_is_idle_if_whole(tmp_path: Path) -> None:
 
 def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
     tied = replace(SPEC, tie_word_embeddings=True)
-    tensors = {tensor.name: torch.arange(math.prod(tensor.shape)).view(tensor.file_shape) / 4 for tensor in hf_layout(tied, "float32").tensors(0)}
+    tensors = {}
+    for tensor in hf_layout(tied, "float32").tensors(0):
+        tensors[tensor.name] = torch.arange(math.prod(tensor.shape)).view(tensor.file_shape) / 4
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
     check_checkpoint(tied, tmp_path)
     for dtype in (torch.bfloat16, torch.float16):
