@@ -114,7 +114,7 @@ def test_trained_export_has_the_log_probs_of_the_trainer(folders: dict[tuple[str
     assert difference < TOLERANCE
     assert change > 1e-3, "the step changed the weights"
     text = "What is 12 + 30? The result is 42."
-    assert AutoTokenizer.from_pretrained(exported)(text).input_ids == AutoTokenizer.from_pretrained(TOKENIZER)(text).input_ids
+    assert AutoTokenizer.from_pretrained(exported)(text).input_ids == AutoTokenizer.from_pretrained(source)(text).input_ids
 
 
 def distance(rows: list[list[float]], others: list[list[float]]) -> float:
@@ -123,6 +123,6 @@ def distance(rows: list[list[float]], others: list[list[float]]) -> float:
 
 def test_each_form_is_accepted_by_a_family_or_refused_with_its_name() -> None:
     forms = {form for _, form in ACCEPTED}
-    assert FORMS.keys() - forms == {"dynamic", "longrope"}
-    for form in ("dynamic", "longrope"):
-        assert all(form in refusal(family, form) or "not supported" in refusal(family, form) for family in MODELS)
+    assert FORMS.keys() - forms == {"dynamic", "longrope", "yarn"}
+    for form in ("dynamic", "longrope", "yarn"):
+        assert all(refusal(family, form) for family in MODELS)
