@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -35,33 +36,33 @@ def visible(shown: Sequence[tuple[str, ...]], wanted: str | None) -> tuple[Gpu, 
     """The GPUs that CUDA_VISIBLE_DEVICES=`wanted` admits, from the driver's list of (index, UUID, bus id). None: it is not set.
 
     Follows torch/cuda/__init__.py, `_parse_visible_devices` and `_transform_uuid_to_ordinals`. All entries are of one kind, which the first
-    one decides: numbers, prefixes of UUIDs, or MIG instances. The first entry that is not valid ends the list. A repeated one empties it.
+    one decides: numbers, prefixes of UUIDs, or MIG instances. The first entry of another kind ends the list. A repeated one then empties
+    it, wherever it stands; only after that the first entry without a GPU ends the list.
     """
     if wanted is None:
         return tuple(Gpu(index, sysfs_address(bus)) for index, _, bus in shown)
     kind = next((prefix for prefix in ("GPU-", "MIG-") if wanted.startswith(prefix)), "")
-    chosen: list[Gpu] = []
+    entries = [entry if kind else _leading_number(entry) for entry in wanted.split(",")]
+    names = list(itertools.takewhile(lambda name: name and name.startswith(kind), entries))
+    if len(set(names)) < len(names):
+        return ()
+    if kind == "MIG-":  # not in the driver's list, and so without an address
+        return tuple(Gpu(name, "") for name in names)
     buses: list[str] = []
-    for entry in wanted.split(","):
-        if not entry.startswith(kind):
-            break
-        name = entry if kind else _leading_number(entry)
-        matches = [bus for index, uuid, bus in shown if (uuid.startswith(name) if kind == "GPU-" else name == index)]
-        if kind == "MIG-":
-            matches = [entry]  # not in the driver's list, and so without an address
+    for name in names:
+        matches = [bus for index, uuid, bus in shown if (uuid.startswith(name) if kind else name == index)]
         if len(matches) != 1:
             break
-        if matches[0] in buses:
-            return ()
         buses += matches
-        chosen.append(Gpu(name, "" if kind == "MIG-" else sysfs_address(matches[0])))
-    return tuple(chosen)
+    if len(set(buses)) < len(buses):
+        return ()
+    return tuple(Gpu(name, sysfs_address(bus)) for name, bus in zip(names, buses))
 
 
 def _leading_number(entry: str) -> str:
     """The number that an entry begins with, as C's strtoul reads it; empty if there is none, or if it is negative."""
-    number = re.match(r"[+]?(\d+)", entry.strip())
-    return str(int(number[1])) if number else ""
+    number = re.match(r"[+-]?\d+", entry.strip())
+    return str(int(number[0])) if number and int(number[0]) >= 0 else ""
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -53,9 +53,10 @@ def training_memory(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, 
     divergence = bool(teachers_of(config)) and config.algorithm.distill.over != SAMPLED
     of_all = {"reference": swapped, "critic": critic_of(config, spec), "frozen": frozen, "divergence": divergence}
     beside = adapters.beside(config, spec, trainer, gpu.device)
-    on_device = config.weights.delta != "off" and config.weights.delta_shadow == "device"
+    on_device = config.weights.delta != "off" and (config.weights.delta_shadow == "device" or gpu.device == "cpu")
     shadow = _shadow_bytes(config, spec, trainer) if on_device else 0.0
-    return trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow)
+    memory = trainer_memory(spec, trainer, config.model.dtype, gpu, **of_all, beside=beside, shadow=shadow)
+    return replace(memory, checkpoint=_saving_bytes(config, spec, trainer, gpu)) if gpu.device == "cpu" else memory
 
 
 def frozen_of(config: RunConfig, spec: ModelSpec) -> tuple[list[ModelSpec], bool]:
@@ -163,9 +164,13 @@ def with_kv_caches(config: RunConfig, spec: ModelSpec, served: Sequence[ServedRo
 
 
 def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> int:
+    return kv_tokens(spec, shape, config.model.dtype, cached_workload(config), gpu, **beside_cache(config, spec, shape, gpu))
+
+
+def cached_workload(config: RunConfig) -> Workload:
+    """The workload with the longest response that a KV cache must hold, of a step or an evaluation."""
     longest_response = max(config.rollout.max_tokens, *(sampling.max_tokens for sampling in held_out_samplings(config)), 0)
-    workload = replace(Workload.of(config), max_response_tokens=longest_response)
-    return kv_tokens(spec, shape, config.model.dtype, workload, gpu, **beside_cache(config, spec, shape, gpu))
+    return replace(Workload.of(config), max_response_tokens=longest_response)
 
 
 def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
@@ -293,7 +298,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
         groups=of_groups(config, spec, groups),
-        saving=_saving_bytes(config, spec, cluster),
+        saving=_ranks_of_node(config, cluster) * _saving_bytes(config, spec, config.trainer, cluster.gpu),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
         delta_sync_s=delta_s + messages_s,
@@ -389,22 +394,26 @@ def may_land(config: RunConfig, ranks: int | None = None) -> bool:
     return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
-def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
+def _ranks_of_node(config: RunConfig, cluster: Cluster) -> int:
+    return min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
+
+
+def _saving_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> float:
+    """Bytes of a rank's copy of its part of a checkpoint, which is written during training."""
     if not config.checkpoint.beside:
         return 0.0
-    ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    trainer, dtype, beside = config.trainer, config.model.dtype, adapters.beside(config, spec, config.trainer, cluster.gpu.device)
+    dtype = config.model.dtype
+    beside = adapters.beside(config, spec, trainer, gpu.device)
     of_models = [beside.trained if beside else trained_held(spec, trainer, dtype)]
     if (critic := critic_of(config, spec)) is not None:
         of_models.append(trained_held(critic, trainer, dtype))
-    return ranks * sum(saving_bytes(trained, trainer) for trained in of_models)
+    return sum(saving_bytes(trained, trainer) for trained in of_models)
 
 
 def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
     if config.weights.delta == "off" or config.weights.delta_shadow != "host":
         return 0.0
-    ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
-    return ranks * _shadow_bytes(config, spec, config.trainer)
+    return _ranks_of_node(config, cluster) * _shadow_bytes(config, spec, config.trainer)
 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:

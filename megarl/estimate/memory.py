@@ -279,7 +279,8 @@ def shape_of(spec: ModelSpec) -> ModelSpec:
 # The activations that a trainer rank keeps per token of a microbatch, by parts of a layer.
 #
 # From Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 4, without dropout, and with fused attention (no
-# score matrix) and fused SwiGLU, like the trainer on GPUs.
+# score matrix) and fused SwiGLU, like the trainer on GPUs. A trainer on CPUs fuses neither norms, rotary embeddings nor SwiGLU, and also
+# keeps the results of their parts (`unfused`).
 
 
 @dataclass(frozen=True)
@@ -291,13 +292,18 @@ class LayerActivations:
     workspace: float  # the most gradients of one layer that exist at once
 
 
-def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool) -> LayerActivations:
-    """`experts`: whether the layer has routed experts. Tokens are assumed to be spread evenly over experts."""
+def of_layer(spec: ModelSpec, trainer: TrainerConfig, experts: bool, unfused: int = 0) -> LayerActivations:
+    """`experts`: whether the layer has routed experts. Tokens are assumed to be spread evenly over experts. `unfused`: 0 on GPUs; on CPUs
+    the bytes of an element."""
     tp, h = trainer.tp, spec.hidden_size
     split = tp if trainer.sequence_parallel else 1
     ffn = spec.expert_intermediate_size if experts else spec.intermediate_size
-    mlp = _routed(spec, trainer, split) + 3 * spec.shared_intermediate_size / tp if experts else 3 * ffn / tp
-    kept = 4 * h / split + _attention(spec, tp) + mlp  # 4: inputs and outputs of both norms
+    parts = 5 if unfused else 3  # gate, up and their product; unfused also the gate before its activation, and a copy
+    mlp = _routed(spec, trainer, split, parts) + parts * spec.shared_intermediate_size / tp if experts else parts * ffn / tp
+    norms = 2 + 4 * 4 / unfused if unfused else 4  # inputs and outputs of both; unfused, two more, all but the inputs in fp32
+    kept = norms * h / split + _attention(spec, tp) + mlp
+    if unfused and not spec.kv_lora_rank:  # before the rotation; keys and values for each head; cosines and sines
+        kept += (2 * spec.num_attention_heads + spec.num_kv_heads) * spec.head_dim / tp + 4 * spec.head_dim
     widest = 2 * ffn * spec.experts_per_token / trainer.etp / split if experts else 2 * ffn / tp
     gathered = h if trainer.sequence_parallel else 0
     return LayerActivations(boundary=h / split, kept=kept, workspace=2 * widest + 2 * h / split + gathered)
@@ -323,9 +329,9 @@ def _delta_net(spec: ModelSpec, tp: int) -> float:
     return (2 * keys + 2 * values + 2 * keys + values + 2 * spec.linear_value_heads * spec.linear_key_dim + 2 * values) / tp
 
 
-def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
+def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int, parts: int) -> float:
     """The router in fp32 (two 16-bit elements each), tokens permuted before and after they are sent, and the experts' activations."""
-    per_expert = 2 * spec.hidden_size + 3 * spec.expert_intermediate_size / trainer.etp
+    per_expert = 2 * spec.hidden_size + parts * spec.expert_intermediate_size / trainer.etp
     return (2 * spec.hidden_size + 4 * spec.num_experts + spec.experts_per_token * per_expert) / split
 
 
@@ -357,6 +363,7 @@ class TrainerMemory:
     logits: float  # those of one chunk, and the hidden states from which they are computed
     buffers: float  # FSDP's gathered layers, staging of the weight update, fragmentation
     runtime: float
+    checkpoint: float = 0.0  # on a CPU, the copy that is written during training; a GPU's is in its node's memory
 
     @property
     def total(self) -> float:
@@ -407,7 +414,7 @@ def stage_memory(
     trained, found = beside.trained if beside else trained_held(spec, trainer, dtype), []
     more = beside.kept if beside else [0] * trainer.pp
     for stage, (held, layers) in enumerate(zip(trainer_held(spec, trainer, dtype), stage_layers(spec, trainer), strict=True)):
-        kept = item * activation_elements(spec, trainer, stage, *layers) * tokens
+        kept = item * activation_elements(spec, trainer, stage, *layers, unfused=item if gpu.name == "cpu" else 0) * tokens
         logits = logprob_bytes(spec, trainer, dtype, divergence) if stage == trainer.pp - 1 else 0.0
         found.append(
             TrainerMemory(
@@ -460,12 +467,12 @@ def _shared(held: Held, trainer: TrainerConfig) -> float:
     return held.dense / (trainer.dp * trainer.cp) + held.expert / expert_dp
 
 
-def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int) -> float:
+def activation_elements(spec: ModelSpec, trainer: TrainerConfig, stage: int, dense: int, routed: int, unfused: int = 0) -> float:
     """Elements per token of a microbatch, summed over all microbatches in flight when the stage is fullest.
 
-    `dense`, `routed`: numbers of dense layers and of layers with experts in the stage.
+    `dense`, `routed`: numbers of dense layers and of layers with experts in the stage. `unfused`: as in `of_layer`.
     """
-    layers = [(count, of_layer(spec, trainer, experts)) for count, experts in ((dense, False), (routed, True)) if count]
+    layers = [(count, of_layer(spec, trainer, experts, unfused)) for count, experts in ((dense, False), (routed, True)) if count]
     in_flight = microbatches_in_flight(trainer, stage)
     if trainer.recompute:  # layers are recomputed one at a time for their gradients
         working = max((layer.kept + layer.workspace for _, layer in layers), default=0.0)
@@ -581,10 +588,15 @@ def kv_room(
 SECOND_POOL = {"gpt_oss": 0.8}
 
 
+# Bytes of an element of keys and values by SGLang's kv_cache_dtype (mem_cache/kv_cache_dtype.py). mxfp8 has a scale for 32 elements.
+KV_ITEM_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32}
+
+
 def kv_bytes_per_token(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:
     """KV bytes of all layers on one rank per token of an engine's request. A mean, since an attention replica keeps only its own requests.
 
-    If there are more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
+    `item`: bytes of an element in the model's dtype, which the cache has if server_args give it no other (KV_ITEM_BYTES). If there are
+    more ranks than key-value heads, heads are copied. Latent attention keeps its latent on every rank of a replica.
     """
     layers, settings = float(spec.attention_layers + spec.mtp_layers * spec.mtp_drafts), generator.server_args
     if spec.family in SECOND_POOL and not settings.get("disable_hybrid_swa_memory"):
@@ -601,10 +613,11 @@ def kv_bytes_read(spec: ModelSpec, generator: GeneratorConfig, item: int, contex
 
 def _kv_bytes_of_layers(spec: ModelSpec, generator: GeneratorConfig, item: int, layers: float) -> float:
     replicas = generator.dp_attention
+    bytes_of_element = KV_ITEM_BYTES.get(generator.server_args.get("kv_cache_dtype", ""), float(item))
     if spec.kv_lora_rank:
-        return item * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
+        return bytes_of_element * layers * (spec.kv_lora_rank + spec.qk_rope_head_dim) / replicas
     heads = max(1.0, spec.num_kv_heads / (generator.tp / replicas))
-    return item * layers * 2 * heads * spec.head_dim / replicas
+    return bytes_of_element * layers * 2 * heads * spec.head_dim / replicas
 
 
 def state_bytes(spec: ModelSpec, generator: GeneratorConfig, item: int) -> float:

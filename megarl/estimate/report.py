@@ -9,7 +9,7 @@ from megarl.config.keys import value_at
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import Estimate, GroupEstimate, generate_parts, train_parts
 from megarl.estimate.hardware import GIB
-from megarl.estimate.memory import dropped_share
+from megarl.estimate.memory import KV_ITEM_BYTES, dropped_share
 from megarl.estimate.search import Baseline, Found, Remedy, Settings, Side, turned, written
 from megarl.estimate.theory import Optima
 from megarl.estimate.times import CHANGED, GenerateTime
@@ -40,7 +40,13 @@ def not_counted(config: RunConfig) -> list[str]:
         **{f"roles.{name}.server_args": role.server_args for name, role in config.roles.items() if role is not None},
     }
     unknown = ["rollout.dynamic_sampling (set plan.dropped_share)"] if dropped_share(config) is None else []
-    return unknown + [f"{key}.{name}" for key, settings in mappings.items() for name in settings if name not in counted]
+    for key, settings in mappings.items():
+        unknown += [f"{key}.{name}" for name, value in settings.items() if name not in counted and not _is_counted_cache(name, value)]
+    return unknown
+
+
+def _is_counted_cache(name: str, value: Any) -> bool:
+    return name == "kv_cache_dtype" and value in ("auto", *KV_ITEM_BYTES)
 
 
 def _memory(found: Estimate) -> Iterator[str]:
@@ -61,9 +67,9 @@ def _memory(found: Estimate) -> Iterator[str]:
             yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
         yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
         yield f"           {_requests(group)}"
-    if found.saving:
+    if found.saving and not found.trainer.checkpoint:  # on CPUs the table has it
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
-    if found.shadow:
+    if found.shadow and not found.trainer.shadow:
         gib = found.shadow / GIB
         yield f"           what was sent last takes {gib:.1f} to {2 * gib:.1f} GiB of a trainer node's memory, which is pinned"
     if found.inboxes:
@@ -155,9 +161,11 @@ def render_search(found: Found, gpus: int, asked: RunConfig, command: str) -> It
     yield f"search     {gpus} GPUs, {used} of them used: m_t {m_t}, {engines}"
     yield f"           by GPU-seconds both sides would take equally long at theta {found.balanced_theta:.3f} (lemma B.3)"
     for name, chosen, larger in (
-        ("trainer", found.trainer, found.trainer_too_large), ("generator", found.generator, found.generator_too_large)
-    ):  # fmt: skip
-        yield f"           {name}: {chosen.seconds:.2f} s, {-chosen.over_gib:.1f} GiB to spare; {_beyond(chosen, larger)}"
+        ("trainer", found.trainer, found.trainer_too_large),
+        ("generator, with its KV cache", found.generator, found.generator_too_large),
+    ):
+        spare = max(0.0, -chosen.over_gib)
+        yield f"           {name}: {chosen.seconds:.2f} s, {spare:.1f} GiB to spare; {_beyond(chosen, larger)}"
     changed = {key: value for key, value in settings.items() if value_at(asked, key) != value}
     yield f"           {command} {written(changed)}"
 

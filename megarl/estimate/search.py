@@ -21,6 +21,7 @@ from megarl.config.schema import GeneratorConfig, RunConfig, TrainerConfig
 from megarl.estimate.estimate import (
     Estimate,
     adapters_pool,
+    cached_workload,
     estimate,
     may_land,
     of_groups,
@@ -187,6 +188,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.cluster, self.workload = Cluster.of(self.config), Workload.of(self.config)
+        self.cached = cached_workload(self.config)
         self.constants = constants_of(self.cluster.gpu.name)
         self.dtype = self.config.model.dtype
         self.trainer_shapes = list(_trainer_shapes(self.config, self.spec, self.cluster))
@@ -296,12 +298,11 @@ class Search:
             if engines < 1:
                 continue
             generator = replace(shape, engines=min(engines, self.workload.sequences))
-            least = replace(generator, kv_cache_tokens=math.ceil(self.workload.longest))
-            memory = generator_memory(self.spec, least, self.dtype, self.workload, self.cluster.gpu, **self._beside(shape))
-            over = max((memory.static - usable_static(generator, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
+            tokens = kv_tokens(self.spec, generator, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape))
+            sized = replace(generator, kv_cache_tokens=tokens)
+            memory = generator_memory(self.spec, sized, self.dtype, self.cached, self.cluster.gpu, **self._beside(shape))
+            over = max((memory.static - usable_static(sized, self.cluster.gpu)) / GIB, memory.total / GIB - self.cluster.gpu.memory_gib)
             if (over <= 0) == fitting:
-                tokens = kv_tokens(self.spec, generator, self.dtype, self.workload, self.cluster.gpu, **self._beside(shape))
-                sized = replace(generator, kv_cache_tokens=tokens)
                 accepted = self.config.plan.accept_length
                 model = GenerateModel(self.spec, sized, self.dtype, self.cluster, self.constants, accept_length=accepted)
                 time = model.seconds(Workload.generated(self.config), **unfinished(self.config)).total

@@ -201,6 +201,9 @@ def _spanning(settings: EngineSettings) -> dict[str, Any]:
 def _check_dtype(settings: EngineSettings, device: str, extra: Mapping[str, Any]) -> None:
     if device == "cuda" and settings.dtype == "float32" and "attention_backend" not in extra:
         raise ConfigError("model.dtype=float32: must be bfloat16 for engines on GPUs: SGLang's kernels there compute in 16 bits")
+    if device == "cpu" and extra.get("kv_cache_dtype", "auto") != "auto":
+        key = f"generator.server_args.kv_cache_dtype={extra['kv_cache_dtype']}"
+        raise ConfigError(f"{key}: must be auto for engines on CPUs: their attention computes in the model's dtype alone")
 
 
 def growing_segments() -> str:

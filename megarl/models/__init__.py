@@ -9,6 +9,7 @@ A new family is one file, `megarl/models/<name>.py`, or one outside the package 
     sglang_parameters(spec, topology, device) -> tuple[Parameter, ...]            parameters of one engine
     quantised_parameters(spec) -> tuple[str, ...]                                 parameters that a quantised engine keeps in fp8
     fused_tensors(spec) -> tuple[Parameter, ...]                                  optional: checkpoint tensors that contain several
+    UNUSED = ("<prefix>.",)                                                       optional: checkpoint tensors that are not loaded
 
 and needs no registration. Most families are made of blocks, each of which declares one part of a layer on all three sides: `vocabulary`,
 `attention`, `latent_attention`, `gated_delta_net`, `norms_after`, `mlp`, `experts`, `paired_experts`. `hybrid_attention` uses one of two

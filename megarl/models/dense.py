@@ -13,7 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.models import attention as grouped_attention
 from megarl.models import hybrid_attention, mlp, norms_after, vocabulary
 from megarl.models.parameters import LogicalTensor, Parameter
-from megarl.models.registry import ConfigReader
+from megarl.models.registry import SLIDING, ConfigReader
 from megarl.models.spec import ModelSpec
 
 
@@ -38,7 +38,9 @@ def read_common(reader: ConfigReader, family: str, **own: Any) -> ModelSpec:
     if problems:
         raise ConfigError(problems)
     if "windowed_layers" not in own and "linear_layers" not in own and (kinds := reader.value("layer_types")):
-        reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
+        whole_context = ["full_attention"] if reader.window_has_effect() else ["full_attention", SLIDING]
+        if not set(kinds) <= set(whole_context):
+            reader.expect("layer_types", kinds, ["full_attention"] * len(kinds))
     theta, scaling = reader.rope()
     fields = {
         "num_layers": reader.integer("num_hidden_layers"),
@@ -62,6 +64,16 @@ def expect_no_biases(reader: ConfigReader) -> None:
     """For families that SGLang serves with its Llama, which would build the biases."""
     for key in ("attention_bias", "bias", "mlp_bias"):
         reader.expect(key, False, False)
+
+
+def expect_no_window_of_qwen(reader: ConfigReader) -> None:
+    """For dense families of Qwen. If `use_sliding_window` is true, their layers from `max_window_layers` on have windows."""
+    reader.assume(use_sliding_window=False, sliding_window=4096, max_window_layers=28)
+    kinds = reader.value("layer_types")
+    first_window = reader.integer("max_window_layers", minimum=0)
+    windowed = SLIDING in kinds if kinds else first_window < reader.integer("num_hidden_layers")
+    if reader.flag("use_sliding_window", False) and windowed:
+        reader.expect_no_window()
 
 
 def logical_tensors(spec: ModelSpec, attention: ModuleType = grouped_attention) -> tuple[LogicalTensor, ...]:

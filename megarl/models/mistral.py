@@ -19,8 +19,8 @@ ARCHITECTURES = ("MistralForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a sliding window, which SGLang would ignore. If the key is missing, Hugging Face has a window."""
+    """Raises ConfigError also for a window shorter than the context, which SGLang would ignore."""
     reader.assume(num_key_value_heads=8, sliding_window=4096)
     expect_no_biases(reader)
-    reader.expect("sliding_window", None, None)
+    reader.expect_no_window()
     return read_common(reader, "mistral")

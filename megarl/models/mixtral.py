@@ -17,7 +17,7 @@ MODULE = "block_sparse_moe"
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also for head widths and rotary embeddings that SGLang would silently compute differently."""
     reader.assume(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2)
-    reader.expect("sliding_window", None, None)
+    reader.expect_no_window()
     spec = read_common(
         reader,
         "mixtral",

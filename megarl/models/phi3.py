@@ -22,10 +22,10 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
-    """Raises ConfigError also for a sliding window (Phi-3), which SGLang would ignore."""
+    """Raises ConfigError also for a window shorter than the context (Phi-3), which SGLang would ignore."""
     reader.assume(rms_norm_eps=1e-5, pad_token_id=32000)
     expect_no_biases(reader)
-    reader.expect("sliding_window", None, None)
+    reader.expect_no_window()
     spec = read_common(reader, "phi3")
     if spec.rope_scaling is not None:
         raise ConfigError(f"{reader.source}: rope_type = {spec.rope_type!r} is not supported, only 'default' is")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megarl.models.dense import logical_tensors, megatron_parameters, quantised_parameters, read_common, sglang_parameters
+from megarl.models.dense import (
+    expect_no_window_of_qwen,
+    logical_tensors,
+    megatron_parameters,
+    quantised_parameters,
+    read_common,
+    sglang_parameters,
+)
 from megarl.models.registry import ConfigReader
 from megarl.models.spec import ModelSpec
 
@@ -13,5 +20,5 @@ ARCHITECTURES = ("Qwen2ForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     reader.assume(num_key_value_heads=32)
-    reader.expect("use_sliding_window", False, False)
+    expect_no_window_of_qwen(reader)
     return read_common(reader, "qwen2", qkv_bias=True)

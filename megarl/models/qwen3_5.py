@@ -22,6 +22,7 @@ from megarl.models.vocabulary import HEAD
 TEXT = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = TEXT + SEEING
+UNUSED = ("mtp.",)
 GATES = ("silu", "swish")  # two names of the same function
 
 

@@ -14,9 +14,10 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 def read_spec(reader: ConfigReader) -> ModelSpec:
     """Raises ConfigError also if some layers are dense."""
-    reader.assume(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    reader.assume(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, sliding_window=4096)
     reader.expect("attention_bias", False, False)
-    reader.expect("use_sliding_window", False, False)
+    if reader.flag("use_sliding_window", False):
+        reader.expect_no_window()
     reader.expect("decoder_sparse_step", 1, 1)
     reader.expect("mlp_only_layers", [], [])
     return read_common(

@@ -32,7 +32,7 @@ SLIDING = "sliding_attention"  # value of a windowed layer in `layer_types`
 CAUSAL_LM, CLASSIFICATION = "ForCausalLM", "ForSequenceClassification"  # suffixes of architectures: head LM, head SCALAR
 
 # What a family's module declares: see the docstring of the package.
-FUSED = "fused_tensors"  # optional in a family
+FUSED, UNUSED = "fused_tensors", "UNUSED"  # optional in a family
 FAMILY = ("ARCHITECTURES", "read_spec", "logical_tensors", "megatron_parameters", "sglang_parameters", "quantised_parameters")
 
 
@@ -151,6 +151,20 @@ class ConfigReader:
         if value != allowed:
             self.unsupported[key] = f"{self.source}: {key} = {value!r} is not supported, only {allowed!r} is"
 
+    def expect_no_window(self) -> None:
+        """Notes a problem if `sliding_window` is shorter than the context, for models of which SGLang ignores it."""
+        if self.window_has_effect():
+            key = "sliding_window"
+            stated = "" if key in self.values else ", the default of Transformers for an absent key,"
+            context = f"max_position_embeddings = {self.integer('max_position_embeddings')}"
+            problem = f"{key} = {self.value(key)!r}{stated} is not supported, only null and windows of at least {context} are"
+            self.unsupported[key] = f"{self.source}: {problem}"
+
+    def window_has_effect(self) -> bool:
+        """Whether `sliding_window` hides a part of the longest context."""
+        window = self.value("sliding_window")
+        return window is not None and self.integer("sliding_window") < self.integer("max_position_embeddings")
+
     def spec(self, family: ModuleType) -> ModelSpec:
         """The spec that `family` reads. Raises ConfigError."""
         try:
@@ -206,7 +220,13 @@ def check_as_transformers(model: str, spec: ModelSpec) -> None:
         raise ConfigError(f"{path}: transformers refuses it: {problem}")
     if "problem" in theirs:
         return
-    differing = differences(json.loads(path.read_text(encoding="utf-8")), theirs, spec)
+    values = json.loads(path.read_text(encoding="utf-8"))
+    architecture = values["architectures"][0]
+    model = theirs[auto_config.CLASS].removesuffix("Config").removesuffix("Text")
+    if model != architecture.partition("For")[0]:
+        agree = "Transformers goes by model_type, engines by architectures: they must agree"
+        raise ConfigError(f"{path}: model_type = {values['model_type']!r} is of {model}, not of {architecture}. {agree}")
+    differing = differences(values, theirs, spec)
     if differing:
         raise ConfigError(f"{path}: transformers reads other values: MegaRL has {'; '.join(differing)}")
 

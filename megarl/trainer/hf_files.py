@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from megarl.config.errors import ConfigError
-from megarl.models import load_spec
-from megarl.models.multi_token import PREDICTION
-from megarl.models.registry import family, fused_tensors, is_own
-from megarl.models.spec import LM, SCALAR, ModelSpec
+from megarl.models import load_spec, multi_token
+from megarl.models.registry import UNUSED, family, fused_tensors, is_own
+from megarl.models.spec import SCALAR, ModelSpec
 from megarl.models.vocabulary import EMBED, HEAD
 from megarl.reshard.layout import LocalTensor, hf_layout
 
@@ -134,7 +133,6 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
         told = f"{len(absent)} tensors, such as {min(absent)}, are missing; trainer.mtp must be ignore"
         yield f"{folder}: has no layer for multi-token prediction: {told}"
     without = {*without, *absent}
-    yield from _unread(spec, folder, files)
     expected: dict[str, tuple[int, ...]] = {}
     in_fp4: set[str] = set()
     for tensor in filed(spec, files):
@@ -147,15 +145,16 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
             expected[tensor.name] = tensor.file_shape
     yield from (f"{folder}: tensor {name} is missing" for name in expected if name not in files)
     headers: dict[str, dict[str, Any]] = {}
-    for file in sorted({files[name] for name in expected if name in files}):
+    for file in sorted(set(files.values())):
         try:
             headers[file] = header(folder / file)
         except ConfigError as error:
             yield from error.problems
+    entries = {name: headers[file][name] for name, file in files.items() if name in headers.get(file, {})}
     for name, shape in expected.items():
         if name not in files or files[name] not in headers:
             continue
-        entry = headers[files[name]].get(name)
+        entry = entries.get(name)
         if entry is None:
             yield f"{folder}: tensor {name} is missing in {files[name]}, where {INDEX} has it"
             continue
@@ -164,23 +163,30 @@ def _problems(spec: ModelSpec, folder: Path, files: dict[str, str], without: Col
         if entry["dtype"] == FP4 and name in in_fp4:
             continue
         if entry["dtype"] == FP8 and len(shape) == 2:
-            yield from _scale_problems(folder, files, headers, name, shape)
+            yield from _scale_problems(folder, entries, name, shape)
         elif entry["dtype"] not in READ_DTYPES:  # the scales of such a tensor would be ignored
             yield f"{folder}: tensor {name} is in {entry['dtype']}; can be read: {', '.join(READ_DTYPES)}, and matrices in {FP8}"
+    yield from _unread(spec, folder, files, entries, {*expected, *without})
 
 
-# Tensors that do not change what a model computes. Older versions of Transformers saved buffers of rotary embeddings and masks.
-_IDLE = re.compile(r".*(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias|num_batches_tracked)")
 _NAMED = 5  # at most so many names are in one message
 
 
-def _unread(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[str]:
-    """Problems with tensors that are in the files but not in the model, so that another model was saved."""
-    whole = replace(spec, mtp_layers=getattr(family(spec), PREDICTION, None) is not None and spec.head == LM)
-    read = {tensor.name for tensor in (*filed(spec, files), *filed(whole, files))}
-    unread = [name for name in files if name not in read and not _is_idle(spec, name, read)]
-    headers = {file: header(folder / file) for file in {files[name] for name in unread}}
-    unread = [name for name in unread if 0 not in headers[files[name]].get(name, {}).get("shape", ())]  # an empty tensor says nothing
+def _unread(
+    spec: ModelSpec, folder: Path, files: dict[str, str], entries: Mapping[str, dict[str, Any]], read: Collection[str]
+) -> Iterator[str]:
+    """Problems with tensors that are in the files but not in the model, so that another model was saved. `read`: the tensors that are
+    read, without scales."""
+    idle = _idle_shapes(spec, entries)
+    prefixes = (*getattr(family(spec), UNUSED, ()), *([VISION] if spec.vision_tower else []))
+    unread = []
+    for name, entry in entries.items():
+        shape = tuple(entry["shape"])
+        of_weight = name.removesuffix(SCALE)
+        is_scale = of_weight != name and entries.get(of_weight, {}).get("dtype") == FP8 and (of_weight in read or of_weight in idle)
+        is_empty = 0 in shape  # it says nothing
+        if not (name in read or idle.get(name) == shape or is_scale or is_empty or name.startswith(prefixes)):
+            unread.append(name)
     if HEAD in unread and spec.tie_word_embeddings:
         unread.remove(HEAD)
         if not _same_values(folder, files, HEAD, _embedding(files)):
@@ -193,14 +199,25 @@ def _unread(spec: ModelSpec, folder: Path, files: dict[str, str]) -> Iterator[st
         yield f"{folder}: the model of config.json has no {listed}. Correct config.json, or remove the tensors from the files"
 
 
-def _is_idle(spec: ModelSpec, name: str, read: Collection[str]) -> bool:
-    """Whether the model computes the same without the tensor. A layer for multi-token prediction, and a vision tower, are other models."""
-    if _IDLE.fullmatch(name) or any(name.removesuffix(suffix) in read for suffix in (SCALE, FP4_CODES, FP4_SCALES)):
-        return True
-    prediction = getattr(family(spec), PREDICTION, None)
-    if name.startswith("mtp.") or (prediction and prediction.counted and name.startswith(f"model.layers.{spec.num_layers}.")):
-        return True
-    return (spec.vision_tower and name.startswith(VISION)) or (spec.head == SCALAR and name == HEAD)
+_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # older versions of Transformers saved this buffer
+
+
+def _idle_shapes(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Tensors in the files without which the model computes the same, and the shapes that they then have: buffers of rotary embeddings, the
+    output layer of a model that has a scalar head now, and the layer for multi-token prediction if it is ignored."""
+    rotated_dims = spec.qk_rope_head_dim or int(spec.head_dim * spec.partial_rotary_factor)
+    shapes: dict[str, tuple[int, ...]] = {name: (rotated_dims // 2,) for name in names if _ROTARY.fullmatch(name)}
+    if spec.head == SCALAR:
+        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
+    prediction: multi_token.Prediction | None = getattr(family(spec), multi_token.PREDICTION, None)
+    if prediction is None:
+        return shapes
+    extended = replace(spec, mtp_layers=1)
+    around = {name.replace("{layer}", str(spec.num_layers)) for name in prediction.names}
+    if around <= set(names):  # otherwise it is one more decoder layer
+        shapes |= {tensor.name: tensor.file_shape for tensor in filed(extended, names)}
+        shapes |= dict.fromkeys(multi_token.copies(extended, family(spec)), (spec.vocab_size, spec.hidden_size))
+    return shapes
 
 
 def _embedding(files: Collection[str]) -> str:
@@ -208,39 +225,47 @@ def _embedding(files: Collection[str]) -> str:
 
 
 def _same_values(folder: Path, files: dict[str, str], first: str, second: str) -> bool:
-    """Whether two tensors are equal byte for byte."""
+    """Whether two tensors have equal values, perhaps in different dtypes."""
     if second not in files:
         return False
-    dtypes = {header(folder / files[name])[name]["dtype"] for name in (first, second)}
-    return len(dtypes) == 1 and np.array_equal(_raw(folder / files[first], first), _raw(folder / files[second], second))
+    entries = [header(folder / files[name])[name] for name in (first, second)]
+    if entries[0]["shape"] != entries[1]["shape"] or any(entry["dtype"] not in READ_DTYPES for entry in entries):
+        return False
+    first_words, second_words = (_words(folder / files[name], name) for name in (first, second))
+    elements = _CHUNK_BYTES // 4
+    for at in range(0, len(first_words), elements):
+        chunk = slice(at, at + elements)
+        values = [_floats(words[chunk], entry["dtype"]) for words, entry in zip((first_words, second_words), entries)]
+        if not np.array_equal(*values, equal_nan=True):
+            return False
+    return True
 
 
-def _raw(path: Path, name: str) -> np.ndarray:
-    """The bytes of a tensor, mapped and not read."""
-    begin, end = header(path)[name]["data_offsets"]
+def _words(path: Path, name: str) -> np.ndarray:
+    """The elements of a tensor, mapped and not read; bf16 as unsigned integers."""
+    entry = header(path)[name]
+    begin, end = entry["data_offsets"]
     with open(path, "rb") as opened:
         data = 8 + int.from_bytes(opened.read(8), "little")
-    return np.memmap(path, np.uint8, "r", offset=data + begin, shape=(end - begin,))
+    bytes_ = np.memmap(path, np.uint8, "r", offset=data + begin, shape=(end - begin,))
+    return bytes_.view({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry["dtype"]])
 
 
-def _scale_problems(
-    folder: Path, files: dict[str, str], headers: dict[str, dict[str, Any]], name: str, shape: tuple[int, ...]
-) -> Iterator[str]:
+def _floats(words: np.ndarray, dtype: str) -> np.ndarray:
+    return (words.astype("<u4") << 16).view("<f4") if dtype == "BF16" else words.astype("<f4")
+
+
+def _scale_problems(folder: Path, entries: Mapping[str, dict[str, Any]], name: str, shape: tuple[int, ...]) -> Iterator[str]:
     """Problems with the block scales of an fp8 weight, without which it would have other values."""
-    scale, wanted = name + SCALE, [-(-size // BLOCK) for size in shape]
-    if scale not in files:
+    scale = name + SCALE
+    blocks = [-(-size // BLOCK) for size in shape]
+    if scale not in entries:
         yield f"{folder}: tensor {name} is in {FP8}, but {scale} is missing"
         return
-    if files[scale] not in headers:
-        try:
-            headers[files[scale]] = header(folder / files[scale])
-        except ConfigError as error:
-            yield from error.problems
-            return
-    entry = headers[files[scale]].get(scale, {"dtype": "nothing", "shape": []})
-    if entry["dtype"] != "F32" or entry["shape"] != wanted:
+    entry = entries[scale]
+    if entry["dtype"] != "F32" or entry["shape"] != blocks:
         found = f"{entry['dtype']} of shape {tuple(entry['shape'])}"
-        yield f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(wanted)}: a scale for each {BLOCK}x{BLOCK} block"
+        yield f"{folder}: tensor {scale} is {found}; must be F32 of shape {tuple(blocks)}: a scale for each {BLOCK}x{BLOCK} block"
 
 
 def header(path: Path) -> dict[str, Any]:

@@ -66,6 +66,8 @@ def compared(values: dict[str, Any]) -> str:
 def test_an_absent_key_is_the_default_of_transformers(family: str) -> None:
     whole = saved(family)
     assert compared(whole) == "equal"
+    class_name = auto_config.read(json.loads(json.dumps(whole)))[auto_config.CLASS]
+    assert class_name.removesuffix("Config").removesuffix("Text") == whole["architectures"][0].partition("For")[0]
     inner = whole.get("text_config", whole)
     for key in sorted(inner.keys() - SIZES):
         without = {name: value for name, value in inner.items() if name != key}
@@ -92,6 +94,43 @@ def test_shipped_configurations_are_read_as_by_transformers(path: Path) -> None:
     if "linear_num_key_heads" in values.get("text_config", values):
         pytest.skip("its period is not a key of Transformers' class")
     assert compared(values) == "equal"
+
+
+WINDOWED = ("mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_only_windows_below_the_context_are_refused(family: str) -> None:
+    """The context of these models is 256. Without the key, Transformers' window of Mistral is 4096."""
+    values = saved(family) | {"use_sliding_window": True, "max_window_layers": 0}
+    values.pop("layer_types", None)
+    for window in (256, 257, None):
+        assert compared(values | {"sliding_window": window}) == "equal", window
+    below = "refused: config: sliding_window = 255 is not supported, only null and windows of at least max_position_embeddings = 256 are"
+    assert compared(values | {"sliding_window": 255}) == below
+    del values["sliding_window"]
+    assert compared(values) == "equal"
+    long = compared(values | {"max_position_embeddings": 8192})
+    assert long == "equal" or "sliding_window = 4096, the default of Transformers for an absent key, is not supported" in long
+    assert (long == "equal") == (family in ("mixtral", "phi3"))
+
+
+@pytest.mark.parametrize("window_layers", [3, 4])
+def test_windows_of_qwen_begin_at_max_window_layers(window_layers: int) -> None:
+    values = saved("qwen2") | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": window_layers}
+    del values["layer_types"]
+    assert (compared(values) == "equal") == (window_layers == 4)
+
+
+def test_model_type_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # the cache is empty
+    values = saved("qwen2") | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model_type = 'llama' is of Llama, not of Qwen2ForCausalLM"):
+        check_as_transformers(str(tmp_path), load_spec(tmp_path))
+    values |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    check_as_transformers(str(tmp_path), load_spec(tmp_path))
 
 
 def test_a_value_that_transformers_reads_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,15 @@ def scenario_gradients(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     return found
 
 
+def scenario_exported(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A step, an export, and the log-probs of longer sequences."""
+    trainer = make(scenario, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    one_step(trainer, sequences(trainer.spec.vocab_size))
+    trainer.export_hf(str(out / (scenario["name"] + ".hf")), scenario["model"])
+    return {"logprobs": all_logprobs(trainer, sequences(trainer.spec.vocab_size, scenario["lengths"]))}
+
+
 def scenario_lengths(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
     from trainer_lengths import any_lengths
 

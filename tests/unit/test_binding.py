@@ -64,7 +64,7 @@ def test_a_launch_uses_the_gpus_that_it_was_given(wanted, names, addresses):
 
 
 UUIDS = [uuid for _, uuid, _ in SHOWN]
-ENTRIES = ["0", "2", " 2", "2 ", "+1", "1gpu2", "4", "-1", "", " ", "x", "GPU-2", "GPU-", "GPU-9", " GPU-2", "MIG-7", "MIG-8"]
+ENTRIES = ["0", "2", " 2", "2 ", "+1", "1gpu2", "4", "-0", "-1", "", " ", "x", "GPU-2", "GPU-", "GPU-9", " GPU-2", "MIG-7", "MIG-8"]
 
 
 def of_torch(monkeypatch, wanted: str) -> list[int] | list[str]:
@@ -78,12 +78,14 @@ def of_torch(monkeypatch, wanted: str) -> list[int] | list[str]:
 
 def test_visible_devices_are_read_as_pytorch_reads_them(monkeypatch):
     found, expected = {}, {}
-    for wanted in map(",".join, [(), *itertools.product(ENTRIES), *itertools.product(ENTRIES, repeat=2), ("2", " 3", "0")]):
+    lists = itertools.chain.from_iterable(itertools.product(ENTRIES, repeat=length) for length in range(4))
+    for wanted in map(",".join, lists):
         places = {address: place for place, address in enumerate(gpu.address for gpu in visible(SHOWN, None))}
         found[wanted] = [places[gpu.address] if gpu.address else gpu.name for gpu in visible(SHOWN, wanted)]
         expected[wanted] = of_torch(monkeypatch, wanted)
     assert found == expected
-    assert found["2, 3,0"] == [2, 3, 0]
+    assert found["0, 2,1gpu2"] == [0, 2, 1]
+    assert found["0,4,0"] == []
 
 
 @pytest.mark.parametrize("status, shown", [(0, "0, GPU-1, 00000000:1B:00.0\n"), (9, "")])

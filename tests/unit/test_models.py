@@ -117,9 +117,12 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}, "sliding_window = 2047 is not supported"),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 63}, "sliding_window = 63 is not supported"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window = 4096 is not supported, only None is"),  # as if the key were missing
+        (
+            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+            "sliding_window = 4096, the default of Transformers for an absent key, is not supported, only null and windows of at least",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_key_and_value(change, message):

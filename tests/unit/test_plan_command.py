@@ -104,13 +104,14 @@ def test_a_search_prints_overrides_that_plan_the_same(given: list[str], capsys: 
 
 def test_settings_that_a_plan_does_not_know_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """They include no setting whose absence would change the plan."""
-    counted = ["trainer.ddp.overlap_grad_reduce=false", "generator.server_args={chunked_prefill_size: 512, disable_overlap_schedule: true}"]
+    known_args = "{chunked_prefill_size: 512, disable_overlap_schedule: true, kv_cache_dtype: bf16}"
+    counted = ["trainer.ddp.overlap_grad_reduce=false", f"generator.server_args={known_args}"]
     known, plain = (plan(capsys, "configs/405b_aipo.yaml", *given) for given in (counted, []))
     assert known["not_counted"] == [] and known["train_s"] > plain["train_s"] and known["generate_s"] > plain["generate_s"]
     activations = [facts["generator_memory_gib"]["activations"] for facts in (known, plain)]
     assert activations[0] < activations[1]
     left_out = ["trainer.megatron.recompute_granularity", "generator.server_args.kv_cache_dtype"]
-    arguments = ["configs/405b_aipo.yaml", "trainer.recompute=false", f"{left_out[0]}=selective", f"{left_out[1]}=fp8_e4m3"]
+    arguments = ["configs/405b_aipo.yaml", "trainer.recompute=false", f"{left_out[0]}=selective", f"{left_out[1]}=nvfp4"]
     assert plan(capsys, *arguments)["not_counted"] == left_out
     assert cli.main(["plan", *arguments]) == 1  # too large
     assert f"not counted: {', '.join(left_out)}" in capsys.readouterr().out

@@ -192,6 +192,17 @@ def test_kv_cache_of_a_token() -> None:
     assert kv_bytes_per_token(qwen, eight, 2) == 2 * kv_bytes_per_token(qwen, GeneratorConfig(tp=8, dp_attention=2), 2)
 
 
+def test_kv_cache_has_the_dtype_of_server_args() -> None:
+    llama = spec("llama-3.1-8b")
+    shapes = {name: GeneratorConfig(tp=1, server_args={"kv_cache_dtype": name}) for name in ("auto", "bf16", "fp8_e5m2", "mxfp8", "nvfp4")}
+    bytes_of_token = {name: kv_bytes_per_token(llama, shape, 2) / 131072 for name, shape in shapes.items()}
+    assert bytes_of_token == {"auto": 1, "bf16": 1, "fp8_e5m2": 0.5, "mxfp8": 33 / 64, "nvfp4": 1}
+    tokens = {name: kv_tokens(llama, shape, "bfloat16", WORK, H100) for name, shape in shapes.items()}
+    assert tokens["fp8_e5m2"] == pytest.approx(2 * tokens["bf16"], rel=1e-4)
+    read = [kv_bytes_read(llama, shapes[name], 2, 1000) for name in ("auto", "fp8_e5m2")]
+    assert read[0] == 2 * read[1]
+
+
 def test_layers_with_windows_keep_fewer_keys_and_values_where_sglang_has_a_pool_for_them() -> None:
     """gpt-oss-20b: 24 layers, 12 of them with windows of 128 tokens, 8 heads of 64. For Gemma 3 SGLang has one pool."""
     oss, layer, one = spec("gpt-oss-20b"), 2 * 8 * 64 * 2, GeneratorConfig(tp=1)

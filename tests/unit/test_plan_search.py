@@ -14,6 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.estimate.estimate import estimate
+from megarl.estimate.hardware import GIB
 from megarl.estimate.search import Found, Search, best_baseline, even_stages, problems, remedies, search, turned, written
 from megarl.models import load_spec
 
@@ -71,6 +72,15 @@ def test_what_is_found_fits_by_its_own_plan(name: str, overrides: tuple[str, ...
     config, spec = load(name, *overrides)
     _, chosen = search(config, spec, gpus)
     assert estimate(chosen, spec).overfull == {} and problems(chosen, spec) == []
+
+
+@pytest.mark.parametrize("overrides", [(), ("generator.kv_cache_tokens=20000",), ("generator.server_args.kv_cache_dtype=fp8_e4m3",)])
+def test_memory_to_spare_is_that_of_the_proposal(overrides: tuple[str, ...]) -> None:
+    config, spec = load("8b_aipo", *overrides)
+    found, chosen = search(config, spec, 8)
+    then = estimate(chosen, spec)
+    assert found.generator.over_gib == pytest.approx(then.groups[0].over_gib(then.cluster.gpu), abs=1e-6)
+    assert found.trainer.over_gib == pytest.approx(then.trainer.total / GIB - then.cluster.gpu.memory_gib)
 
 
 @pytest.mark.parametrize("name", ["8b_aipo_256", "70b_aipo", "70b_32k_aipo", "405b_aipo", "qwen3_30b_a3b_aipo", "qwen3_235b_a22b_aipo"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_told_with_tensor_and_file(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
     tensors = {t.name: torch.ones(t.shape, dtype=dtype) for t in hf_layout(SPEC, "float32").tensors(0)}
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((3,), float("nan"))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((2,), float("nan"))
     save_file(tensors, tmp_path / "model.safetensors")
     check_finite(SPEC, tmp_path)
     tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
@@ -270,11 +271,75 @@ def test_tensors_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
             check_checkpoint(SPEC, tmp_path)
 
 
+DEEPSEEK = ModelSpec(
+    "deepseek_v3", 2, 16, 24, 4, 4, 8, 11, 64, False, 1e-5, 10000.0, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=4,
+    qk_rope_head_dim=4, v_head_dim=4, num_experts=2, experts_per_token=1, expert_intermediate_size=8, shared_intermediate_size=8,
+    first_dense_layers=1, score_function="sigmoid", router_bias=True,
+)  # fmt: skip
+
+
+def written(folder: Path, spec: ModelSpec, **others: torch.Tensor) -> Path:
+    """A folder with the tensors of `spec`, and `others` by names with __ for dots."""
+    tensors = {tensor.name: torch.ones(tensor.file_shape) for tensor in hf_layout(spec, "float32", fused=True).tensors(0)}
+    save_file(tensors | {name.replace("__", "."): values for name, values in others.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "values"),
+    [
+        (SPEC, "model__norm__weight_scale_inv", torch.ones(1)),  # the weight is in float32
+        (PAIRED, "model__layers__0__mlp__experts__down_proj_scales", torch.ones(4, 72, 2, dtype=torch.uint8)),  # without its codes
+        (SPEC, "mtp__norm__weight", torch.ones(16)),
+        (SPEC, "model__layers__0__self_attn__attention__bias", torch.ones(4)),
+        (SPEC, "model__layers__0__self_attn__masked_bias", torch.ones(1)),
+        (SPEC, "model__layers__0__self_attn__rotary_emb__inv_freq", torch.ones(3)),  # of other heads
+        (SPEC, "model__visual__patch_embed__bias", torch.ones(4)),
+        (SPEC.with_scalar_head(), "lm_head__weight", torch.ones(12, 16)),
+        (DEEPSEEK, "model__layers__2__input_layernorm__weight", torch.ones(16)),  # one more decoder layer
+    ],
+)
+def test_tensor_without_use_is_refused(spec: ModelSpec, name: str, values: torch.Tensor, tmp_path: Path) -> None:
+    check_checkpoint(spec, written(tmp_path, spec))
+    with pytest.raises(ConfigError, match=f"the model of config.json has no {name.replace('__', '.')}"):
+        check_checkpoint(spec, written(tmp_path, spec, **{name: values}))
+
+
+def test_mxfp4_beside_plain_experts_is_refused(tmp_path: Path) -> None:
+    in_fp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {name: torch.ones(4, 40, 72)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"the model of config.json has no {name}. Correct"):
+        check_checkpoint(PAIRED, tmp_path)
+
+
+def test_ignored_prediction_layer_is_idle_if_whole(tmp_path: Path) -> None:
+    extended = replace(DEEPSEEK, mtp_layers=1)
+    layer = "model.layers.2."
+    copies = {layer + "embed_tokens.weight": torch.ones(11, 16), layer + "shared_head.head.weight": torch.ones(11, 16)}
+    tensors = {tensor.name: torch.ones(tensor.file_shape) for tensor in hf_layout(extended, "float32").tensors(0)} | copies
+    weight = layer + "mlp.experts.0.up_proj.weight"
+    tensors |= {weight: tensors[weight].to(torch.float8_e4m3fn), weight + "_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(DEEPSEEK, tmp_path)
+    check_checkpoint(DEEPSEEK.with_scalar_head(), tmp_path, without=("score.weight",))
+    del tensors[layer + "eh_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"has no {layer}"):
+        check_checkpoint(DEEPSEEK, tmp_path)
+
+
 def test_an_output_layer_beside_tied_embeddings_must_equal_them(tmp_path: Path) -> None:
     tied = replace(SPEC, tie_word_embeddings=True)
-    tensors = {tensor.name: torch.ones(tensor.file_shape) for tensor in hf_layout(tied, "float32").tensors(0)}
+    tensors = {}
+    for tensor in hf_layout(tied, "float32").tensors(0):
+        tensors[tensor.name] = torch.arange(math.prod(tensor.shape)).view(tensor.file_shape) / 4
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
     check_checkpoint(tied, tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].to(dtype)}, tmp_path / "model.safetensors")
+        check_checkpoint(tied, tmp_path)
     save_file(tensors | {"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tie_word_embeddings = true in config.json, but lm_head.weight has other values"):
         check_checkpoint(tied, tmp_path)
