@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.launch.nodes import Node
 from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
@@ -127,6 +127,7 @@ def _remove_leftovers(base: Path) -> None:
 POLL_S = 0.1
 LOOK_S = 0.5
 BEAT_S = 2.0
+STOP = "stop"  # in the folder where launchers meet: the file that asks all of them to bring the run to a stop
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -142,7 +143,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     infiniband: dict[str, bool] = {}  # port -> whether it is up
 
 
-class PeerFailed(RuntimeError):
+class PeerFailed(RunError):
     """Another node has ended the run. The message is from that node."""
 
 
@@ -222,10 +223,10 @@ class Meeting:
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""
-        self._write("stop", b"")
+        self._write(STOP, b"")
 
     def asked_to_stop(self) -> bool:
-        return "stop" in self._there()
+        return STOP in self._there()
 
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")
