@@ -42,14 +42,20 @@ HELD = (errno.EACCES, errno.EAGAIN)
 NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors if the file system or its mount has no locks
 
 
+_held_here: set[Path] = set()  # by threads of this process, which a record lock does not tell apart
+
+
 @contextlib.contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Holds the lock file `path` against every process on every host that shares its file system.
+    """Holds the lock file `path` against every process on every host that shares its file system, and every thread of this one.
 
     It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel releases it, or the file server if the
     host is gone. Raises ConfigError if another process holds it: `refusal`, and which process that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    resolved = path.resolve()
+    if resolved in _held_here:
+        raise ConfigError(f"{refusal}, in another thread of this program; end it first")
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,11 +66,17 @@ def held(path: Path, refusal: str) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
             file.flush()
-        yield
+        _held_here.add(resolved)
+        try:
+            yield
+        finally:
+            _held_here.remove(resolved)
 
 
 def is_held(path: Path) -> bool:
     """Whether a process on any host holds the lock file `path`. Also true if the file system has no locks."""
+    if path.resolve() in _held_here:
+        return True  # without opening the file: to close it would release the lock
     with open(path, "rb") as file:
         try:
             os.lockf(file.fileno(), os.F_TEST, 0)
