@@ -464,8 +464,9 @@ def accuracy_line(metrics: str) -> str:
 
 
 def evaluate_checkpoint(plan: RunPlan, step: int | None = None, best: bool = False, quiet: bool = False) -> CommandResult:
-    """Scores the run's checkpoint that `step` or `best` chooses, or by default its newest one; without one, model.path. `quiet`: prints only
-    on stderr."""
+    """Scores the run's checkpoint that `step` or `best` chooses, or by default its newest one; without one, model.path.
+
+    `quiet`: prints only on stderr."""
     if scores_checkpoint(plan.config, step, best):
         check_data(plan.config, plan.spec, "eval", at_hand=True)  # what is wrong is told before the export takes minutes
         folder = f"{plan.config.run_dir}/{EVALUATED}"

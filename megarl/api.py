@@ -230,9 +230,7 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
         if checked in inputs.COMMANDS:
             of_inputs = problems_of(lambda: inputs.check_inputs(settings, checked, found, at_hand=True))
             reported = {problem.partition(": ")[0] for problem in problems}  # key=value
-            problems += [
-                problem for problem in of_inputs if loaded.concerns(problem) and problem.partition(": ")[0] not in reported
-            ]
+            problems += [problem for problem in of_inputs if loaded.concerns(problem) and problem.partition(": ")[0] not in reported]
         raise ConfigError(problems)
     except OSError as error:  # about a path, which is a mistake in a setting
         raise unreadable(error) from error

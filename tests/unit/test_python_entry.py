@@ -48,7 +48,16 @@ def test_import_is_lazy_and_planning_needs_no_torch() -> None:
 def test_functions_return_what_the_commands_print(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     function = {"plan": megarl.plan, "reshard": megarl.reshard}[command]
     result = function(ROOT / "configs/8b_aipo.yaml", "trainer.tp=4")
-    cli.main([command, str(ROOT / "configs/8b_aipo.yaml", ), "trainer.tp=4", "--json"])
+    cli.main(
+        [
+            command,
+            str(
+                ROOT / "configs/8b_aipo.yaml",
+            ),
+            "trainer.tp=4",
+            "--json",
+        ]
+    )
     printed = json.loads(capsys.readouterr().out)
     measured = {"build_s"}
     assert {**json.loads(json.dumps(dict(result))), **dict.fromkeys(measured)} == {**printed, **dict.fromkeys(measured)}
@@ -183,14 +192,14 @@ def test_a_function_of_a_package_is_named_by_its_module(trained: list[RunPlan], 
     assert run.config.reward.name == "graders_pkg.inner:share"
 
 
-def test_a_package_that_only_this_program_finds_is_refused(
-    trained: list[RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_only_this_program_finds_is_refused(trained: list[RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported(tmp_path, "hidden_pkg.__init__", "")
     inner = imported(tmp_path, "hidden_pkg.inner", GRADERS)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(megarl.ConfigError, match=r"reward.name=share: the run's own processes find none as package hidden_pkg, not .*install it"):
+    with pytest.raises(
+        megarl.ConfigError, match=r"reward.name=share: the run's own processes find none as package hidden_pkg, not .*install it"
+    ):
         megarl.train(QUICKSTART, reward=inner.share)
 
 
@@ -227,7 +236,11 @@ def test_a_function_that_cannot_be_imported_is_refused(function: Any) -> None:
         with pytest.raises(megarl.ConfigError) as raised:
             call(QUICKSTART, reward=function)
         (problem,) = raised.value.problems
-        assert problem.startswith(("reward.name=", "eval.reward=")) and "%%writefile graders.py" in problem and "write: from graders import " in problem
+        assert (
+            problem.startswith(("reward.name=", "eval.reward="))
+            and "%%writefile graders.py" in problem
+            and "write: from graders import " in problem
+        )
 
 
 def test_what_is_no_function_is_refused() -> None:
