@@ -210,7 +210,8 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
     from megarl.launch import inputs
 
     try:
-        loaded, found = read_config(config, overrides), None
+        loaded = read_config(config, overrides)
+        run: RunPlan | None = None
         problems = list(loaded.problems)
         if (settings := loaded.config) is None:
             raise ConfigError(problems)
@@ -220,15 +221,15 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
         elif command == "eval" and scores_checkpoint(settings, step, best):
             checked = "export"  # its first half
         try:
-            found = resolve(settings, checked)
+            run = resolve(settings, checked)
         except ConfigError as error:
             problems += filter(loaded.concerns, error.problems)
         if checked != command == "eval":
             problems += problems_by_group(settings, COMMAND_CHECKS["eval"])
-        if found is not None and not problems:
-            return found
+        if run is not None and not problems:
+            return run
         if checked in inputs.COMMANDS:
-            of_inputs = problems_of(lambda: inputs.check_inputs(settings, checked, found, at_hand=True))
+            of_inputs = problems_of(lambda: inputs.check_inputs(settings, checked, run, at_hand=True))
             reported = {problem.partition(": ")[0] for problem in problems}  # key=value
             problems += [problem for problem in of_inputs if loaded.concerns(problem) and problem.partition(": ")[0] not in reported]
         raise ConfigError(problems)

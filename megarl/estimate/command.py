@@ -34,8 +34,8 @@ def run_plan(
     budget: int | None = None,
     picture: str | None = None,
 ) -> CommandResult:
-    """The plan of the config; with `searching`, of the best config on `budget` GPUs. `fits`: whether it can be run, which means that it fits
-    and that megarl train would accept it.
+    """The plan of the config; with `searching`, of the best config on `budget` GPUs. Its `fits` says whether it can be run: it fits, and
+    megarl train would accept it.
 
     `command`: the config and its overrides, as given by the user. `theory`: whether to add the optimum of LlamaRL's section 7 besides the
     best config. Raises ConfigError for what cannot be planned.

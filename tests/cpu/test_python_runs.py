@@ -29,7 +29,7 @@ asyncio.run(notebook(sys.argv[1:]))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_cells_of_the_document_run_in_a_notebook(tmp_path: Path) -> None:
     """The last cell stops a run of another thread while it trains."""
     begin, graders, train, thread = snippets("python.md", "python")
@@ -47,7 +47,6 @@ def test_the_cells_of_the_document_run_in_a_notebook(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     run_dir = tmp_path / "runs/notebook"
     assert "runs/notebook: 2 steps" in done.stdout and (run_dir / "exported/model.safetensors").exists()
-    assert f"reward.name={tmp_path}/graders.py:share_right" not in done.stderr
     assert f"name: {tmp_path}/graders.py:share_right" in (run_dir / "config.yaml").read_text()
     steps = len(rows(run_dir))
     assert steps >= 4 and complete_checkpoints(run_dir)[-1][0] == steps and f"stopped at step {steps}" in done.stdout

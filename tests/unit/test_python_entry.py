@@ -173,6 +173,15 @@ def test_an_imported_function_is_named_by_its_file(trained: list[RunPlan], tmp_p
     assert megarl.train(QUICKSTART, f"run_dir={tmp_path}/text", reward="math").config.reward.name == "math"
 
 
+def test_a_function_of_a_module_that_was_loaded_again_is_found(trained: list[RunPlan], tmp_path: Path) -> None:
+    """IPython's autoreload does that whenever the file changes."""
+    graders = imported(tmp_path, "graders_loaded_again", GRADERS)
+    before = graders.share
+    importlib.reload(graders)
+    run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/run", reward=before)
+    assert before is not graders.share and run.config.reward.name == f"{tmp_path}/graders_loaded_again.py:share"
+
+
 def test_a_reward_beside_parts_is_refused(trained: list[RunPlan]) -> None:
     with pytest.raises(megarl.ConfigError, match="reward=last_number: does not count beside reward.parts.right"):
         megarl.train(QUICKSTART, "reward.parts.right.name=math", reward="last_number")
@@ -186,10 +195,11 @@ def test_a_rollout_may_be_a_function_or_a_class(trained: list[RunPlan], tmp_path
 
 
 def test_a_function_of_a_package_is_named_by_its_module(trained: list[RunPlan], tmp_path: Path) -> None:
+    (tmp_path / "graders_namespace").mkdir()
     imported(tmp_path, "graders_pkg.__init__", "")
-    inner = imported(tmp_path, "graders_pkg.inner", GRADERS)
-    run = megarl.train(QUICKSTART, f"run_dir={tmp_path}/run", reward=inner.share)
-    assert run.config.reward.name == "graders_pkg.inner:share"
+    for name in ("graders_pkg.inner", "graders_namespace.inner"):
+        inner = imported(tmp_path, name, GRADERS)
+        assert megarl.train(QUICKSTART, f"run_dir={tmp_path}/{name}", reward=inner.share).config.reward.name == f"{name}:share"
 
 
 def test_a_package_that_only_this_program_finds_is_refused(trained: list[RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
