@@ -7,13 +7,14 @@
 #   make gpu-kit                                     in dist/gpu-kit, all that `make gpu` needs on a machine without a network (docs/gpu.md)
 #   make gpu                                         checks and measures kernels, trainer and direct writes on one NVIDIA GPU
 #   make rehearse                                    runs the GPU code paths on a machine without a GPU (docs/gpu.md)
+#   make wheel                                       the package in dist/, which works without a checkout (docs/python.md)
 #   make setup PYTHON=/path/to/python3.12             another interpreter
 #   make setup-gpu                                   the environment of a machine with GPUs (docs/cluster.md)
 #   make lock                                        writes requirements/gpu.txt after a change of requirements/cpu.txt or the GPU extra
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: quickstart check test test-all matrix gpu-kit gpu rehearse libraries interpreters setup setup-gpu lock clean
+.PHONY: quickstart check test test-all matrix gpu-kit gpu rehearse libraries interpreters wheel setup setup-gpu lock clean
 
 PYTHON ?=
 PYTHONS := $(or $(PYTHON),python3.12 python3 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
@@ -253,6 +254,13 @@ lock: setup
 	@grep -v '^#' requirements/cpu.txt >requirements/gpu.txt
 	.venv/bin/uv pip compile pyproject.toml --quiet --extra gpu --extra test --output-file requirements/gpu.txt --generate-hashes --no-annotate \
 	    --python-version 3.12 --python-platform x86_64-manylinux_2_34 --custom-compile-command "make lock"
+
+# setuptools adds to what an earlier build has left in build/, so that goes first.
+wheel: setup
+	@rm -rf build
+	.venv/bin/uv build --quiet --wheel --no-build-isolation --python .venv/bin/python --out-dir dist .
+	rm -rf build
+	ls dist/megarl-*.whl
 
 clean:
 	@rm -rf .venv build dist megarl.egg-info .pytest_cache .hypothesis

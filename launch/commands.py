@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.base.files import write_whole
+from megarl.base.results import CommandResult
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError, tell
 from megarl.config.load import dump_config
@@ -47,7 +49,15 @@ from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import EngineGroup, gpus_per_node
-from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
+from megarl.plan.weights import (
+    WARM,
+    Weights,
+    begin_with,
+    needs_first_weights,
+    needs_reference,
+    scores_checkpoint,
+    why_first_weights,
+)
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
 from megarl.rewards.score import all_parts
@@ -290,10 +300,11 @@ def _samples(plan: RunPlan, job: Job, placed: list[NodePlan]) -> Iterable[tuple[
 
 
 SHARES = ("pass@", "avg@", "maj@", "prompt_", "instruction_")
+EVALUATED = "evaluated"  # folder in run_dir for the export of the checkpoint that megarl eval scores
 
 
 def train(plan: RunPlan) -> None:
-    """Starts or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed."""
+    """Starts or resumes the RL run of `plan`, and prints its summary at the end. Raises ProcessFailed, Stopped."""
     given, plan = plan.config, with_caches(plan)
     config, run_dir, node = plan.config, Path(plan.config.run_dir), this_node()
     resume, late = latest_checkpoint(run_dir), unscored(config)
@@ -322,7 +333,7 @@ def train(plan: RunPlan) -> None:
         except Stopped as stopped:
             if stopped.problem or latest_checkpoint(run_dir).step < config.max_steps:
                 _tell_stopped(config, stopped, node)
-                raise SystemExit(stopped.exit_status) from stopped
+                raise
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
@@ -465,22 +476,37 @@ def accuracy_line(metrics: str) -> str:
     return f"Held-out pairs in the right order: {before} before, {after} after\n"
 
 
-def evaluate(plan: RunPlan, json_output: bool) -> None:
-    """Evaluates the weights of `plan` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
+def evaluate_checkpoint(plan: RunPlan, step: int | None = None, best: bool = False, quiet: bool = False) -> CommandResult:
+    """Scores the run's checkpoint that `step` or `best` chooses, or by default its newest one; without one, model.path.
+
+    `quiet`: prints only on stderr."""
+    if scores_checkpoint(plan.config, step, best):
+        check_data(plan.config, plan.spec, "eval", at_hand=True)  # what is wrong is told before the export takes minutes
+        folder = f"{plan.config.run_dir}/{EVALUATED}"
+        with contextlib.redirect_stdout(sys.stderr if quiet else sys.stdout):
+            checkpoint = export(plan, folder, step, best=best)
+        exported = replace(plan.config, model=replace(plan.config.model, path=folder))
+        plan = replace(resolve(exported, "eval"), weights=Weights(folder, checkpoint=checkpoint))
+    return evaluate(plan, quiet)
+
+
+def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
+    """Scores the weights of `plan` on `data.eval` and `eval.suites` through SGLang. The scores are on the head node; empty elsewhere."""
     plan = with_caches(plan)
     node = this_node()
 
     def prepare(_: Path) -> None:
         inputs = check_inputs(plan.config, "eval", plan)
-        if not json_output:
+        if not quiet:
             print(f"Weights: {plan.weights}", *role_lines(plan), *inputs.remarks, sep="\n", flush=True)
 
     eval_dir = Path(plan.config.run_dir) / "eval"
     job = Job("eval", eval_dir / "logs", trainer_role=None, driver_role="evaluate")
     folder = launch(plan, job, node, prepare, Doings(eval_dir).poll if node.is_head else lambda: None)
-    if node.is_head:
-        result = _read_result(folder / "result.json")
-        print(json.dumps({"weights": plan.weights.scored, **result}) if json_output else evaluation_text(result, plan.weights))
+    if not node.is_head:
+        return CommandResult({}, "")
+    result = _read_result(folder / "result.json")
+    return CommandResult({"weights": plan.weights.scored, **result}, evaluation_text(result, plan.weights))
 
 
 def warm(plan: RunPlan) -> None:

@@ -3,7 +3,6 @@ classes, and disk space."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from megarl.agents.program import PROGRAM
 from megarl.algorithms.recipes import RECIPES
+from megarl.base.coroutines import run_coroutine
 from megarl.config.errors import ConfigError, RunError, problems_of
 from megarl.config.schema import OF_HUBS, RunConfig
 from megarl.critic.plan import critic_path
@@ -153,7 +153,7 @@ def try_rewards(config: RunConfig, datasets: Sequence[Checked], thorough: bool) 
     with contextlib.suppress(ConfigError):  # a dry run goes on without what the hub does not give (check_data)
         tokenizer = load_tokenizer(config.model)
     with tempfile.TemporaryDirectory(prefix="megarl-trial-") as logs:
-        return asyncio.run(_try_all(replace(config, reward=replace(config.reward, workers=1)), wanted, tokenizer, Path(logs)))
+        return run_coroutine(_try_all(replace(config, reward=replace(config.reward, workers=1)), wanted, tokenizer, Path(logs)))
 
 
 async def _try_all(

@@ -34,7 +34,7 @@ from megarl.launch.launcher import (
     report_of,
     start_engines,
 )
-from megarl.launch.meeting import Meeting, NodeReport, is_held, read_report, scratch_folder
+from megarl.launch.meeting import STOP, Meeting, NodeReport, is_held, read_report, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, interface_with, place, slots_per_node, this_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits
 from megarl.launch.start import NodePart
@@ -74,7 +74,11 @@ class RunningRun:
     @property
     def is_ending(self) -> bool:
         """Whether the run is being stopped, or a part of it has finished or failed. Its generator may end before its last launcher."""
-        return any(name in ("stop", "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
+        return any(name in (STOP, "failure") or name.startswith("finished.") for name in os.listdir(self.folder))
+
+    def stop(self) -> None:
+        """Asks its launchers, as Meeting.ask_to_stop does, to end it once the running step is saved."""
+        (self.folder / STOP).touch()
 
     @property
     def on_one_host(self) -> bool:

@@ -12,6 +12,7 @@ import platform
 import shutil
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -187,7 +188,7 @@ def launch(
     Stopped if SIGTERM or Ctrl-C has stopped a job that `stops` (a second signal ends it at once).
     """
     raise_limits()
-    folder = Path(plan.config.run_dir) / ".launch" / job.command / node.launch
+    folder = launch_folder(Path(plan.config.run_dir) / ".launch" / job.command, node)
     try:
         make_private_folder(Path(plan.config.run_dir))
         meeting = Meeting(folder, node, plan.config.timeouts.rendezvous_s, plan.config.timeouts.silence_s)
@@ -228,6 +229,18 @@ def launch(
         if order.given:
             raise Stopped(number=order.signal)
     return folder
+
+
+_launches: Counter[Path] = Counter()  # how often this process has used a folder
+
+
+def launch_folder(parent: Path, node: Node) -> Path:
+    """A folder in `parent` where the nodes of one launch meet. A program that launches twice under srun needs two, since files of the
+    first launch would end the second. All nodes run the same program, so they count alike."""
+    folder = parent / node.launch
+    earlier = _launches[folder]
+    _launches[folder] += 1
+    return parent / f"{node.launch}.{earlier}" if earlier and node.count > 1 else folder
 
 
 def kernels_kept(plan: RunPlan, scratch: Path) -> Path:

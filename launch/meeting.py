@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, RunError
 from megarl.launch.nodes import Node
 from megarl.messaging.rendezvous import Rendezvous, rendezvous_path
 
@@ -42,14 +42,20 @@ HELD = (errno.EACCES, errno.EAGAIN)
 NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors if the file system or its mount has no locks
 
 
+_held_here: set[Path] = set()  # by threads of this process, which a record lock does not tell apart
+
+
 @contextlib.contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Holds the lock file `path` against every process on every host that shares its file system.
+    """Holds the lock file `path` against every process on every host that shares its file system, and every thread of this one.
 
     It is a POSIX record lock, which children do not inherit. However the holder ends, the kernel releases it, or the file server if the
     host is gone. Raises ConfigError if another process holds it: `refusal`, and which process that is.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    resolved = path.resolve()
+    if resolved in _held_here:
+        raise ConfigError(f"{refusal}, in another thread of this program; end it first")
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,11 +66,17 @@ def held(path: Path, refusal: str) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
             file.flush()
-        yield
+        _held_here.add(resolved)
+        try:
+            yield
+        finally:
+            _held_here.remove(resolved)
 
 
 def is_held(path: Path) -> bool:
     """Whether a process on any host holds the lock file `path`. Also true if the file system has no locks."""
+    if path.resolve() in _held_here:
+        return True  # without opening the file: to close it would release the lock
     with open(path, "rb") as file:
         try:
             os.lockf(file.fileno(), os.F_TEST, 0)
@@ -127,6 +139,7 @@ def _remove_leftovers(base: Path) -> None:
 POLL_S = 0.1
 LOOK_S = 0.5
 BEAT_S = 2.0
+STOP = "stop"  # in the folder where launchers meet: the file that asks all of them to bring the run to a stop
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -142,7 +155,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     infiniband: dict[str, bool] = {}  # port -> whether it is up
 
 
-class PeerFailed(RuntimeError):
+class PeerFailed(RunError):
     """Another node has ended the run. The message is from that node."""
 
 
@@ -222,10 +235,10 @@ class Meeting:
 
     def ask_to_stop(self) -> None:
         """Asks the launchers of all nodes to bring the run to a stop."""
-        self._write("stop", b"")
+        self._write(STOP, b"")
 
     def asked_to_stop(self) -> bool:
-        return "stop" in self._there()
+        return STOP in self._there()
 
     def finish(self) -> None:
         self._write(self._path_of_finished(self.node.rank).name, b"")

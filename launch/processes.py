@@ -17,6 +17,7 @@ import psutil
 
 from megarl.base import processes
 from megarl.base.files import log_tail
+from megarl.config.errors import RunError
 from megarl.observe.status import read_statuses
 
 FILES = 65_536
@@ -54,7 +55,7 @@ class ProcessSpec:
     dumps_stacks: bool = False  # whether it writes its Python stacks on SIGUSR1
 
 
-class ProcessFailed(RuntimeError):
+class ProcessFailed(RunError):
     """A child ended before its work was done. The message has its last words. Without last words it has the cause, as far as the host knows
     it, and the end of the child's log."""
 

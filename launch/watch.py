@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ class Stopped(Exception):
     def __init__(self, problem: str = "", number: int = signal.SIGTERM):
         super().__init__(problem)
         self.problem, self.by, self.exit_status = problem, NAMES[number], 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {self.by}" + (f", but not cleanly: {self.problem}" if self.problem else "")
 
 
 class StopOrder:
@@ -186,7 +190,12 @@ def leave_terminal() -> None:
 @contextlib.contextmanager
 def termination_as_exit(first: Callable[[int], bool] = lambda _: False) -> Iterator[None]:
     """Makes the signals in NAMES end the launcher by an exception, so that its children are ended too, unless `first` returns that it has
-    handled the signal. An ignored signal stays ignored: SIGINT in the background of a shell, SIGHUP under nohup. SIGTERM never is."""
+    handled the signal. An ignored signal stays ignored: SIGINT in the background of a shell, SIGHUP under nohup. SIGTERM never is.
+
+    Outside a program's main thread Python handles no signals, and this does nothing: megarl.Run.stop stops a run there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def terminate(number: int, _: object) -> None:
         if number == signal.SIGHUP:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 import megarl
-from megarl.base.files import PICTURES, file_problems, new_folder_problems
+from megarl import api
+from megarl.base.results import CommandResult
 from megarl.bench import command as bench
-from megarl.config.errors import ConfigError, problems_of, tell, unreadable
+from megarl.config.errors import ConfigError, tell, unreadable
 from megarl.config.keys import elsewhere_called, nearest, settings
 from megarl.config.limits import alike, did_you_mean
-from megarl.config.load import read_config
-from megarl.config.schema import RunConfig
 from megarl.launch import doctor, joining
-from megarl.plan.checks import COMMAND_CHECKS, problems_by_group, refused_by_train
+from megarl.launch.watch import Stopped
+from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.weights import Weights, of_the_run, warm_start_due
+from megarl.plan.weights import warm_start_due
 from megarl.report import command as report
 from megarl.starter import command as init
 
@@ -84,7 +84,6 @@ EXAMPLES = {
     "report": report.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
-EVALUATED = "evaluated"  # folder in run_dir for the export of the checkpoint that megarl eval scores
 WITH_JSON = ("eval", "plan", "reshard")
 WITHOUT_CONFIG = {"init": init, "doctor": doctor, "engines": joining, "report": report, "bench": bench}
 
@@ -113,6 +112,8 @@ def status_of(command: Callable[[], int | None]) -> int:
         return _fail(error, 2)
     except (RuntimeError, TimeoutError) as error:
         return _fail(error, 1)
+    except Stopped as stopped:  # which has been printed
+        return stopped.exit_status
     except KeyboardInterrupt:
         return _fail(RuntimeError("ended by Ctrl-C"), 130)
     except BrokenPipeError:
@@ -134,44 +135,15 @@ def _paths_looked_at() -> Iterator[None]:
 
 def _resolved(arguments: argparse.Namespace) -> RunPlan:
     """Raises ConfigError with all that is wrong: with keys and values, sizes and paths, and what the command is to read."""
-    from megarl.launch import inputs
-
-    loaded, plan = read_config(arguments.config, arguments.overrides), None
-    problems = list(loaded.problems)
-    if (config := loaded.config) is None:
-        raise ConfigError(problems)
     command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
-    if command == "run":
-        command = "dry-run" if warm_start_due(config) else "train"
-    if command == "eval" and _scores_checkpoint(config, arguments):
-        command = "export"  # its first half
-    try:
-        plan = resolve(config, command)
-    except ConfigError as error:
-        problems += filter(loaded.concerns, error.problems)
-    if (command, arguments.command) == ("export", "eval"):
-        problems += problems_by_group(config, COMMAND_CHECKS["eval"])
-    if plan is not None and not problems:
-        return plan
-    if command in inputs.COMMANDS:
-        found = problems_of(lambda: inputs.check_inputs(config, command, plan, at_hand=True))
-        told = {problem.partition(": ")[0] for problem in problems}  # key=value
-        problems += [problem for problem in found if loaded.concerns(problem) and problem.partition(": ")[0] not in told]
-    raise ConfigError(problems)
+    step, best = getattr(arguments, "step", None), getattr(arguments, "best", False)
+    return api.resolved(command, arguments.config, arguments.overrides, step=step, best=best)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Raises ConfigError where a file or folder that an option names cannot be written."""
-    problems: list[str] = []
-    if picture := getattr(arguments, "picture", None):
-        problems += file_problems("--picture", picture, PICTURES)
-    if dump := getattr(arguments, "dump", None):
-        problems += file_problems("--dump", dump)
-    for option in ("output", "keep"):
-        if (folder := getattr(arguments, option, None)) and arguments.command != "report":
-            problems += new_folder_problems(f"--{option} ", folder)
-    if problems:
-        raise ConfigError(problems)
+    names = ("picture", "dump") if arguments.command == "report" else ("picture", "dump", "output", "keep")
+    api.check_outputs(**{name: getattr(arguments, name, None) for name in names})
 
 
 def _reader_is_gone() -> bool:
@@ -329,19 +301,7 @@ def _run(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _sft(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.config.load import load_config, override_text
-    from megarl.launch.commands import sft
-    from megarl.roles.plan import roles_of
-    from megarl.roles.settings import flat
-
-    config, others = plan.config, []
-    for name, role in roles_of(config).items():  # what the run needs beside its policy
-        if role.sft:
-            own = [override_text(key, value) for key, value in flat(role.sft).items()]
-            where = [f"run_dir={config.run_dir}/{name}", f"sft.output={role.path}"]
-            others.append(resolve(load_config(arguments.config, [*arguments.overrides, *own, *where]), "sft"))
-    for each in (*others, plan):
-        sft(each)
+    api.warm_starts(plan, arguments.config, arguments.overrides)
 
 
 def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
@@ -351,24 +311,11 @@ def _reward_model(plan: RunPlan, arguments: argparse.Namespace) -> None:
 
 
 def _eval(plan: RunPlan, arguments: argparse.Namespace) -> None:
-    from megarl.data.check import check_data
-    from megarl.launch.commands import evaluate, export
+    from megarl.launch.commands import evaluate_checkpoint
 
-    if _scores_checkpoint(plan.config, arguments):
-        check_data(plan.config, plan.spec, "eval", at_hand=True)  # what is wrong is told before the export takes minutes
-        folder = f"{plan.config.run_dir}/{EVALUATED}"
-        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            checkpoint = export(plan, folder, arguments.step, best=arguments.best)
-        exported = replace(plan.config, model=replace(plan.config.model, path=folder))
-        plan = replace(resolve(exported, "eval"), weights=Weights(folder, checkpoint=checkpoint))
-    evaluate(plan, arguments.json)
-
-
-def _scores_checkpoint(config: RunConfig, arguments: argparse.Namespace) -> bool:
-    """Whether megarl eval scores a checkpoint of the run, which it first exports."""
-    if arguments.step is not None:
-        return arguments.step != 0
-    return arguments.best or of_the_run(config)
+    scores = evaluate_checkpoint(plan, arguments.step, arguments.best, quiet=arguments.json)
+    if scores:  # this is the head node
+        _print(scores, arguments)
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace) -> None:
@@ -390,16 +337,16 @@ def _plan(plan: RunPlan, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{given[0]}: needs --simulate")
     from megarl.estimate.command import run_plan
 
-    fits = run_plan(
+    found = run_plan(
         plan,
         shlex.join([arguments.config, *arguments.overrides]),
         searching=arguments.search,
         theory=arguments.theory,
         budget=arguments.gpus,
         picture=arguments.picture,
-        as_json=arguments.json,
     )
-    return 0 if fits else 1
+    _print(found, arguments)
+    return 0 if found["fits"] else 1
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -416,7 +363,11 @@ def _reshard(plan: RunPlan, arguments: argparse.Namespace) -> None:
     from megarl.estimate.command import run_map
 
     asked = {name: getattr(arguments, name) for name in ("delta", "link", "dump", "picture", "rank")}
-    run_map(plan, **asked, as_json=arguments.json)
+    _print(run_map(plan, **asked), arguments)
+
+
+def _print(result: CommandResult, arguments: argparse.Namespace) -> None:
+    print(json.dumps(dict(result)) if arguments.json else result)
 
 
 def _warm(plan: RunPlan, arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -72,6 +73,7 @@ def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
 
 Dumper.add_representer(str, _represent_text)
 Dumper.add_multi_representer(str, _represent_text)  # OmegaConf has a class of its own for ???
+Dumper.add_multi_representer(PurePath, lambda dumper, path: _represent_text(dumper, str(path)))
 
 
 def read_yaml(text: str) -> Any:

@@ -7,10 +7,11 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from megarl.config.errors import ConfigError
@@ -115,6 +116,58 @@ def find_callable(path: str, setting: str, built_in: Iterable[str] = ()) -> Call
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
         raise ConfigError(f"{setting}: {module_name} has no function or class {name}" + (f"; did you mean {near[0]}?" if near else ""))
     return found
+
+
+def path_of(function: object, key: str) -> str:
+    """The path at which `find_callable` finds `function` in other processes. Raises: ConfigError if they cannot import it."""
+    name = getattr(function, "__name__", type(function).__name__)
+    setting = f"{key}={name}"
+    if not callable(function):
+        raise ConfigError(f"{key}={function!r}: must be a function, or a text")
+    module, attribute_name = _home_of(function)
+    if module is None:
+        raise ConfigError(
+            f"{setting}: the run's own processes cannot import what a notebook, a script or another function defines: put it at the top "
+            f"level of a file, such as graders.py (in a notebook, begin the cell with %%writefile graders.py), and write: from graders "
+            f"import {name if name.isidentifier() else 'reward'}"
+        )
+    file = module.__file__ or ""
+    if "." not in module.__name__ and not hasattr(module, "__path__") and file.endswith(".py"):
+        return f"{os.path.abspath(file)}:{attribute_name}"
+    package = sys.modules[module.__name__.partition(".")[0]]
+    there = subprocess.run([sys.executable, "-P", "-c", _WHERE, package.__name__], capture_output=True, encoding="utf-8").stdout.strip()
+    if there != (package.__file__ or NAMESPACE):
+        raise ConfigError(
+            f"{setting}: the run's own processes find {there} as package {package.__name__}, not {package.__file__}: install "
+            "it, set PYTHONPATH, or start in its folder"
+        )
+    return f"{module.__name__}:{attribute_name}"
+
+
+NAMESPACE = "a folder without __init__.py"
+# A program that prints where the processes of a run find a package, as `import_module` does.
+_WHERE = f"""if True:
+    import importlib.util, os, sys
+    sys.path.append(os.getcwd())
+    spec = importlib.util.find_spec(sys.argv[1])
+    print(spec.origin or {NAMESPACE!r} if spec else "none")
+"""
+
+
+def _home_of(function: object) -> tuple[ModuleType | None, str]:
+    """A module that has `function` at its top level, and its name there: the module that defines it, or else any other."""
+    modules = [module for name, module in list(sys.modules.items()) if name != "__main__" and getattr(module, "__file__", None)]
+    own = [module for module in modules if module.__name__ == getattr(function, "__module__", None)]
+    for module in own + modules:
+        for name, value in list(vars(module).items()):
+            if value is function:
+                return module, name
+    for module in own:  # which has been loaded again since, as by IPython's autoreload
+        name = getattr(function, "__qualname__", "")
+        again = getattr(module, name, None)
+        if isinstance(again, FunctionType) and isinstance(function, FunctionType) and again.__code__.co_qualname == name:
+            return module, name
+    return None, ""
 
 
 def find_module(name: str, setting: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Loads a YAML file and dotted overrides into one RunConfig, or raises one ConfigError with all problems."""
+"""Loads settings and dotted overrides into one RunConfig, or raises one ConfigError with all problems."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from megarl.roles.settings import flat
 # In a YAML file, a path that begins with ./ or ../ is relative to the folder of that file. Any other path is relative to the working
 # directory, and so is every path on the command line. The loader makes the first kind absolute, so that a run's recorded configuration
 # means the same everywhere. It never guesses: if the file is only in the other folder, or in both, it refuses the configuration, and the
-# message says what to write.
+# message says what to write. A path that begins with configs/ and is not in the working directory is that of the folder configs/ which
+# comes with MegaRL.
 
 
 _OF_ROLLOUTS = {"rollout.args.tool": MODULE, "rollout.args.folder": INPUT, "rollout.args.readable": INPUT}  # of built-in rollouts
@@ -71,7 +72,16 @@ def located(key: str, value: Any, file: Path | None, problems: list[str]) -> Any
         problems += [f"{key}={value}: {problem}" for problem in _doubts(path, end, of_file, is_file, file)]
     if of_file or (kind == MODULE and is_file):
         return os.path.abspath(os.path.join(file.parent if file is not None and of_file else "", path)) + end
-    return value
+    return str(shipped(Path(value))) if kind == INPUT and value.startswith(f"{SHIPPED.name}/") else value
+
+
+SHIPPED = Path(__file__).parents[1] / "configs"
+
+
+def shipped(path: Path) -> Path:
+    """`path`, or where nothing is there, the file or folder of this name that comes with MegaRL, such as configs/quickstart.yaml."""
+    inside = SHIPPED.parent / path
+    return inside.resolve() if not path.exists() and path.parts[:1] == (SHIPPED.name,) and inside.exists() else path
 
 
 def _kind(key: str) -> str:
@@ -134,21 +144,27 @@ class Loaded:
         return not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", problem) for key in self.doubtful)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `path`, applies `overrides` (`dotted.key=value`, the value in YAML), fills in defaults, and resolves interpolations.
+ConfigSource = str | Path | Mapping[str, Any] | RunConfig  # a YAML file, or the settings that it would have
+
+
+def load_config(source: ConfigSource, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads `source`, applies `overrides` (`dotted.key=value`, the value in YAML), fills in defaults, and resolves interpolations.
 
     Raises ConfigError with all problems: unknown keys, wrong types, values outside their limits, missing settings.
     """
-    loaded = read_config(path, overrides)
+    loaded = read_config(source, overrides)
     if loaded.config is None or loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.config
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def read_config(source: ConfigSource, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load_config`, but uses the default for a setting with a problem, and goes on. Raises ConfigError if the file cannot be read."""
     problems: list[str] = []
-    of_file = [(key, located(key, value, Path(path), problems)) for key, value in _read_file(Path(path), problems)]
+    file = shipped(Path(source)) if isinstance(source, str | Path) else None
+    text = _read_file(file) if file is not None else _text_of(source)
+    where = str(file or "the configuration")
+    of_file = [(key, located(key, value, file, problems)) for key, value in _read_text(text, where, problems)]
     of_command = [(key, located(key, value, None, problems)) for key, value in _read_overrides(overrides, problems)]
     replaced = any(key == _RECIPE for key, _ in of_command)
     assignments = (of_file if replaced else _with_recipe(of_file)) + _with_recipe(of_command)
@@ -194,32 +210,48 @@ def override_text(key: str, value: Any) -> str:
     return f"{key}={write_line(escaped(value))}"
 
 
-def _read_file(path: Path, problems: list[str]) -> list[tuple[str, Any]]:
-    """The leaves of the file, each with its dotted key. Raises ConfigError at once if the file cannot be read or is not valid YAML."""
+def _read_file(path: Path) -> str:
+    """The text of the file. Raises ConfigError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(_not_found(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a YAML file: {error}") from None
+
+
+def _text_of(settings: Any) -> str:
+    """Settings of a Python program as YAML. Raises ConfigError."""
+    if isinstance(settings, RunConfig):
+        return dump_config(settings)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{settings!r}: a configuration must be the path of a YAML file, a mapping, or what megarl.load returns")
+    try:
+        return write_yaml(dict(settings))
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(f"{error.args[-1]!r}: a setting must be a number, a text, true, false, null, a list or a mapping") from None
+
+
+def _read_text(text: str, where: str, problems: list[str]) -> list[tuple[str, Any]]:
+    """The leaves of a YAML text, each with its dotted key. Raises ConfigError at once if it is not valid YAML, or no mapping."""
     try:
         tree = _as_written(read_yaml(text), read_texts(text))
     except RepeatedKey as error:
-        raise ConfigError(f"{path}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}") from None
+        raise ConfigError(f"{where}, lines {error.lines[0]} and {error.lines[1]}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         at = error.problem_mark.line if error.problem_mark else 0
         tab = any("\t" in there for there in text.splitlines()[at : at + 1])
-        raise ConfigError(f"{path}{line}: not valid YAML: {'a tab where YAML allows only spaces' if tab else error.problem}") from None
+        raise ConfigError(f"{where}{line}: not valid YAML: {'a tab where YAML allows only spaces' if tab else error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
     if tree is None:
         return []
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold a mapping of keys to values")
+        raise ConfigError(f"{where}: must hold a mapping of keys to values")
     leaves = list(_leaves(tree, "", problems))
     times = Counter(key for key, _ in leaves)
-    problems += [f"{path}: {key} is set {count} times, with dots and as a section" for key, count in times.items() if count > 1]
+    problems += [f"{where}: {key} is set {count} times, with dots and as a section" for key, count in times.items() if count > 1]
     return leaves
 
 
@@ -264,7 +296,7 @@ def _not_found(path: Path) -> str:
 
 def _read_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[str, Any]]:
     found = []
-    for override in overrides:
+    for override in map(str, overrides):
         key, equals, text = override.partition("=")
         if not equals or not key:
             problems.append(f"{override}: an override must be of the form key=value, such as trainer.tp=2")

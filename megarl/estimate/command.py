@@ -1,11 +1,12 @@
-"""`megarl plan` and `megarl reshard`: print a resolved config's plan, or its reshard map, as text or a JSON object, and draw it."""
+"""`megarl plan` and `megarl reshard`: a resolved config's plan, or its reshard map, as values, as text, and as a picture."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megarl.base.results import CommandResult
 from megarl.config.errors import ConfigError
 from megarl.estimate import report
 from megarl.estimate.estimate import check_longest, estimate, to_json
@@ -22,7 +23,6 @@ from megarl.reshard import report as map_report
 from megarl.reshard.forwarding import foreseen
 from megarl.reshard.layout import Layout, parameter_count, trainer_layout
 from megarl.reshard.map import ReshardMap
-from megarl.reshard.proof import prove_exactly_once
 
 
 def run_plan(
@@ -33,12 +33,11 @@ def run_plan(
     theory: bool = False,
     budget: int | None = None,
     picture: str | None = None,
-    as_json: bool = False,
-) -> bool:
-    """Prints the plan of the config; with `searching`, the plan of the best config on `budget` GPUs. Returns whether it can be run: whether
-    it fits, and megarl train would accept it.
+) -> CommandResult:
+    """The plan of the config; with `searching`, of the best config on `budget` GPUs. Its `fits` says whether it can be run: it fits, and
+    megarl train would accept it.
 
-    `command`: the config and its overrides, as given by the user. `theory`: whether to print the optimum of LlamaRL's section 7 besides the
+    `command`: the config and its overrides, as given by the user. `theory`: whether to add the optimum of LlamaRL's section 7 besides the
     best config. Raises ConfigError for what cannot be planned.
     """
     if budget is not None and not (searching or theory):
@@ -55,64 +54,60 @@ def run_plan(
     estimated = estimate(plan.config, plan.spec)
     baseline, cures = best_baseline(plan.config, plan.spec, gpus(plan)), remedies(plan.config, plan.spec, estimated)
     facts, refused = describe(plan), refused_by_train(plan.config, plan.spec)
-    fits = not estimated.overfull and not refused
+    left_out = report.not_counted(plan.config)
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
         title = f"{facts['family']}, {sizes(facts['trainer'])}; {sizes(facts['generator'])}"
         draw(estimated, baseline, picture, title)
-    if as_json:
-        facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
-        facts |= {"fits": fits, "not_counted": report.not_counted(plan.config), "refused": refused}
-        facts |= {"search": report.search_details(found)} if searching and found else {}
-        print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
-        return fits
-    _print_roles(plan, facts)
-    print(*report.render(estimated, baseline, cures, refused), sep="\n")
-    if left_out := report.not_counted(plan.config):
-        print(f"not counted: {', '.join(left_out)}")
+    lines = [*_role_lines(plan, facts), *report.render(estimated, baseline, cures, refused)]
+    facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+    facts |= {"fits": not estimated.overfull and not refused, "not_counted": left_out, "refused": refused}
+    if left_out:
+        lines.append(f"not counted: {', '.join(left_out)}")
     if searching and found:
-        print(*report.render_search(found, budget, asked, command), sep="\n")
+        facts["search"] = report.search_details(found)
+        lines += report.render_search(found, budget, asked, command)
     if optima:
-        print(*report.render_theory(optima, budget), sep="\n")
-    return fits
+        facts["theory"] = asdict(optima)
+        lines += report.render_theory(optima, budget)
+    return CommandResult(facts, "\n".join(lines))
 
 
-def _print_roles(plan: RunPlan, facts: dict[str, Any]) -> None:
+def _role_lines(plan: RunPlan, facts: dict[str, Any]) -> Iterator[str]:
     rollout = plan.config.rollout
-    print(f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}")
+    yield f"model      {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}"
     for name in ("trainer", "generator"):
         role = facts[name]
         ranks = f"{role['ranks']} rank{'s' * (role['ranks'] > 1)}"
         groups = role.get("groups", {})
-        print(f"{name:<10} {sizes(role)}: {ranks}; weights {gib_range(role)} a rank")
+        yield f"{name:<10} {sizes(role)}: {ranks}; weights {gib_range(role)} a rank"
         for group, own in groups.items():
             precision = own["quantization"] or facts["dtype"]
-            print(f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {gib_range(own)} a rank")
+            yield f"           {group}: {own['ranks']} rank{'s' * (own['ranks'] > 1)}, {precision}; weights {gib_range(own)} a rank"
     if count := evaluating(plan):
         ranks = f"{count} rank{'s' * (count > 1)}"
-        print(f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's")
+        yield f"evaluation engines {plan.config.eval.engines}, tp {plan.config.generator.tp}: {ranks}; as the generator's"
     for role in plan.served:
         engines, tp = role.settings.engines, role.settings.tp
         ranks = f"{engines * tp} rank{'s' * (engines * tp > 1)}"
-        print(f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, frozen")
+        yield f"{role.name:<10} engines {engines}, tp {tp}: {ranks}; a {role.spec.family} model, frozen"
     several = f" of {steps} optimizer steps each" if (steps := plan.config.trainer.optimizer_steps) > 1 else ""
     prompts = f"{rollout.prompts_per_step} prompts x {rollout.n} samples of at most {rollout.max_tokens} tokens"
-    print(f"a step     {prompts}; {plan.steps} steps{several}")
+    yield f"a step     {prompts}; {plan.steps} steps{several}"
 
 
 def run_map(
     plan: RunPlan,
     *,
-    delta: float,
+    delta: float = 0.01,
     link: float | None = None,
     dump: str | None = None,
     picture: str | None = None,
     rank: str | None = None,
-    as_json: bool = False,
-) -> None:
-    """Proves the config's map, then prints, dumps and draws it. The arguments are the options of the command line, whose help explains
-    them. Raises ConfigError for impossible options."""
+) -> CommandResult:
+    """The config's map, proven, dumped and drawn. The arguments are the options of the command line, whose help explains them. Raises
+    ConfigError for impossible options."""
     config = plan.config
     if not 0 <= delta <= 1:
         raise ConfigError(f"--delta {delta:g}: must be at least 0 and at most 1")
@@ -120,10 +115,9 @@ def run_map(
         raise ConfigError(f"--link {link:g}: must be more than 0")
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
     rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as in megarl plan
-    facts = map_report.to_json(reshard_map, forwarding, rate, delta) if as_json else None
-    alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if plan.adapters else {}
-    if facts is None:
-        prove_exactly_once(reshard_map)
+    facts = map_report.to_json(reshard_map, forwarding, rate, delta)  # proves it
+    if plan.adapters:
+        facts["lora_predicted_s"] = adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)
     if dump:
         with open(dump, "w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in map_report.dump_lines(reshard_map))
@@ -134,17 +128,13 @@ def run_map(
         draw(reshard_map, picture, title, forwarding)
     if rank:
         copies, part_s = map_report.copies_of(reshard_map, rank), map_report.own_part_s(reshard_map, rank)
-        if facts is None:
-            print(*map_report.render_copies(rank, copies, part_s), sep="\n")
-            return
         facts |= {"rank": rank, "rank_part_s": part_s, "rank_copies": [map_report.copy_fields(copy) for copy in copies]}
-    if facts is not None:
-        print(json.dumps(facts | alone))
-        return
-    print(map_report.render(reshard_map, rate, forwarding, delta))
-    if any(alone.values()):  # the engines can serve the adapters
-        print(f"{alone['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
-    print("proven: every destination byte is written exactly once")
+        return CommandResult(facts, "\n".join(map_report.render_copies(rank, copies, part_s)))
+    lines = [map_report.render(reshard_map, rate, forwarding, delta)]
+    if facts.get("lora_predicted_s"):  # the engines can serve the adapters
+        lines.append(f"{facts['lora_predicted_s']:.3g} s for an update of the adapters alone (lora.sync=adapter)")
+    lines.append("proven: every destination byte is written exactly once")
+    return CommandResult(facts, "\n".join(lines))
 
 
 # What follows from a config without an estimate: both sides' layouts, ranks, parameters and bytes of weights.

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from megarl.estimate.estimate import Estimate, generate_parts, train_parts
 from megarl.estimate.report import gib_parts
@@ -17,10 +18,8 @@ LETTER = 0.0085  # a letter's share of the longest bar: names that do not fit in
 
 def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> None:
     """Writes `path`, an .svg or .png."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (memory, time) = plt.subplots(2, 1, figsize=(10, 6.4), layout="constrained")
+    figure = Figure(figsize=(10, 6.4), layout="constrained")  # without pyplot, whose state may be a notebook's
+    memory, time = figure.subplots(2, 1)
     _bars(memory, {"generator": gib_parts(found.generator), "trainer": gib_parts(found.trainer)})
     memory.axvline(found.cluster.gpu.memory_gib, color="tab:red", lw=1.2)
     memory.set_xlabel(f"GiB per GPU; red: what one {found.cluster.gpu.name} has")
@@ -32,7 +31,6 @@ def draw(found: Estimate, baseline: Baseline | None, path: str, title: str) -> N
     text = f"seconds; blue: a step, {found.step_s:.3g}"
     time.set_xlabel(text + (f"; the synchronous baseline's, {baseline.step_s:.3g}" if baseline else ""))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _bars(axes: Axes, rows: Mapping[str, Mapping[str, float]]) -> None:

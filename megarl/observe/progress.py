@@ -97,7 +97,7 @@ class Progress:
 
     def __init__(self, run_dir: Path | str, total_steps: int, console: Console | None = None):
         self.run_dir, self.total_steps = Path(run_dir), total_steps
-        self.console = console or Console()
+        self.console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)  # in a notebook too, it prints lines
         self._tail = MetricsTail(self.run_dir / METRICS_FILE)
         self._tail.poll()  # takes in the steps before this start
         self._started = self._refreshed = self._heard = time.monotonic()

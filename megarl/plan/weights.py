@@ -98,6 +98,13 @@ def of_the_run(config: RunConfig) -> bool:
     return bool(complete_checkpoints(config.run_dir)) and (before is None or _same_folder(before, config.model.path))
 
 
+def scores_checkpoint(config: RunConfig, step: int | None, best: bool) -> bool:
+    """Whether megarl eval, asked for a `step` or the `best` checkpoint, scores a checkpoint of the run, which it first exports."""
+    if step is not None:
+        return step != 0
+    return best or of_the_run(config)
+
+
 def _chosen(config: RunConfig) -> Weights:
     path, output = config.model.path, config.sft.output
     if not Weights(path).are_there:

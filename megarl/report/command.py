@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -203,17 +203,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --serve: the port; default: a free one")
     parser.add_argument(
-        "--text-mib", metavar="N", type=float, default=64, help="approximate limit for the samples' texts, in MiB; default: 64"
+        "--text-mib",
+        metavar="N",
+        type=float,
+        default=TEXT_MIB,
+        help=f"approximate limit for the samples' texts, in MiB; default: {TEXT_MIB}",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError for a folder that is not a run's, and for an output that cannot be written."""
     folders = [Path(folder) for folder in arguments.run_dirs]
-    output = Path(arguments.output or folders[0] / PAGE_FILE)
-    problems = [
-        f"RUN_DIR {path}: holds no {METRICS_FILE}: not the folder of a run" for path in folders if not (path / METRICS_FILE).is_file()
-    ]
+    problems = [*_not_runs(folders)]
     if arguments.serve and arguments.output:
         problems.append("--output: a page that is served is not written; leave one of --output and --serve out")
     if not arguments.serve and arguments.port:
@@ -223,20 +224,41 @@ def run(arguments: argparse.Namespace) -> None:
     if not 1e-6 <= arguments.text_mib < math.inf:
         problems.append(f"--text-mib {arguments.text_mib:g}: must be above 0 and finite")
     if not problems and not arguments.serve:
-        problems += file_problems("--output", str(output), (".html",))
+        problems += _unwritable(folders, arguments.output)
     if problems:
         raise ConfigError(problems)
-    # imported here, since the checks above do not need it
-    from megarl.report.reading import RunReader
-
     text_bytes = int(arguments.text_mib * 2**20)
     if arguments.serve:
         _serve(folders, text_bytes, arguments.port)
-        return
-    found = [RunReader(folder, text_bytes).read() for folder in folders]
-    write_whole(output, page(found, _now()))
+    else:
+        write_report(folders, arguments.output, text_bytes)
+
+
+TEXT_MIB = 64  # default limit for the samples' texts
+
+
+def write_report(run_dirs: Sequence[Path], output: str | Path | None = None, text_bytes: int = TEXT_MIB << 20) -> Path:
+    """Writes the page of the runs, and prints its size. By default it is PAGE_FILE in the first run's folder. Returns its path. Raises
+    ConfigError, as `run` does."""
+    if problems := [*_not_runs(run_dirs)] or [*_unwritable(run_dirs, output)]:
+        raise ConfigError(problems)
+    page_path = Path(output or run_dirs[0] / PAGE_FILE)
+    found = [RunReader(folder, text_bytes).read() for folder in run_dirs]
+    write_whole(page_path, page(found, _now()))
     skipped = sum(sum(each["skipped"].values()) for each in found)
-    print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB" + (f"; {skipped} damaged or half-written lines left out" if skipped else ""))
+    left_out = f"; {skipped} damaged or half-written lines left out" if skipped else ""
+    print(f"{page_path}: {page_path.stat().st_size / 2**20:.1f} MiB{left_out}")
+    return page_path
+
+
+def _not_runs(run_dirs: Sequence[Path]) -> Iterator[str]:
+    for path in run_dirs:
+        if not (path / METRICS_FILE).is_file():
+            yield f"RUN_DIR {path}: holds no {METRICS_FILE}: not the folder of a run"
+
+
+def _unwritable(run_dirs: Sequence[Path], output: str | Path | None) -> Iterator[str]:
+    return file_problems("--output", str(output or run_dirs[0] / PAGE_FILE), (".html",))
 
 
 def _serve(folders: list[Path], text_bytes: int, port: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from megarl.reshard.forwarding import Forwarding
 from megarl.reshard.map import ReshardMap
@@ -31,14 +31,10 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
 
     The matrix shows what the trainer sends. The title tells how much engines pass on.
     """
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     gib = 2.0**-30
     sent, received = (total * gib for total in map.rank_bytes())
-    figure, axes = plt.subplots(
-        2, 2, figsize=(10, 9), width_ratios=(1, 4), height_ratios=(1, 4), layout="constrained", sharex="col", sharey="row"
-    )
+    figure = Figure(figsize=(10, 9), layout="constrained")  # without pyplot, whose state may be a notebook's
+    axes = figure.subplots(2, 2, width_ratios=(1, 4), height_ratios=(1, 4), sharex="col", sharey="row")
     (corner, above), (left, main) = axes
     passed_on = forwarding.rank_bytes()[0].sum() * gib if forwarding is not None else 0.0
     more = f", and {passed_on:,.0f} GiB from engine to engine" if passed_on else ""
@@ -60,7 +56,6 @@ def draw(map: ReshardMap, path: str, title: str, forwarding: Forwarding | None =
     left.set_ylabel("sender: trainer rank")
     figure.colorbar(image, ax=main, label="GiB from sender to receiver (white: none)")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _bars(axis: Any, values: np.ndarray, by_row: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.base.results import CommandResult
 from megarl.config.load import dump_config, load_config
 from megarl.launch.commands import evaluation_text
 from megarl.plan.resolve import RunPlan
@@ -74,8 +75,8 @@ def test_which_weights_eval_scores(
         shutil.copytree("model", output)
         return f"run/checkpoints/step_{step or 10:06d}"
 
-    def evaluate(plan: RunPlan, json_output: bool) -> None:
-        print(evaluation_text({}, plan.weights), plan.weights.scored, sep="\n")
+    def evaluate(plan: RunPlan, quiet: bool) -> CommandResult:
+        return CommandResult({"weights": plan.weights.scored}, f"{evaluation_text({}, plan.weights)}\n{plan.weights.scored}")
 
     monkeypatch.setattr("megarl.launch.commands.export", export)
     monkeypatch.setattr("megarl.launch.commands.evaluate", evaluate)

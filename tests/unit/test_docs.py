@@ -127,14 +127,20 @@ megarl sft z.yaml
 
 
 def test_the_readmes_ten_lines_pass_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine without GPUs and without the model. Its shape is in configs/models."""
+    """With the overrides for one GPU, a node and Slurm, on a machine without GPUs and without the model. Its shape is in configs/models."""
+    readme = (ROOT / "README.md").read_text()
     [settings] = snippets("../README.md", "yaml")
     assert len([line for line in settings.splitlines() if not line.startswith("#")]) == 10
+    ways = re.findall(r"^(?:megarl train|sbatch .* slurm/run.sbatch) run\.yaml(?! --dry-run)(.*)$", readme, re.MULTILINE)
+    assert len(ways) == 3
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(settings)
-    assert main(["train", "run.yaml", "--dry-run", f"model.spec={ROOT}/configs/models/qwen2.5-1.5b"]) == 0
-    printed = capsys.readouterr().out
-    assert "fits       yes" in printed and "trainer on one rank" in printed and "data.train: openai/gsm8k, on the hub" in printed
+    shape = f"model.spec={ROOT}/configs/models/qwen2.5-1.5b"
+    for overrides in ways:
+        assert main(["train", "run.yaml", *overrides.split(), "--dry-run", shape]) == 0
+        printed = capsys.readouterr().out
+        assert "fits       yes" in printed and "data.train: openai/gsm8k, on the hub" in printed
+    assert main(["plan", "run.yaml", "--search", "--gpus", "8", shape]) == 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

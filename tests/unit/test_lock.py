@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.errors import ConfigError
-from megarl.launch.meeting import held
+from megarl.launch.meeting import held, is_held
 
 HOLD = """
 import sys, time
@@ -49,6 +49,18 @@ def test_a_killed_holder_holds_nothing(holder, tmp_path):
     holder.wait(10)
     with held(path, "refused"):
         assert f"process {holder.pid} on " not in path.read_text()
+
+
+def test_a_launch_in_another_thread_is_seen_and_stays_locked(tmp_path):
+    """A record lock belongs to the process, which loses it as soon as any of its threads closes the file."""
+    path = tmp_path / ".launch/sft/lock"
+    with held(path, "refused"):
+        assert is_held(path)
+        with pytest.raises(ConfigError, match="refused, in another thread of this program; end it first"), held(path, "refused"):
+            raise AssertionError("held twice")
+        code = "import sys; from pathlib import Path; from megarl.launch.meeting import is_held; print(is_held(Path(sys.argv[1])))"
+        assert subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True).stdout == "True\n"
+    assert not is_held(path)
 
 
 def test_where_there_are_no_locks_the_launch_goes_on_and_says_so(tmp_path, monkeypatch, capsys):

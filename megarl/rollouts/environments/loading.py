@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import functools
 import inspect
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megarl.base.coroutines import run_coroutine
 from megarl.config.errors import ConfigError, problems_of
 from megarl.config.limits import find_callable
 from megarl.config.schema import RolloutConfig, RunConfig
@@ -125,7 +125,7 @@ def _tried(config: RunConfig) -> None:
     """Constructs the rollout, and awaits its `check`, if it has one."""
     rollout = load_rollout(config, load_tokenizer(config.model))
     if check := getattr(rollout, "check", None):
-        asyncio.run(check())
+        run_coroutine(check())
 
 
 # Worker processes for the functions that rollouts call.
