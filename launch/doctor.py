@@ -303,7 +303,9 @@ def _imported(name: str, module: str) -> Iterator[Finding]:
         return
     why = "it is an empty folder" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it died"])[-1]
     optional = name == "mooncake"
-    remedy = "weights.transport=mooncake is not there, auto takes another" if optional else "make setup, on GPUs make setup-gpu"
+    remedy = (
+        "weights.transport=mooncake is not there, auto takes another" if optional else "make setup in a checkout, on GPUs make setup-gpu"
+    )
     yield Finding(name, NOTE if optional else LACKS, f"import {module}: {why}", remedy)
 
 
