@@ -80,7 +80,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     """The folder of each chosen model, and of its export after a step."""
     root = tmp_path_factory.mktemp("ropes")
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    chosen = {(item.callspec.params["family"], item.callspec.params["form"]) for item in items if hasattr(item, "callspec")}
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    chosen = {(str(case["family"]), str(case["form"])) for case in params}
     made: dict[tuple[str, str], tuple[Path, Path]] = {}
     for number, (family, form) in enumerate(sorted(chosen)):
         folder = root / str(number)
