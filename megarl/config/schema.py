@@ -620,12 +620,17 @@ class TimeoutConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that megarl plan assumes."""
+    """The machines of a run."""
 
     gpu: str = setting(
         "H100",
         "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch cannot use",
-        one_of("L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
+        one_of("RTX4090", "L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
+    )
+    share_gpus: bool | None = setting(
+        None,
+        "whether the policy's engines are on the trainer's GPUs, both at the same time and in processes of their own (docs/gpu.md). Engines "
+        "then get the memory that megarl plan leaves them; null: where a run of one trainer rank and one engine rank has one GPU",
     )
 
 

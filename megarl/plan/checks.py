@@ -88,6 +88,12 @@ def check_groups(config: RunConfig) -> Iterable[str]:
         yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
 
 
+def check_sharing(config: RunConfig) -> Iterable[str]:
+    if config.cluster.share_gpus and config.weights.transport == "nccl":
+        why = "NCCL refuses two ranks of a communicator on one GPU"
+        yield f"weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with cluster.share_gpus=true: {why}"
+
+
 def check_deterministic(config: RunConfig) -> Iterable[str]:
     """Problems with `deterministic`: what makes the last bits of a response depend on other requests, or on which engine answers."""
     if not config.deterministic:
@@ -528,6 +534,7 @@ WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
 )  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_groups,
+    check_sharing,
     check_deterministic,
     check_lora_groups,
     check_ranks,
