@@ -375,7 +375,8 @@ def _report(plan: RunPlan) -> None:
 
     config = plan.config
     print(finish_report(config.run_dir), end="")
-    print(*memory_lines(plan), sep="\n", end="\n" * bool(memory_lines(plan)))
+    for line in memory_lines(plan):
+        print(line)
     if config.checkpoint.keep_best and (best := best_checkpoint(config)):
         score = f"{config.checkpoint.keep_best} {best[1]:.3f}"
         print(f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and megarl eval)")

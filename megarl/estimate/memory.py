@@ -560,16 +560,16 @@ def kv_tokens(
 ) -> int:
     """Tokens of an engine's KV cache, over all replicas of attention, as the launcher sets it.
 
-    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU the cache is no larger
-    than max_concurrency requests of full length or one whole context, since other programs use the machine's memory too. Holds at least one
-    request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in `generator_memory`.
+    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU, or a GPU that another
+    process shares, the cache is no larger than max_concurrency requests of full length or one whole context. What is left is for what
+    nobody has planned. Holds at least one request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in `generator_memory`.
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     longest = math.ceil((UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens) + workload.max_response_tokens)
     room = math.floor(kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied))
     tokens = max(room, longest * generator.dp_attention)
-    if gpu.name != "cpu":
+    if gpu.name != "cpu" and not occupied:
         return tokens
     needed = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
     return min(tokens, max(needed, spec.max_position_embeddings * generator.dp_attention))

@@ -107,7 +107,8 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
         try:
             of_trainer = training_memory(config, spec, trainer, cluster.gpu)
             occupied = of_trainer.total - of_trainer.runtime  # this is counted once: the phases share the GPU
-            tokens = math.floor(kv_room(spec, generator, dtype, cluster.gpu, occupied=occupied))
+            beside = kv_room(spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied)
+            tokens = math.floor(min(beside, kv_room(spec, generator, dtype, cluster.gpu)))
             if tokens < workload.longest:
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
