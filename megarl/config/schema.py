@@ -436,6 +436,11 @@ class AdamConfig:
 class OptimizerConfig(AdamConfig):
     """The optimizer of the policy."""
 
+    offload: bool = setting(
+        False,
+        "keep master weights and moments of every optimizer of a run in host memory, where the cores make its step. A GPU then needs 6 bytes "
+        "a parameter instead of 18, its host 16; a step takes longer (megarl plan counts both). Needs trainer.zero=1 and bfloat16",
+    )
     megatron: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "further settings of every optimizer of a run, by the names of Megatron's OptimizerConfig"},
