@@ -256,7 +256,12 @@ def shared(plan: RunPlan, report: dict[str, Any]) -> dict[str, float]:
     found = estimate(plan.config, plan.spec)
     peak, runtime = report["phases"]["step"]["peak_gib"], found.trainer.runtime / GIB
     engine = found.generator.total / GIB
-    return {"rehearsed": peak + runtime + engine, "planned": found.fullest.gpu_total / GIB, "engine": engine, "gpu": found.cluster.gpu.memory_gib}
+    return {
+        "rehearsed": peak + runtime + engine,
+        "planned": found.fullest.gpu_total / GIB,
+        "engine": engine,
+        "gpu": found.cluster.gpu.memory_gib,
+    }
 
 
 def tell_sums() -> None:

@@ -34,7 +34,14 @@ from megarl.plan.topologies import gpus_of_run, with_one_gpu_shared
 from megarl.weight_sync.transports.choice import transport_between
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-ONE = ["trainer.tp=1", "trainer.sequence_parallel=false", "generator.engines=1", "generator.tp=1", "cluster.share_gpus=true", "launch.ranks_per_node=null"]
+ONE = [
+    "trainer.tp=1",
+    "trainer.sequence_parallel=false",
+    "generator.engines=1",
+    "generator.tp=1",
+    "cluster.share_gpus=true",
+    "launch.ranks_per_node=null",
+]
 SMALL = [*ONE, "model.spec=configs/models/qwen2.5-1.5b/config.json", "rollout.max_tokens=1024", "trainer.max_tokens_per_microbatch=4096"]
 
 
@@ -46,7 +53,8 @@ def planned(*overrides: str, command: str = "plan") -> RunPlan:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "engines", "tp", "slots"), [(1, 1, 1, [0]), (8, 8, 1, [*range(8)]), (8, 4, 2, [0, 2, 4, 6]), (4, 1, 8, [0]), (8, 2, 1, [0, 1])]
+    ("trainer", "engines", "tp", "slots"),
+    [(1, 1, 1, [0]), (8, 8, 1, [*range(8)]), (8, 4, 2, [0, 2, 4, 6]), (4, 1, 8, [0]), (8, 2, 1, [0, 1])],
 )
 def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
     (node,) = place(trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True)
@@ -186,7 +194,9 @@ def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
     PretendedGpu(monkeypatch, 10 * GIB, 5 * GIB)
     for key, value in for_trainer(tmp_path, 0, 30 * GIB).items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(RunError, match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of which 5.0 are fr"):
+    with pytest.raises(
+        RunError, match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of which 5.0 are fr"
+    ):
         take_peak()
     assert not taken_file(tmp_path, 0).exists()
 
@@ -235,7 +245,9 @@ def test_engine_that_the_trainer_leaves_too_little_is_refused():
     assert [*found.overfull] == ["generator"] and found.trainer.total < 44.4 * GIB
     told = "\n".join(render(found, None, remedies(plan.config, plan.spec, found)))
     assert "per GPU too large, beside the trainer" in told and "the generator would fit with any of these" in told
-    with pytest.raises(ConfigError, match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl plan proposes"):
+    with pytest.raises(
+        ConfigError, match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl plan proposes"
+    ):
         commands.sharing_lines(plan)
 
 
