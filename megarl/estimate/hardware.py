@@ -99,7 +99,7 @@ class Constants:
     worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (megarl bench fleet)
     engine_calls_s: float = 1.4e-3  # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
     host_link_bytes_per_s: float = 25e9  # of a GPU to and from pinned host memory: PCIe 4.0 x16 in practice
-    pageable_bytes_per_s: float = 8e9  # the same from memory that is not pinned, as master weights on the host
+    pageable_bytes_per_s: float = 8e9  # to a GPU from memory that is not pinned, as that of rounded master weights
     host_adam_bytes_per_s: float = 100e9  # of a node's memory in AdamW's step on its cores
     step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
 

@@ -181,10 +181,10 @@ class TrainModel:
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
 
     def _host_update_s(self, parameters: float) -> float:
-        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12 bytes, and fp32 weights come back."""
+        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12 bytes, and bf16 weights come back."""
         t, k = self.trainer, self.constants
         ranks = min(self.cluster.gpus_per_node, t.tp * t.cp * t.pp * t.dp)
-        links_s = 4 / k.host_link_bytes_per_s + 4 / k.pageable_bytes_per_s
+        links_s = 4 / k.host_link_bytes_per_s + 2 / k.pageable_bytes_per_s
         return parameters * (links_s + 28 * ranks / k.host_adam_bytes_per_s)
 
     def scoring_s(self, workload: Workload) -> float:
