@@ -21,10 +21,13 @@ from megarl.config.errors import ConfigError, RunError, problems_of, unreadable
 from megarl.config.limits import path_of
 from megarl.config.load import ConfigSource, load_config, override_text, read_config
 from megarl.config.schema import RunConfig
+from megarl.launch.gpus import gpus
+from megarl.launch.nodes import this_node
 from megarl.launch.watch import Stopped
 from megarl.observe.metrics import METRICS_FILE, Row, read_metrics
 from megarl.plan.checks import COMMAND_CHECKS, problems_by_group
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import with_one_gpu_shared
 from megarl.plan.weights import scores_checkpoint, warm_start_due
 
 __all__ = ["CommandResult", "ConfigError", "Run", "RunError", "Stopped", "evaluate", "load", "plan", "reshard", "sft", "train"]
@@ -215,6 +218,7 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
         problems = list(loaded.problems)
         if (settings := loaded.config) is None:
             raise ConfigError(problems)
+        settings = one_gpu_shared(settings)
         checked = command
         if command == "run":
             checked = "dry-run" if warm_start_due(settings) else "train"
@@ -235,6 +239,11 @@ def resolved(command: str, config: ConfigSource, overrides: Sequence[str], step:
         raise ConfigError(problems)
     except OSError as error:  # about a path, which is a mistake in a setting
         raise unreadable(error) from error
+
+
+def one_gpu_shared(config: RunConfig) -> RunConfig:
+    """The settings of a run on this machine, whose only GPU trainer and engine share if each of them is one rank."""
+    return with_one_gpu_shared(config, lambda: len(gpus()) if this_node().count == 1 else 0)
 
 
 def check_outputs(picture: str | None = None, dump: str | None = None, output: str | None = None, keep: str | None = None) -> None:

@@ -354,7 +354,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     from megarl.simulation.command import run
 
     def configure(overrides: Sequence[str]) -> RunPlan:
-        return resolve(load_config(arguments.config, [*arguments.overrides, *overrides]), "plan")
+        return resolve(api.one_gpu_shared(load_config(arguments.config, [*arguments.overrides, *overrides])), "plan")
 
     run(configure, sweep=arguments.sweep, source=arguments.source, output=arguments.output, as_json=arguments.json)
 

@@ -170,6 +170,7 @@ NOT_RUN = {
     "megarl train run.yaml trainer.dp=4 generator.engines=4": "run as a dry run by tests/unit/test_docs.py",
     "megarl plan run.yaml --search --gpus 8": "run by tests/unit/test_docs.py",
     "make wheel": "run by tests/cpu/test_wheel.py",
+    "megarl train configs/one_gpu.yaml": GPUS,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
     "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megarl.data.rows import held_out_samplings
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
     GeneratorMemory,
+    Held,
     TrainerMemory,
     Workload,
     generator_memory,
@@ -21,6 +22,7 @@ from megarl.estimate.memory import (
     kv_room,
     kv_tokens,
     landing_bytes,
+    offloaded_bytes,
     saving_bytes,
     scoring_passes,
     shadow_bytes,
@@ -32,7 +34,7 @@ from megarl.estimate.times import GenerateModel, GenerateTime, TrainModel, Train
 from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
-from megarl.plan.topologies import EngineGroup, at_once, engine_groups, generator_ranks, run_ahead, trainer_topology
+from megarl.plan.topologies import EngineGroup, at_once, engine_groups, gpus_of_run, run_ahead, trainer_topology
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
 from megarl.roles.plan import ServedRole, find_served, pairs
@@ -174,9 +176,15 @@ def cached_workload(config: RunConfig) -> Workload:
 
 
 def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
-    """What an engine of `shape` holds beside its own weights, as arguments of `kv_tokens`: memory for landing, and the adapters' pool."""
+    """What is in a GPU's memory beside the weights and the KV cache of an engine of `shape`, as arguments of `kv_tokens`: memory for
+    landing, the adapters' pool, and the trainer rank that shares the GPU."""
     landing = landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
-    return {"landing": landing, "pool": adapters_pool(config, spec)}
+    return {"landing": landing, "pool": adapters_pool(config, spec), "occupied": beside_engine(config, spec, gpu)}
+
+
+def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
+    """The bytes of the fullest trainer rank, if trainer ranks share their GPUs with engines; 0 if they are apart."""
+    return training_memory(config, spec, config.trainer, gpu).total if config.cluster.share_gpus else 0.0
 
 
 def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
@@ -193,6 +201,7 @@ class GroupEstimate:
     engines: int
     gpus: int
     memory: GeneratorMemory
+    occupied: float  # bytes of the trainer rank that shares its GPU; 0: none does
     static_limit: float  # limit of the bytes of a rank's weights and KV cache
     share: float  # share of the step's responses
     time: GenerateTime  # time for its share
@@ -202,8 +211,13 @@ class GroupEstimate:
     unbounded_s: float  # time for its share if the KV cache held all requests that may run
 
     def over_gib(self, gpu: Gpu) -> float:
-        """The amount by which a rank is too large; negative: free memory."""
-        return max(self.memory.total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+        """The amount by which a rank is too large for its GPU, or for what the trainer leaves of it; negative: free memory."""
+        return max(self.gpu_total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+
+    @property
+    def gpu_total(self) -> float:
+        """Bytes of all that is on a GPU with one of its ranks."""
+        return self.memory.total + self.occupied
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -222,6 +236,7 @@ class Estimate:
     cluster: Cluster
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
+    offloaded: float  # bytes of a trainer node's memory for optimizers (trainer.optimizer.offload)
     saving: float  # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during training
     train: TrainTime
     sync_s: float
@@ -231,12 +246,17 @@ class Estimate:
     inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
     glue_s: float  # work that overlaps with neither side
     asynchronous: bool
+    shared: bool  # whether trainer and engines share their GPUs
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
 
     @property
+    def fullest(self) -> GroupEstimate:
+        """The engines that are nearest to being too large."""
+        return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu))
+
+    @property
     def generator(self) -> GeneratorMemory:
-        """The memory of the engines that are nearest to being too large."""
-        return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu)).memory
+        return self.fullest.memory
 
     @property
     def generate(self) -> GenerateTime:
@@ -252,7 +272,12 @@ class Estimate:
     def step_s(self) -> float:
         """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for which both sides stop."""
         both = self.train.total, self.scored_s
-        return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
+        return (max(both) if self.overlaps else sum(both)) + self.sync_s + self.glue_s
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training and generation overlap in time. On a shared GPU they do not: kernels of two processes take turns."""
+        return self.asynchronous and not self.shared
 
     @property
     def overfull(self) -> dict[str, float]:
@@ -274,9 +299,9 @@ class Estimate:
         generating = {f"generation: {name}": value for name, value in generate_parts(self.generate).items()}
         if self.scored_s > self.generate.total:
             generating = {f"scores of {name}": served.score_s for name, served in self.served.items()}
-        if self.asynchronous and self.sync_s > max(self.train.total, self.scored_s):
+        if self.overlaps and self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
-        if self.asynchronous:
+        if self.overlaps:
             slower = parts if self.train.total > self.scored_s else generating
         else:
             slower = parts | generating
@@ -298,7 +323,8 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
         groups=of_groups(config, spec, groups),
-        saving=_ranks_of_node(config, cluster) * _saving_bytes(config, spec, config.trainer, cluster.gpu),
+        offloaded=_on_node(config, cluster, _optimizers(config, spec, config.trainer, cluster.gpu, offloaded_bytes)),
+        saving=_on_node(config, cluster, _saving_bytes(config, spec, config.trainer, cluster.gpu)),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
         delta_sync_s=delta_s + messages_s,
@@ -307,6 +333,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
+        shared=bool(config.cluster.share_gpus),
         served=served(config),
     )
 
@@ -331,9 +358,10 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup])
         own, share = group.settings, speed / sum(speeds)
         part = work if len(groups) == 1 else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         time = model.seconds(part, **how)
-        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside_cache(config, spec, own, gpu))
+        beside = beside_cache(config, spec, own, gpu)
+        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside)
         rate = own.engines * time.concurrency / time.token_s
-        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside_cache(config, spec, own, gpu))
+        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside)
         endless = replace(model, generator=replace(own, kv_cache_tokens=UNBOUNDED_TOKENS))
         found.append(
             GroupEstimate(
@@ -342,7 +370,8 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup])
                 engines=own.engines,
                 gpus=group.topology.world_size,
                 memory=memory,
-                static_limit=usable_static(own, gpu),
+                occupied=beside["occupied"],
+                static_limit=usable_static(own, gpu, beside["occupied"]),
                 share=share,
                 time=time,
                 tokens_per_s=rate,
@@ -389,31 +418,40 @@ def may_land(config: RunConfig, ranks: int | None = None) -> bool:
     """Whether weights may be sent by Mooncake, which needs landing memory: true if the ranks of both sides fill several nodes. `ranks`:
     their number; None: that of the config."""
     if ranks is None:
-        engines = generator_ranks(engine_groups(config.generator)) + config.eval.engines * config.generator.tp
-        ranks = trainer_topology(config.trainer).world_size + engines
+        ranks = gpus_of_run(config) + config.eval.engines * config.generator.tp
     return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
-def _ranks_of_node(config: RunConfig, cluster: Cluster) -> int:
-    return min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
+def _on_node(config: RunConfig, cluster: Cluster, rank_bytes: float) -> float:
+    """Bytes of all ranks of a trainer node."""
+    return min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size) * rank_bytes
 
 
 def _saving_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig, gpu: Gpu) -> float:
     """Bytes of a rank's copy of its part of a checkpoint, which is written during training."""
-    if not config.checkpoint.beside:
-        return 0.0
+    return _optimizers(config, spec, trainer, gpu, saving_bytes) if config.checkpoint.beside else 0.0
+
+
+def _optimizers(
+    config: RunConfig,
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    gpu: Gpu,
+    bytes_of: Callable[[Iterable[Held], TrainerConfig], float],
+) -> float:
+    """The sum of `bytes_of` over a rank's optimizers of policy and critic."""
     dtype = config.model.dtype
     beside = adapters.beside(config, spec, trainer, gpu.device)
     of_models = [beside.trained if beside else trained_held(spec, trainer, dtype)]
     if (critic := critic_of(config, spec)) is not None:
         of_models.append(trained_held(critic, trainer, dtype))
-    return sum(saving_bytes(trained, trainer) for trained in of_models)
+    return sum(bytes_of(trained, trainer) for trained in of_models)
 
 
 def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
     if config.weights.delta == "off" or config.weights.delta_shadow != "host":
         return 0.0
-    return _ranks_of_node(config, cluster) * _shadow_bytes(config, spec, config.trainer)
+    return _on_node(config, cluster, _shadow_bytes(config, spec, config.trainer))
 
 
 def _shadow_bytes(config: RunConfig, spec: ModelSpec, trainer: TrainerConfig) -> float:
@@ -427,6 +465,12 @@ def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -
     groups, dtype = engine_groups(config.generator), config.model.dtype
     sizes = [(group.topology.world_size, generator_weights(spec, group.settings, dtype).total) for group in groups]
     return max(min(cluster.gpus_per_node, ranks) * INBOX_SHARE * weights for ranks, weights in sizes)
+
+
+def steps_by_capacity(config: RunConfig, spec: ModelSpec) -> dict[int, float]:
+    """async.capacity -> seconds of a step, for the two ways to share GPUs: in turns, and both sides at once."""
+    configs = {capacity: replace(config, async_=replace(config.async_, capacity=capacity)) for capacity in (0, 1)}
+    return {capacity: estimate(each, spec).step_s for capacity, each in configs.items()}
 
 
 def overlaps(config: RunConfig) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
-from megarl.estimate.hardware import CONSTANTS, Cluster, Constants
+from megarl.estimate.hardware import CONSTANTS, Cluster, Constants, constants_of
 from megarl.estimate.memory import (
     Beside,
     GeneratorWeights,
@@ -24,7 +24,7 @@ from megarl.estimate.memory import (
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
-from megarl.plan.topologies import engine_groups, engines_layout, trainer_topology
+from megarl.plan.topologies import engine_groups, engines_layout, gpus_of_run, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
 from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -164,7 +164,8 @@ class TrainModel:
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         trained = self.beside.trained if self.beside else trained_held(self.spec, t, self.dtype)
         held = max(trained, key=lambda stage: stage.total)
-        update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
+        own = held.total / (t.dp * t.cp if t.zero else 1)
+        update_s = self._host_update_s(own) if t.optimizer.offload else 30 * own / self._hbm  # Adam's reads and writes, bytes
         last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
@@ -178,6 +179,13 @@ class TrainModel:
         )
         flops = (2 if self.beside else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
+
+    def _host_update_s(self, parameters: float) -> float:
+        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12 bytes, and bf16 weights come back."""
+        t, k = self.trainer, self.constants
+        ranks = min(self.cluster.gpus_per_node, t.tp * t.cp * t.pp * t.dp)
+        links_s = 4 / k.host_link_bytes_per_s + 2 / k.pageable_bytes_per_s
+        return parameters * (links_s + 28 * ranks / k.host_adam_bytes_per_s)
 
     def scoring_s(self, workload: Workload) -> float:
         """Seconds of a pass over a batch that only scores."""
@@ -473,12 +481,12 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     """Seconds of two updates, by the map of the run: one of all weights, and one of only the changed weights, if the share CHANGED has
     changed.
 
-    Ranks of one node write over NVLink, others over their NICs.
+    Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside its memory.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
     destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
-    rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
+    rate = update_bytes_per_s(config, cluster)
     return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
 
 
@@ -499,6 +507,14 @@ def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: in
     if relaying:
         busiest = min(busiest, fan_out / relaying + (1 - 1 / relaying))
     return engine_bytes * busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+
+
+def update_bytes_per_s(config: RunConfig, cluster: Cluster) -> float:
+    """The rate at which a rank sends or receives weights. A copy inside a GPU's memory reads and writes it."""
+    ranks = gpus_of_run(config)
+    if config.cluster.share_gpus and ranks == 1:
+        return cluster.gpu.hbm_bytes_per_s * constants_of(cluster.gpu.name).hbm_efficiency / 2
+    return link_bytes_per_s(ranks, cluster)
 
 
 def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:
