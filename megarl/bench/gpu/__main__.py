@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.generator import torch_kernels
 
 # The page: one table for each part, in Markdown, with the machine's names and versions above.
 
@@ -196,6 +198,8 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
         if rehearse:
             command.append("--rehearse")
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        elif importlib.util.find_spec(torch_kernels.PACKAGE) is None:
+            environment |= {torch_kernels.TORCH_KERNELS: "1"}
         with open(log, "wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
             try:
