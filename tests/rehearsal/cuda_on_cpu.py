@@ -36,7 +36,6 @@ def install() -> None:
     )
     for name, value in more.items():
         setattr(torch.cuda, name, value)
-    torch.Generator = _generator  # type: ignore[misc,assignment]
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
@@ -44,10 +43,6 @@ def install() -> None:
     _meet_by_gloo()
     _know_triton(properties)
     _OnCpu().__enter__()
-
-
-def _generator(device: Any = "cpu") -> torch._C.Generator:
-    return torch._C.Generator(CPU)
 
 
 def _moved(value: Any) -> Any:

@@ -193,7 +193,7 @@ def plan(path: Path) -> dict[str, Any]:
 
 
 def megarl(command: str, path: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "megarl.cli", command, str(path), *arguments]
+    return [sys.executable, "-P", "-m", "megarl", command, str(path), *arguments]
 
 
 def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
