@@ -242,6 +242,7 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     cores = settings.cores or [allowed[-1 - (first + rank) % len(allowed)] for rank in range(ranks)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
+        torch_kernels.TORCH_KERNELS: "",  # only for GPUs
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -36,6 +36,7 @@ def register_hooks() -> None:
 
     quantise = "sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_group_quant_fp8"
     HookRegistry.register(quantise, quantised, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.dual_gemm.DualGemm._select_mode", no_dual_product, HookType.REPLACE)
     HookRegistry.register("sglang.kernels.ops.kvcache.kvcache.can_use_store_cache", no_compiled_store, HookType.REPLACE)
 
 
@@ -49,6 +50,10 @@ def quantised(x: torch.Tensor, group_size: int, *arguments: Any, **named: Any) -
 def no_compiled_store(*_: Any) -> bool:
     """Whether a compiled kernel writes keys and values to the cache. If not, SGLang indexes (mem_cache/memory_pool.py:219)."""
     return False
+
+
+def no_dual_product(*_: Any) -> None:
+    """How a kernel in CUTLASS's Python dialect computes gate, up and activation together. If not at all, they are three steps."""
 
 
 def is_arch_support_pdl() -> bool:

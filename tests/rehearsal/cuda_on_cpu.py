@@ -36,6 +36,7 @@ def install() -> None:
     )
     for name, value in more.items():
         setattr(torch.cuda, name, value)
+    torch.get_device_module = lambda *_: torch.cuda  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
@@ -142,3 +143,11 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
             utils=types.SimpleNamespace(get_device_properties=lambda device: shown),
         )
     )
+
+
+def register_hooks() -> None:
+    """Called by SGLang in all its processes (the entry point beside sitecustomize.py)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    graphs = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+    HookRegistry.register(f"{graphs}.capture_one", capture_one, HookType.AROUND)

@@ -169,7 +169,7 @@ def replace_cuda(record: Record, gpu: tuple[str, tuple[int, int], int, int], dev
     properties = types.SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=gib * GIB, multi_processor_count=multiprocessors,
         max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", uuid="GPU-0", L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, is_integrated=False,
     )  # fmt: skip
     replaced = dict(
         is_available=lambda: True,

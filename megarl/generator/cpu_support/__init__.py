@@ -48,7 +48,7 @@ def install() -> None:
 
 def active() -> bool:
     """Whether this process has called `install` and has no CUDA."""
-    return any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
+    return not torch_kernels.wanted() and any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
 
 
 def register_hooks() -> None:
