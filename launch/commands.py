@@ -22,7 +22,7 @@ from megarl.data.batches import load_pairs, training_steps
 from megarl.data.check import Checked, digests_of
 from megarl.data.contents import contents_of, keep_contents
 from megarl.data.rows import held_out
-from megarl.estimate.estimate import with_kv_caches
+from megarl.estimate.estimate import estimate, with_kv_caches
 from megarl.estimate.hardware import GIB, GPUS
 from megarl.estimate.memory import kv_bytes_per_token
 from megarl.evaluation.scores import best_checkpoint, note_lost, read_results, sampling_text, sets
@@ -40,13 +40,13 @@ from megarl.launch.worker import PARENT
 from megarl.messaging.host import loopback
 from megarl.messaging.rendezvous import EVALUATION, POLICY, EngineAddress, Rendezvous
 from megarl.models.spec import SCALAR
-from megarl.observe.metrics import METRICS_FILE, check_lines
+from megarl.observe.metrics import METRICS_FILE, check_lines, read_metrics
 from megarl.observe.progress import Doings, Progress
 from megarl.observe.samples import recover_ordinals
 from megarl.observe.status import clear_statuses
 from megarl.plan.checkpoints import changes, checkpoint_path, remove_leftovers, scores_to_choose_by
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topologies import EngineGroup, gpus_per_node
+from megarl.plan.topologies import EngineGroup, generator_ranks, gpus_of_run, gpus_per_node
 from megarl.plan.weights import WARM, Weights, begin_with, needs_first_weights, needs_reference, why_first_weights
 from megarl.reshard.layout import ITEM_BYTES
 from megarl.rewards import code
@@ -114,6 +114,39 @@ def with_caches(plan: RunPlan, dry_run: bool = False) -> RunPlan:
     gpu = GPUS[plan.config.cluster.gpu if dry_run or gpus() else "cpu"]
     config = with_kv_caches(plan.config, plan.spec, plan.served, gpu)
     return replace(plan, config=config, served=tuple(replace(role, settings=config.roles[role.name]) for role in plan.served))
+
+
+def without_trainer(plan: RunPlan) -> RunPlan:
+    """The plan for commands that start engines alone, which have their GPUs to themselves."""
+    return replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, share_gpus=False)))
+
+
+def sharing_lines(plan: RunPlan) -> list[str]:
+    """A line that says that trainer and engines share GPUs. Raises ConfigError if they do not fit. `plan`: one of `with_caches`."""
+    config = plan.config
+    if not config.cluster.share_gpus:
+        return []
+    planned = estimate(config, plan.spec)
+    gpu = planned.cluster.gpu
+    engine, trainer = planned.fullest, planned.trainer.total / GIB
+    for side, over_gib in planned.overfull.items():
+        problem = f"cluster.share_gpus=true: on {gpu.name} the {side} is {over_gib:.1f} GiB per GPU too large"
+        raise ConfigError(f"{problem}; megarl plan proposes what fits")
+    sum_gib = f"{trainer:.1f} + {engine.memory.total / GIB:.1f} of {gpu.memory_gib:g} GiB"
+    return [f"Shared GPUs: trainer and engines are on the same GPUs (cluster.share_gpus): {sum_gib}"]
+
+
+def memory_lines(plan: RunPlan) -> list[str]:
+    """A line that compares both sides' high-water marks with the plan; none without marks. `plan`: one of `with_caches`."""
+    rows = read_metrics(Path(plan.config.run_dir) / METRICS_FILE)
+    planned = estimate(plan.config, plan.spec)
+    sides = []
+    for side, memory in (("trainer", planned.trainer), ("engine", planned.generator)):
+        marks = [row[f"memory/{side}_gib"] for row in rows if f"memory/{side}_gib" in row]
+        without_runtime = 0.0 if planned.cluster.gpu.name == "cpu" else memory.runtime  # a process on a CPU counts its libraries
+        if marks:
+            sides.append(f"{side} {max(marks):.2f} GiB, planned {(memory.total - without_runtime) / GIB:.2f}")
+    return [f"  {'most memory of a rank':<24}{'; '.join(sides)}"] if sides else []
 
 
 def cache_lines(plan: RunPlan) -> list[str]:
@@ -210,7 +243,9 @@ def gpus_line(plan: RunPlan) -> str:
     trainer = plan.trainer_topology.world_size
     engines = sum(fleet.engines * fleet.tp for fleet in fleets_of(plan, Job("train", Path(), "trainer", "generator")))
     unit = "CPU ranks" if plan.config.cluster.gpu == "cpu" else "GPUs"
-    return f"{unit:<10} {trainer + engines}: {trainer} for the trainer, {engines} for engines"
+    shared = trainer + generator_ranks(plan.groups) - gpus_of_run(plan.config)
+    beside = f"; {shared} of them for both (cluster.share_gpus)" if shared else ""
+    return f"{unit:<10} {trainer + engines - shared}: {trainer} for the trainer, {engines} for engines{beside}"
 
 
 def render_launch(plan: RunPlan) -> str:
@@ -304,7 +339,7 @@ def train(plan: RunPlan) -> None:
             of_data = compare_data(config, run_dir, resume, inputs, parts_of(config.reward))
             remove_leftovers(run_dir)
             note_beginning(plan, resume)
-            lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *cache_lines(plan)]
+            lines = [*weights_lines(replace(plan, config=given), resume), *role_lines(plan), *sharing_lines(plan), *cache_lines(plan)]
             lines += *sampling_lines(plan), *sandbox_lines(plan), *inputs.remarks, *of_data
             print(headline(plan, resume.step, node.count), *lines, sep="\n", flush=True)
             if late:
@@ -318,27 +353,30 @@ def train(plan: RunPlan) -> None:
             _launch_showing(plan, job, node, prepare, run_dir, config.max_steps, resume)
         except Stopped as stopped:
             if stopped.problem or latest_checkpoint(run_dir).step < config.max_steps:
-                _tell_stopped(config, stopped, node)
+                _tell_stopped(plan, stopped, node)
                 raise SystemExit(stopped.exit_status) from stopped
     elif node.is_head:
         steps = f"{resume.step} of {config.max_steps} steps"
         print(f"{run_dir} is complete: {steps}. Start another with run_dir=… or go on with a larger max_steps.")
     if node.is_head:
         mend_evaluations(config)
-        _report(config)
+        _report(plan)
 
 
-def _tell_stopped(config: RunConfig, stopped: Stopped, node: Node) -> None:
+def _tell_stopped(plan: RunPlan, stopped: Stopped, node: Node) -> None:
     if node.is_head:
-        where = f"stopped at step {latest_checkpoint(config.run_dir).step} by {stopped.by}; the same command goes on from there"
+        where = f"stopped at step {latest_checkpoint(plan.config.run_dir).step} by {stopped.by}; the same command goes on from there"
         print(f"{where}. It did not stop cleanly: {stopped.problem}" if stopped.problem else where, flush=True)
-        _report(config)
+        _report(plan)
 
 
-def _report(config: RunConfig) -> None:
+def _report(plan: RunPlan) -> None:
     from megarl.observe.report import finish_report  # not at the top: it imports numpy and more
 
+    config = plan.config
     print(finish_report(config.run_dir), end="")
+    for line in memory_lines(plan):
+        print(line)
     if config.checkpoint.keep_best and (best := best_checkpoint(config)):
         score = f"{config.checkpoint.keep_best} {best[1]:.3f}"
         print(f"  {'best checkpoint':<24}step {best[0]}, {score} (--best of megarl export and megarl eval)")
@@ -454,7 +492,7 @@ def accuracy_line(metrics: str) -> str:
 
 def evaluate(plan: RunPlan, json_output: bool) -> None:
     """Evaluates the weights of `plan` on `data.eval` and `eval.suites` through SGLang, and prints the scores."""
-    plan = with_caches(plan)
+    plan = with_caches(without_trainer(plan))
     node = this_node()
 
     def prepare(_: Path) -> None:
@@ -477,7 +515,7 @@ def warm(plan: RunPlan) -> None:
         began = time.monotonic()
         with scratch_folder() as run_dir:
             config = replace(plan.config, run_dir=str(run_dir / "run"), generator=replace(group.settings, engines=1))
-            alone = with_caches(replace(resolve(config, WARM), served=()))
+            alone = with_caches(without_trainer(replace(resolve(config, WARM), served=())))
             launch(alone, Job(WARM, run_dir / "run/logs", trainer_role=None, driver_role=WARM), Node(0, 1, "local"), lambda folder: None)
         took = f"{time.monotonic() - began:.0f} s"
         print(f"an engine of {group.key}.tp={group.settings.tp} has compiled and answered in {took}", flush=True)

@@ -22,10 +22,11 @@ from megarl.base.files import make_private_folder, write_problem
 from megarl.config.errors import ConfigError, RunError
 from megarl.config.load import dump_config
 from megarl.estimate.estimate import estimate, generate_parts, to_json, train_parts
+from megarl.estimate.hardware import GPUS
 from megarl.generator.server import EngineKeys, growing_segments
 from megarl.launch import doctor
 from megarl.launch.engines import EngineKeeper
-from megarl.launch.gpus import gpus
+from megarl.launch.gpus import gpus, nvidia_smi
 from megarl.launch.meeting import Meeting, NodeReport, held, scratch_folder
 from megarl.launch.nodes import EngineFleet, Node, NodePlan, address_of, interface_with, place, slots_per_node
 from megarl.launch.processes import ProcessFailed, ProcessGroup, raise_limits, taken
@@ -33,14 +34,16 @@ from megarl.launch.resuming import Resume
 from megarl.launch.start import HOME_CACHE, NodePart, compiled_folder
 from megarl.launch.watch import NAMES, RunWatch, StopOrder, Stopped, termination_as_exit
 from megarl.messaging.link import RunKey
-from megarl.messaging.rendezvous import EVALUATION, Departures, EngineAddress, Rendezvous, free_ports
+from megarl.messaging.rendezvous import EVALUATION, POLICY, Departures, EngineAddress, Rendezvous, free_ports
 from megarl.observe.status import TraceWriter
 from megarl.plan.checks import problems_by_group, repacked_blocks
 from megarl.plan.resolve import RunPlan
+from megarl.plan.topologies import generator_ranks
 
 # Checks before anything is started: each node checks itself, and the head checks that all nodes agree.
 
 
+SMALLEST = 0.97  # of the memory of a GPU's kind: some of it may be kept by the driver
 PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 
 
@@ -62,6 +65,8 @@ def problems_here(plan: RunPlan, trains: bool, serves: bool, shared: bool) -> li
     found = [f"{finding.what}: {finding.found}: {finding.remedy}" for finding in lacking]
     if gpu and trains:
         found += _unfit_to_train(plan)
+    if gpu and trains and serves and plan.config.cluster.share_gpus:
+        found += too_small_gpus(plan.config.cluster.gpu)
     if gpu and serves and (blackwell := [kind for kind, capability in doctor.capabilities() if capability == 10]):
         found += problems_by_group(plan.config, [partial(repacked_blocks, where=f"{blackwell[0]} here")])
     return [*(_missing_files(plan) if shared else ()), *found]
@@ -75,6 +80,16 @@ def _unfit_to_train(plan: RunPlan) -> Iterator[str]:
     if transport not in ("nccl", "gloo") and (given := growing_segments()):
         why = "network cards and other processes cannot always open such memory; nccl and gloo do not need that"
         yield f"{given}: must be without expandable_segments:True where weights.transport={transport}: {why} (docs/transports.md)"
+
+
+def too_small_gpus(kind: str) -> Iterator[str]:
+    """Problems with GPUs of this node that have less memory than those of `kind`, by which the memory of both sides was divided."""
+    planned_gib = GPUS[kind].memory_gib
+    for index, mib in enumerate(nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits").split()):
+        if int(mib) / 1024 < SMALLEST * planned_gib:
+            has = f"GPU {index} here has {int(mib) / 1024:.1f} GiB, but {kind} has {planned_gib:g}"
+            yield f"cluster.gpu={kind}: must be the kind of the GPUs that trainer and engines share: {has}"
+            return
 
 
 def _missing_files(plan: RunPlan) -> Iterator[str]:
@@ -300,9 +315,12 @@ def _placed(plan: RunPlan, job: Job, node: Node) -> list[NodePlan]:
 def placement(plan: RunPlan, job: Job, nodes: int, gpus_of_node: int) -> list[NodePlan]:
     trainers = plan.trainer_topology.world_size if job.trainer_role else 0
     fleets = fleets_of(plan, job) if job.driver_role else []
-    ranks = trainers + sum(fleet.engines * fleet.tp for fleet in fleets)
+    shared = bool(plan.config.cluster.share_gpus)
+    of_policy = generator_ranks(plan.groups) if job.driver_role else 0
+    others = sum(fleet.engines * fleet.tp for fleet in fleets if fleet.name != POLICY)
+    ranks = others + (max(trainers, of_policy) if shared else trainers + of_policy)
     slots = slots_per_node(ranks, nodes, gpus_of_node, plan.config.launch.ranks_per_node)
-    return place(trainers, fleets, nodes, slots)
+    return place(trainers, fleets, nodes, slots, shared)
 
 
 def evaluates_apart(plan: RunPlan, job: Job) -> bool:

@@ -160,8 +160,9 @@ class NodePlan:
         return not self.trainer_ranks and not self.engines
 
 
-def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int) -> list[NodePlan]:
-    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after another.
+def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: int, shared: bool = False) -> list[NodePlan]:
+    """Fills the slots of nodes in order: trainer ranks first, then the engines of one fleet after another. `shared`: the policy's engines
+    are on the same slots as the trainer ranks, from the first on.
 
     An engine that fits into a node is never split. A larger one takes whole nodes. Neighbouring trainer ranks share a node, so that the
     innermost axes (tp, then cp) use its fast links. Raises ConfigError if there are too few nodes.
@@ -170,18 +171,22 @@ def place(trainer_ranks: int, fleets: Sequence[EngineFleet], nodes: int, slots: 
         if fleet.tp > slots and fleet.tp % slots:
             raise ConfigError(f"{fleet.key}.tp={fleet.tp}: an engine larger than a node must fill whole nodes of {slots} slots")
     first_of_engine: list[tuple[EngineFleet, int, int]] = []  # fleet, engine, slot
-    slot = trainer_ranks
+    slot = 0 if shared else trainer_ranks
     for fleet, engine in [(each, each.first + i) for each in fleets for i in range(each.engines)]:
+        if fleet.name != POLICY:
+            slot = max(slot, trainer_ranks)
         free = slots - slot % slots  # free slots in the node of `slot`
         if free < min(fleet.tp, slots):
             slot += free
         first_of_engine.append((fleet, engine, slot))
         slot += fleet.tp
-    needed = -(-slot // slots)
+    needed = -(-max(slot, trainer_ranks) // slots)
     if needed > nodes:
         ranks = [f"{trainer_ranks} trainer ranks", *(f"{fleet.engines} engines of {fleet.key}.tp={fleet.tp}" for fleet in fleets)]
         listed = " and ".join((", ".join(ranks[:-1]), ranks[-1])) if fleets else ranks[0]
         remedy = f"ask for more (sbatch --nodes={needed}), or reduce the sizes"
+        if trainer_ranks and not shared and any(fleet.name == POLICY for fleet in fleets):
+            remedy = remedy.replace(", or", ", share GPUs (cluster.share_gpus=true), or")
         raise ConfigError(f"{listed} need {needed} nodes of {slots} slots; the allocation has {nodes}: {remedy}")
     plans = []
     for node in range(nodes):

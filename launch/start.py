@@ -6,15 +6,19 @@ import os
 import socket
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.base import shared_gpu
 from megarl.base.files import write_problem
 from megarl.base.processes import BEATS
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.config.errors import ConfigError
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.data.rows import held_out_samplings, stops_on_text
+from megarl.estimate.estimate import training_memory
+from megarl.estimate.hardware import GPUS
 from megarl.generator.seeds import seed_of
 from megarl.generator.server import ENGINE_SEED_BITS, EngineKeys, EngineSettings, server_command
 from megarl.launch import doctor
@@ -176,7 +180,10 @@ class NodePart:
             server_args = generator.server_args if role is None else role.settings.server_args
             argv, environment = server_command(settings, keys, server_args)
             environment[BEATS] = str(self.folder / f"{name}.beats")
-            specs.append(ProcessSpec(name, argv, {**environment, **engine_devices(part), **self._environment()}))
+            environment |= engine_devices(part) | self._environment()
+            if self.shares and part.fleet == POLICY:
+                environment |= shared_gpu.for_engine(self.scratch, self.placed.trainer_ranks)
+            specs.append(ProcessSpec(name, argv, environment))
         return specs
 
     def numbered(self, part: EnginePart) -> EnginePart:
@@ -189,8 +196,24 @@ class NodePart:
         store = self.scratch / "trainers" if self.alone else None
         for local_rank, rank in enumerate(self.placed.trainer_ranks):
             environment = trainer_environment(self.plan, rank, local_rank, where.trainer_host, where.trainer_port, store)
+            if self.shares:
+                environment |= shared_gpu.for_trainer(self.scratch, rank, self._peak_bytes)
             specs.append(self._worker(role, rank, {**environment, **self._environment()}))
         return specs
+
+    @property
+    def shares(self) -> bool:
+        """Whether engines share GPUs with trainer ranks, on this node too."""
+        return bool(self.plan.config.cluster.share_gpus) and bool(self.placed.trainer_ranks)
+
+    @cached_property
+    def _peak_bytes(self) -> float:
+        """The planned bytes of a trainer rank on a GPU, without context and libraries."""
+        gpu = GPUS[self.plan.config.cluster.gpu]
+        if gpu.device == "cpu" or not gpus():
+            return 0.0
+        memory = training_memory(self.plan.config, self.plan.spec, self.plan.config.trainer, gpu)
+        return memory.total - memory.runtime
 
     def driver(self, role: str) -> ProcessSpec:
         """The driver of the engines, in the given role."""
@@ -263,6 +286,7 @@ class NodePart:
     def _place(self, part: EnginePart) -> dict[str, Any]:
         """The settings that depend on where the part runs."""
         engine = self.rendezvous.engines[part.fleet][part.engine]
+        slots_of_trainer = 0 if self.shares else len(self.placed.trainer_ranks)
         return {
             "host": self.report.address,
             "port": self.report.ports[part.name],
@@ -270,7 +294,7 @@ class NodePart:
             "deterministic": self.plan.config.deterministic,
             "parts": part.parts,
             "part": part.part,
-            "cores_taken": part.first_slot - len(self.placed.trainer_ranks) + self.rendezvous.first_engine * part.ranks,
+            "cores_taken": part.first_slot - slots_of_trainer + self.rendezvous.first_engine * part.ranks,
             "group_address": with_port(engine.host, engine.group_port),
         }
 

@@ -26,8 +26,11 @@ from megarl.config.limits import alike, did_you_mean
 from megarl.config.load import read_config
 from megarl.config.schema import RunConfig
 from megarl.launch import doctor, joining
+from megarl.launch.gpus import gpus
+from megarl.launch.nodes import this_node
 from megarl.plan.checks import COMMAND_CHECKS, problems_by_group, refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
+from megarl.plan.topologies import with_one_gpu_shared
 from megarl.plan.weights import Weights, of_the_run, warm_start_due
 from megarl.report import command as report
 from megarl.starter import command as init
@@ -140,6 +143,7 @@ def _resolved(arguments: argparse.Namespace) -> RunPlan:
     problems = list(loaded.problems)
     if (config := loaded.config) is None:
         raise ConfigError(problems)
+    config = _one_gpu_shared(config)
     command = "dry-run" if getattr(arguments, "dry_run", False) else arguments.command
     if command == "run":
         command = "dry-run" if warm_start_due(config) else "train"
@@ -158,6 +162,10 @@ def _resolved(arguments: argparse.Namespace) -> RunPlan:
         told = {problem.partition(": ")[0] for problem in problems}  # key=value
         problems += [problem for problem in found if loaded.concerns(problem) and problem.partition(": ")[0] not in told]
     raise ConfigError(problems)
+
+
+def _one_gpu_shared(config: RunConfig) -> RunConfig:
+    return with_one_gpu_shared(config, lambda: len(gpus()) if this_node().count == 1 else 0)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -393,7 +401,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
     from megarl.simulation.command import run
 
     def configure(overrides: Sequence[str]) -> RunPlan:
-        return resolve(load_config(arguments.config, [*arguments.overrides, *overrides]), "plan")
+        return resolve(_one_gpu_shared(load_config(arguments.config, [*arguments.overrides, *overrides])), "plan")
 
     run(configure, sweep=arguments.sweep, source=arguments.source, output=arguments.output, as_json=arguments.json)
 

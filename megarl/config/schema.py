@@ -436,6 +436,11 @@ class AdamConfig:
 class OptimizerConfig(AdamConfig):
     """The optimizer of the policy."""
 
+    offload: bool = setting(
+        False,
+        "keep master weights and moments of every optimizer of a run in host memory, where the cores make its step. A GPU then needs 6 bytes "
+        "a parameter instead of 18, its host 16; a step takes longer (megarl plan counts both). Needs trainer.zero=1 and bfloat16",
+    )
     megatron: dict[str, Any] = field(
         default_factory=dict,
         metadata={"meaning": "further settings of every optimizer of a run, by the names of Megatron's OptimizerConfig"},
@@ -620,12 +625,17 @@ class TimeoutConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that megarl plan assumes."""
+    """The machines of a run."""
 
     gpu: str = setting(
         "H100",
         "kind of GPU; cpu: a core, for runs without GPUs, also on nodes with GPUs that PyTorch cannot use",
-        one_of("L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
+        one_of("RTX4090", "L40S", "A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "cpu"),
+    )
+    share_gpus: bool | None = setting(
+        None,
+        "whether the policy's engines are on the trainer's GPUs, both at the same time and in processes of their own (docs/gpu.md). Engines "
+        "then get the memory that megarl plan leaves them; null: where a run of one trainer rank and one engine rank has one GPU",
     )
 
 

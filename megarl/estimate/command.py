@@ -8,16 +8,16 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.estimate import report
-from megarl.estimate.estimate import check_longest, estimate, to_json
+from megarl.estimate.estimate import check_longest, estimate, steps_by_capacity, to_json
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import rank_bytes
 from megarl.estimate.search import best_baseline, remedies, search
 from megarl.estimate.theory import compare
-from megarl.estimate.times import link_bytes_per_s
+from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.estimate import adapters_s
 from megarl.plan.checks import refused_by_train
 from megarl.plan.resolve import RunPlan, resolve
-from megarl.plan.topologies import engines_layout, generator_ranks
+from megarl.plan.topologies import engines_layout, gpus_of_run
 from megarl.reshard import report as map_report
 from megarl.reshard.forwarding import foreseen
 from megarl.reshard.layout import Layout, parameter_count, trainer_layout
@@ -43,6 +43,8 @@ def run_plan(
     """
     if budget is not None and not (searching or theory):
         raise ConfigError(f"--gpus {budget}: needs --search or --theory")
+    if (searching or theory) and plan.config.cluster.share_gpus:
+        raise ConfigError(f"--{'search' if searching else 'theory'}: needs cluster.share_gpus=false: each side gets GPUs of its own")
     if theory and plan.groups[0].name:
         raise ConfigError("--theory: generator.groups must be empty: LlamaRL's section 7 is on engines of one shape")
     served = sum(role.settings.engines * role.settings.tp for role in plan.served)  # they keep their GPUs
@@ -56,6 +58,7 @@ def run_plan(
     baseline, cures = best_baseline(plan.config, plan.spec, gpus(plan)), remedies(plan.config, plan.spec, estimated)
     facts, refused = describe(plan), refused_by_train(plan.config, plan.spec)
     fits = not estimated.overfull and not refused
+    ways = steps_by_capacity(plan.config, plan.spec) if estimated.shared else {}
     if picture:
         from megarl.estimate.picture import draw  # matplotlib takes longer than the plan
 
@@ -63,12 +66,15 @@ def run_plan(
         draw(estimated, baseline, picture, title)
     if as_json:
         facts |= to_json(estimated, baseline.step_s if baseline else None) | report.details(estimated, baseline, cures)
+        facts |= {"share_gpus": {"step_s": ways, "capacity": report.advised_capacity(ways)}} if ways else {}
         facts |= {"fits": fits, "not_counted": report.not_counted(plan.config), "refused": refused}
         facts |= {"search": report.search_details(found)} if searching and found else {}
         print(json.dumps(facts | ({"theory": asdict(optima)} if optima else {})))
         return fits
     _print_roles(plan, facts)
     print(*report.render(estimated, baseline, cures, refused), sep="\n")
+    if ways:
+        print(report.render_sharing(ways))
     if left_out := report.not_counted(plan.config):
         print(f"not counted: {', '.join(left_out)}")
     if searching and found:
@@ -119,7 +125,7 @@ def run_map(
     if link is not None and not link > 0:
         raise ConfigError(f"--link {link:g}: must be more than 0")
     reshard_map, forwarding = foreseen(ReshardMap.build(*layouts(plan)), config.weights.relay, config.generator.tp)
-    rate = link * 1e9 if link else link_bytes_per_s(gpus(plan), Cluster.of(config))  # as in megarl plan
+    rate = link * 1e9 if link else update_bytes_per_s(config, Cluster.of(config))  # as in megarl plan
     facts = map_report.to_json(reshard_map, forwarding, rate, delta) if as_json else None
     alone = {"lora_predicted_s": adapters_s(plan.spec, config, Cluster.of(config).gpu.device, rate)} if plan.adapters else {}
     if facts is None:
@@ -157,7 +163,7 @@ def layouts(plan: RunPlan) -> tuple[Layout, Layout]:
 
 
 def gpus(plan: RunPlan) -> int:
-    return plan.trainer_topology.world_size + generator_ranks(plan.groups)
+    return gpus_of_run(plan.config)
 
 
 def evaluating(plan: RunPlan) -> int:

@@ -32,7 +32,7 @@ from megarl.estimate.times import GenerateModel, GenerateTime, TrainModel, Train
 from megarl.lora import estimate as adapters
 from megarl.models import ModelSpec
 from megarl.models.spec import LM
-from megarl.plan.topologies import EngineGroup, at_once, engine_groups, generator_ranks, run_ahead, trainer_topology
+from megarl.plan.topologies import EngineGroup, at_once, engine_groups, gpus_of_run, run_ahead, trainer_topology
 from megarl.plan.weights import needs_reference
 from megarl.reshard.deltas import INBOX_SHARE
 from megarl.roles.plan import ServedRole, find_served, pairs
@@ -169,9 +169,15 @@ def _kv_tokens(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: 
 
 
 def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu: Gpu) -> dict[str, float]:
-    """What an engine of `shape` holds beside its own weights, as arguments of `kv_tokens`: memory for landing, and the adapters' pool."""
+    """What is in a GPU's memory beside the weights and the KV cache of an engine of `shape`, as arguments of `kv_tokens`: memory for
+    landing, the adapters' pool, and the trainer rank that shares the GPU."""
     landing = landing_bytes(spec, config.trainer, shape, config.model.dtype) if may_land(config) else 0
-    return {"landing": landing, "pool": adapters_pool(config, spec)}
+    return {"landing": landing, "pool": adapters_pool(config, spec), "occupied": beside_engine(config, spec, gpu)}
+
+
+def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
+    """The bytes of the trainer rank that shares a GPU with an engine's rank; 0 if they are apart. The fullest trainer rank counts for all."""
+    return training_memory(config, spec, config.trainer, gpu).total if config.cluster.share_gpus else 0.0
 
 
 def adapters_pool(config: RunConfig, spec: ModelSpec) -> int:
@@ -188,6 +194,7 @@ class GroupEstimate:
     engines: int
     gpus: int
     memory: GeneratorMemory
+    occupied: float  # bytes of the trainer rank that shares its GPU; 0: none does
     static_limit: float  # limit of the bytes of a rank's weights and KV cache
     share: float  # share of the step's responses
     time: GenerateTime  # time for its share
@@ -197,8 +204,13 @@ class GroupEstimate:
     unbounded_s: float  # time for its share if the KV cache held all requests that may run
 
     def over_gib(self, gpu: Gpu) -> float:
-        """The amount by which a rank is too large; negative: free memory."""
-        return max(self.memory.total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+        """The amount by which a rank is too large for its GPU, or for what the trainer leaves of it; negative: free memory."""
+        return max(self.gpu_total / GIB - gpu.memory_gib, (self.memory.static - self.static_limit) / GIB)
+
+    @property
+    def gpu_total(self) -> float:
+        """Bytes of all that is on a GPU with one of its ranks."""
+        return self.memory.total + self.occupied
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -226,12 +238,17 @@ class Estimate:
     inboxes: float  # bytes of an engine node's memory to which Mooncake writes changes
     glue_s: float  # work that overlaps with neither side
     asynchronous: bool
+    shared: bool  # whether trainer and engines share their GPUs
     served: Mapping[str, Served] = field(default_factory=dict)  # the roles on engines
 
     @property
+    def fullest(self) -> GroupEstimate:
+        """The engines that are nearest to being too large."""
+        return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu))
+
+    @property
     def generator(self) -> GeneratorMemory:
-        """The memory of the engines that are nearest to being too large."""
-        return max(self.groups, key=lambda group: group.over_gib(self.cluster.gpu)).memory
+        return self.fullest.memory
 
     @property
     def generate(self) -> GenerateTime:
@@ -247,7 +264,12 @@ class Estimate:
     def step_s(self) -> float:
         """LlamaRL's equation 3 (equation 2 if nothing overlaps), plus glue and the update, for which both sides stop."""
         both = self.train.total, self.scored_s
-        return (max(both) if self.asynchronous else sum(both)) + self.sync_s + self.glue_s
+        return (max(both) if self.overlaps else sum(both)) + self.sync_s + self.glue_s
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training and generation overlap in time. On a shared GPU they do not: kernels of two processes take turns."""
+        return self.asynchronous and not self.shared
 
     @property
     def overfull(self) -> dict[str, float]:
@@ -269,9 +291,9 @@ class Estimate:
         generating = {f"generation: {name}": value for name, value in generate_parts(self.generate).items()}
         if self.scored_s > self.generate.total:
             generating = {f"scores of {name}": served.score_s for name, served in self.served.items()}
-        if self.asynchronous and self.sync_s > max(self.train.total, self.scored_s):
+        if self.overlaps and self.sync_s > max(self.train.total, self.scored_s):
             return "weight update"
-        if self.asynchronous:
+        if self.overlaps:
             slower = parts if self.train.total > self.scored_s else generating
         else:
             slower = parts | generating
@@ -302,6 +324,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         inboxes=_inbox_bytes_of_node(config, spec, cluster) if may_land(config) else 0.0,
         glue_s=constants.glue_s,
         asynchronous=overlaps(config),
+        shared=bool(config.cluster.share_gpus),
         served=served(config),
     )
 
@@ -326,9 +349,10 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup])
         own, share = group.settings, speed / sum(speeds)
         part = work if len(groups) == 1 else replace(work, sequences=share * work.sequences, prompts=share * work.prompts)
         time = model.seconds(part, **how)
-        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside_cache(config, spec, own, gpu))
+        beside = beside_cache(config, spec, own, gpu)
+        memory = generator_memory(spec, own, dtype, Workload.of(config), gpu, **beside)
         rate = own.engines * time.concurrency / time.token_s
-        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside_cache(config, spec, own, gpu))
+        tokens = kv_tokens(spec, own, dtype, part, gpu, **beside)
         endless = replace(model, generator=replace(own, kv_cache_tokens=UNBOUNDED_TOKENS))
         found.append(
             GroupEstimate(
@@ -337,7 +361,8 @@ def of_groups(config: RunConfig, spec: ModelSpec, groups: Sequence[EngineGroup])
                 engines=own.engines,
                 gpus=group.topology.world_size,
                 memory=memory,
-                static_limit=usable_static(own, gpu),
+                occupied=beside["occupied"],
+                static_limit=usable_static(own, gpu, beside["occupied"]),
                 share=share,
                 time=time,
                 tokens_per_s=rate,
@@ -384,8 +409,7 @@ def may_land(config: RunConfig, ranks: int | None = None) -> bool:
     """Whether weights may be sent by Mooncake, which needs landing memory: true if the ranks of both sides fill several nodes. `ranks`:
     their number; None: that of the config."""
     if ranks is None:
-        engines = generator_ranks(engine_groups(config.generator)) + config.eval.engines * config.generator.tp
-        ranks = trainer_topology(config.trainer).world_size + engines
+        ranks = gpus_of_run(config) + config.eval.engines * config.generator.tp
     return ranks > Cluster.of(config).gpus_per_node and config.weights.transport in ("auto", "mooncake")
 
 
@@ -418,6 +442,12 @@ def _inbox_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -
     groups, dtype = engine_groups(config.generator), config.model.dtype
     sizes = [(group.topology.world_size, generator_weights(spec, group.settings, dtype).total) for group in groups]
     return max(min(cluster.gpus_per_node, ranks) * INBOX_SHARE * weights for ranks, weights in sizes)
+
+
+def steps_by_capacity(config: RunConfig, spec: ModelSpec) -> dict[int, float]:
+    """async.capacity -> seconds of a step, for the two ways to share GPUs: in turns, and both sides at once."""
+    configs = {capacity: replace(config, async_=replace(config.async_, capacity=capacity)) for capacity in (0, 1)}
+    return {capacity: estimate(each, spec).step_s for capacity, each in configs.items()}
 
 
 def overlaps(config: RunConfig) -> bool:

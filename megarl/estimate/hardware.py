@@ -33,13 +33,14 @@ class Gpu:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
-# From NVIDIA's data sheets of L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with one NIC per
-# GPU: 400 Gb/s (ConnectX-7), except for A100 with 200 Gb/s, and B300 and GB300 with 800 Gb/s (ConnectX-8). A100 has no fp8. L40S has no
-# NVLink; its number is that of PCIe 4.0 x16. "cpu" is one core of a small server in fp32, in PyTorch over gloo. It was measured on machines
+# From NVIDIA's data sheets of RTX 4090, L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with one NIC per
+# GPU: 400 Gb/s (ConnectX-7), except for A100 with 200 Gb/s, and B300 and GB300 with 800 Gb/s (ConnectX-8). A100 has no fp8. RTX 4090
+# and L40S have no NVLink; their number is that of PCIe 4.0 x16. "cpu" is one core of a small server in fp32, in PyTorch over gloo. It was measured on machines
 # with two cores, and is good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        Gpu("RTX4090", 23.6, 1.008e12, 165e12, 330e12, 32e9, 50e9),
         Gpu("L40S", 44.4, 864e9, 362e12, 733e12, 32e9, 50e9),
         Gpu("A100", 79.1, 2.039e12, 312e12, 312e12, 300e9, 25e9),
         Gpu("H100", 79.1, 3.35e12, 989e12, 1979e12, 450e9, 50e9),

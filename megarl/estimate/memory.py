@@ -514,10 +514,19 @@ class GeneratorMemory:
 
 
 def generator_memory(
-    spec: ModelSpec, generator: GeneratorConfig, dtype: str, workload: Workload, gpu: Gpu, landing: float = 0.0, pool: float = 0.0
+    spec: ModelSpec,
+    generator: GeneratorConfig,
+    dtype: str,
+    workload: Workload,
+    gpu: Gpu,
+    *,
+    landing: float = 0.0,
+    pool: float = 0.0,
+    occupied: float = 0.0,
 ) -> GeneratorMemory:
-    """`landing`: landing_bytes if `may_land`. `pool`: bytes of adapters. Raises ConfigError if the sizes do not divide the model."""
-    tokens = kv_tokens(spec, generator, dtype, workload, gpu, landing=landing, pool=pool)
+    """`landing`: landing_bytes if `may_land`. `pool`: bytes of adapters. `occupied`: bytes of the device that another process has. Raises
+    ConfigError if the sizes do not divide the model."""
+    tokens = kv_tokens(spec, generator, dtype, workload, gpu, landing=landing, pool=pool, occupied=occupied)
     kv_cache = tokens * kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
     return replace(_without_cache(spec, generator, dtype, gpu, landing, pool), kv_cache=kv_cache)
 
@@ -551,17 +560,16 @@ def kv_tokens(
 ) -> int:
     """Tokens of an engine's KV cache, over all replicas of attention, as the launcher sets it.
 
-    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU the cache is no larger
-    than max_concurrency requests of full length or one whole context, since other programs use the machine's memory too. Holds at least one
-    request of full length, even if there is no memory for it. `landing`, `pool`: as in `generator_memory`. `occupied`: bytes of the device
-    that another process has.
+    generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU, or a GPU that another
+    process shares, the cache is no larger than max_concurrency requests of full length or one whole context. What is left is for what
+    nobody has planned. Holds at least one request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in `generator_memory`.
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens
     longest = math.ceil((UNKNOWN_PROMPT if gpu.name == "cpu" else workload.prompt_tokens) + workload.max_response_tokens)
     room = math.floor(kv_room(spec, generator, dtype, gpu, landing=landing, pool=pool, occupied=occupied))
     tokens = max(room, longest * generator.dp_attention)
-    if gpu.name != "cpu":
+    if gpu.name != "cpu" and not occupied:
         return tokens
     needed = math.ceil(generator.max_concurrency * longest * PAGE_SLACK)
     return min(tokens, max(needed, spec.max_position_embeddings * generator.dp_attention))
@@ -572,7 +580,7 @@ def kv_room(
 ) -> float:
     """Tokens of KV cache for which a rank has memory beside all else. Negative: there is too little even for the rest."""
     rest = _without_cache(spec, generator, dtype, gpu, landing, pool)
-    left = min(usable_static(generator, gpu) - rest.static, gpu.memory_gib * GIB - rest.total - occupied)
+    left = min(usable_static(generator, gpu, occupied) - rest.static, gpu.memory_gib * GIB - rest.total - occupied)
     return left / kv_bytes_per_token(spec, generator, ITEM_BYTES[dtype])
 
 
@@ -627,6 +635,7 @@ def prefill_tokens(spec: ModelSpec, generator: GeneratorConfig, gpu: Gpu) -> int
     return spec.max_position_embeddings if chunk < 0 else min(chunk, spec.max_position_embeddings)  # -1: prompts are not split
 
 
-def usable_static(generator: GeneratorConfig, gpu: Gpu) -> float:
-    """The limit of the bytes of weights and KV cache: mem_fraction of the memory that is free before the weights are loaded."""
-    return generator.mem_fraction * (gpu.memory_gib - gpu.runtime_gib) * GIB
+def usable_static(generator: GeneratorConfig, gpu: Gpu, occupied: float = 0.0) -> float:
+    """The limit of the bytes of weights and KV cache: mem_fraction of the memory that is free before the weights are loaded. So SGLang
+    measures it too, with what other processes hold (0.5.23: distributed/bootstrap.py, mem_cache/kv_cache_configurator.py)."""
+    return generator.mem_fraction * ((gpu.memory_gib - gpu.runtime_gib) * GIB - occupied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megarl.config.keys import value_at
@@ -26,6 +26,7 @@ def render(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remedy
     yield from _verdict(found, list(remedies), refused=bool(problems))
 
 
+CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 COUNTED = ("overlap_grad_reduce", "moe_token_dispatcher_type", "fp8", "fp8_recipe", "chunked_prefill_size", "disable_overlap_schedule")
 
 
@@ -53,6 +54,8 @@ def _memory(found: Estimate) -> Iterator[str]:
         if any(side.get(name) for side in sides):
             yield f"           {name:<38}{'  '.join(cells).rstrip()}"
     yield f"           {'total':<38}{found.trainer.total / GIB:9.2f}  {found.generator.total / GIB:9.2f}"
+    if found.shared:
+        yield f"           {'of both, on one GPU (share_gpus)':<38}{found.fullest.gpu_total / GIB:20.2f}"
     for name, role in found.served.items():
         yield f"           {f'total of {name}, {role.gpus} ranks':<38}{role.memory.total / GIB:20.2f}"
     for group in found.groups:
@@ -99,7 +102,7 @@ def _time(found: Estimate, baseline: Baseline | None) -> Iterator[str]:
     yield f"           {'weight update':<14}{bytes_s:9.3g}   the busiest rank's bytes over its link"
     yield f"           {'':<14}{delta_s:9.2g}   if {CHANGED:.0%} of the elements have changed, with weights.delta=auto"
     yield f"           {'':<14}{found.control_s:9.2g}   more for its messages and calls, in either case"
-    mode = "the slower side" if found.asynchronous else "both sides, one after the other"
+    mode = "the slower side" if found.overlaps else "both sides, one after the other"
     yield f"           {'a step':<14}{found.step_s:9.2f}   {mode}, the update, and {found.glue_s:.3g} for all else"
     if baseline:
         ratio = baseline.step_s / found.step_s
@@ -120,12 +123,24 @@ def _decode_rate(g: GenerateTime) -> str:
     return f"{1 / g.token_s:.0f} tokens/s per request at {g.concurrency:.0f} requests an engine, {g.memory_share:.0%} of it reading memory"
 
 
+def render_sharing(steps: Mapping[int, float]) -> str:
+    """Which of the two ways to share GPUs takes how long. `steps`: as from steps_by_capacity."""
+    shown = f"async.capacity=0: {steps[0]:.4g} s a step, in turns; 1: {steps[1]:.4g} s, both at once, whose kernels take turns"
+    return f"shared     {shown}; take {advised_capacity(steps)}"
+
+
+def advised_capacity(steps: Mapping[int, float]) -> int:
+    """The faster one. If they are equally fast, 0, whose tokens are of the newest weights."""
+    return int(steps[1] < (1 - CLOSE) * steps[0])
+
+
 def _verdict(found: Estimate, remedies: list[Remedy], refused: bool) -> Iterator[str]:
     if not found.overfull:
         yield "fits       no: into memory, but megarl train refuses these settings" if refused else "fits       yes"
         return
     too_large = " and ".join(f"the {side} is {gib:.1f} GiB" for side, gib in found.overfull.items())
-    yield f"fits       no: {too_large} per GPU too large"
+    beside = ", beside the trainer" if found.shared and "trainer" not in found.overfull else ""
+    yield f"fits       no: {too_large} per GPU too large{beside}"
     for side in found.overfull:
         own = [remedy for remedy in remedies if remedy.side == side]
         if own:
@@ -198,6 +213,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "trainer_memory_gib": {name: value / GIB for name, value in vars(found.trainer).items()},
         "generator_memory_gib": {name: value / GIB for name, value in vars(found.generator).items()},
         "too_large_gib": found.overfull,
+        **({"shared_gib_per_gpu": found.fullest.gpu_total / GIB} if found.shared else {}),
         "delta_sync_s": found.delta_sync_s,
         "control_s": found.control_s,
         "shadow_gib_per_node": found.shadow / GIB,

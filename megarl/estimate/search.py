@@ -107,7 +107,8 @@ def _step_s(config: RunConfig, spec: ModelSpec, gpus: int, m: int) -> float | No
         try:
             of_trainer = training_memory(config, spec, trainer, cluster.gpu)
             occupied = of_trainer.total - of_trainer.runtime  # this is counted once: the phases share the GPU
-            tokens = math.floor(kv_room(spec, generator, dtype, cluster.gpu, occupied=occupied))
+            beside = kv_room(spec, replace(generator, mem_fraction=1.0), dtype, cluster.gpu, occupied=occupied)
+            tokens = math.floor(min(beside, kv_room(spec, generator, dtype, cluster.gpu)))
             if tokens < workload.longest:
                 continue
             generator = replace(generator, kv_cache_tokens=tokens)
@@ -392,7 +393,7 @@ def search(config: RunConfig, spec: ModelSpec, gpus: int) -> tuple[Found, RunCon
 class Remedy:
     side: str  # "trainer" | "generator"
     settings: Settings
-    gib: float  # memory per GPU of that side with these settings
+    gib: float  # memory per GPU of that side with these settings; of both sides for engines on shared GPUs
     step_s: float
 
 
@@ -403,6 +404,8 @@ def remedies(config: RunConfig, spec: ModelSpec, found: Estimate) -> list[Remedy
 
 def _of_side(config: RunConfig, spec: ModelSpec, side: str) -> list[Remedy]:
     knobs = list(trainer_knobs(config, spec) if side == "trainer" else generator_knobs(config))
+    if side == "generator" and config.cluster.share_gpus:  # it gets what the trainer leaves
+        knobs += [knob for knob in trainer_knobs(config, spec) if knob not in knobs]
     for together in (1, 2, 3):
         tried = (_try(config, spec, side, {k: v for knob in some for k, v in knob.items()}) for some in combinations(knobs, together))
         working = [remedy for remedy in tried if remedy is not None]
@@ -419,8 +422,8 @@ def _try(config: RunConfig, spec: ModelSpec, side: str, settings: Settings) -> R
         then = estimate(changed, spec)
     except ConfigError:  # an engine cannot have these sizes
         return None
-    memory = then.trainer if side == "trainer" else then.generator
-    return None if side in then.overfull else Remedy(side, settings, memory.total / GIB, then.step_s)
+    total = then.trainer.total if side == "trainer" else then.fullest.gpu_total
+    return None if side in then.overfull else Remedy(side, settings, total / GIB, then.step_s)
 
 
 def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]]:
@@ -464,6 +467,6 @@ def generator_knobs(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _larger_gpu(config: RunConfig) -> Iterator[dict[str, Any]]:
-    larger = {"L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200", "B200": "B300"}.get(config.cluster.gpu)
+    larger = {"RTX4090": "L40S", "L40S": "H100", "A100": "H200", "H100": "H200", "H200": "B200", "B200": "B300"}.get(config.cluster.gpu)
     if larger:
         yield {"cluster.gpu": larger}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.schema import TRAIN, GeneratorConfig, RunConfig, TrainerConfig
-from megarl.estimate.hardware import CONSTANTS, Cluster, Constants
+from megarl.estimate.hardware import CONSTANTS, Cluster, Constants, constants_of
 from megarl.estimate.memory import (
     Beside,
     GeneratorWeights,
@@ -24,7 +24,7 @@ from megarl.estimate.memory import (
 from megarl.models import ModelSpec
 from megarl.models.registry import active_elements, attention_flops, flops_per_token
 from megarl.models.spec import SCALAR
-from megarl.plan.topologies import engine_groups, engines_layout, trainer_topology
+from megarl.plan.topologies import engine_groups, engines_layout, gpus_of_run, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, delta_bytes, foreseen
 from megarl.reshard.layout import ITEM_BYTES, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -473,12 +473,12 @@ def sync_s(spec: ModelSpec, config: RunConfig, cluster: Cluster) -> tuple[float,
     """Seconds of two updates, by the map of the run: one of all weights, and one of only the changed weights, if the share CHANGED has
     changed.
 
-    Ranks of one node write over NVLink, others over their NICs.
+    Ranks of one node write over NVLink, others over their NICs, and those of a single GPU inside its memory.
     """
     source = trainer_layout(spec, trainer_topology(config.trainer), config.model.dtype)
     destination = engines_layout(spec, engine_groups(config.generator), config.model.dtype, cluster.gpu.device)
     carried_out = foreseen(ReshardMap.build(source, destination), config.weights.relay, config.generator.tp)
-    rate = link_bytes_per_s(source.world_size + destination.world_size, cluster)
+    rate = update_bytes_per_s(config, cluster)
     return busiest_bytes(*carried_out) / rate, delta_bytes(*carried_out, CHANGED) / rate
 
 
@@ -499,6 +499,14 @@ def balanced_sync_s(engine_bytes: float, generator_ranks: int, trainer_ranks: in
     if relaying:
         busiest = min(busiest, fan_out / relaying + (1 - 1 / relaying))
     return engine_bytes * busiest / link_bytes_per_s(generator_ranks + trainer_ranks, cluster)
+
+
+def update_bytes_per_s(config: RunConfig, cluster: Cluster) -> float:
+    """The rate at which a rank sends or receives weights. A copy inside a GPU's memory reads and writes it."""
+    ranks = gpus_of_run(config)
+    if config.cluster.share_gpus and ranks == 1:
+        return cluster.gpu.hbm_bytes_per_s * constants_of(cluster.gpu.name).hbm_efficiency / 2
+    return link_bytes_per_s(ranks, cluster)
 
 
 def link_bytes_per_s(ranks: int, cluster: Cluster) -> float:

@@ -24,6 +24,7 @@ from megarl.algorithms.batches import (
 from megarl.algorithms.recipes import needs_groups_to_differ
 from megarl.algorithms.registry import make_algorithm
 from megarl.base.rollout_types import Batch, TrainSequence, Version
+from megarl.base.shared_gpu import GIB, card_bytes, high_water_bytes, take_peak
 from megarl.config.errors import RunError
 from megarl.critic.executor import ActorCriticSteps, begin_critic, make_critic
 from megarl.data.order import train_mixture
@@ -112,6 +113,7 @@ class TrainerExecutor:
         self._acceptance = Acceptance(never_trained(config))
         self.saving = Saving(config, self.trainer, self.trace, saved=self.curr_step, critic=self.critic)
         self.saving.resume()
+        take_peak()
         if self.curr_step == config.max_steps:  # the last weights must still be evaluated, and no step follows
             self.saving.after_step(self.curr_step, self._records, last=True)
 
@@ -226,6 +228,7 @@ class TrainerExecutor:
                 "samples/trained": sum(result.sequences for result in results) // self.plan.config.trainer.epochs,
                 **({"samples/masked": len(masked_places(batch, True))} if self.plan.config.algorithm.mask_truncated else {}),
                 **_applied_metrics(applied),
+                **_memory_metrics(applied),
                 **self._accepted_metrics(applied),
                 "staleness/rejected": batch.rejected,
                 "prompts/buffered": batch.buffered,
@@ -324,6 +327,16 @@ class TrainerExecutor:
             if file is not None:
                 file.close()
         shutdown_distributed()
+
+
+def _memory_metrics(applied: WeightsApplied | None) -> dict[str, float]:
+    """The most memory that this rank, and a worker of an engine, have held so far, in GiB. In use: that of this rank's GPU now."""
+    in_bytes = {
+        "memory/trainer_gib": high_water_bytes(of_tensors=True),
+        "memory/engine_gib": applied.high_water_bytes if applied else 0,
+        "memory/gpu_in_use_gib": card_bytes(),
+    }
+    return {name: count / GIB for name, count in in_bytes.items() if count}
 
 
 def _applied_metrics(applied: WeightsApplied | None) -> dict[str, float | bool]:

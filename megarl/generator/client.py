@@ -71,6 +71,8 @@ class Parallelism(msgspec.Struct):
     tp_size: int
     ep_size: int
     attn_dp_size: int = 1
+    max_total_tokens: int | None = None  # tokens of a replica's KV cache that SGLang was told
+    max_total_num_tokens: int = 0  # the tokens that it has; 0: not told
 
 
 class _Info(msgspec.Struct):

@@ -23,6 +23,7 @@ from typing import Any
 from megarl.base.geometry import STATES_PER_REQUEST
 from megarl.base.processes import FOR_LAUNCHER, end_with_parent
 from megarl.base.rollout_types import MOST_KEPT
+from megarl.base.shared_gpu import await_trainers
 from megarl.config.errors import ConfigError
 from megarl.generator import cpu_support, hooks, torch_kernels
 from megarl.generator.completions import POLICY
@@ -267,6 +268,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: Children().watch())  # without CUDA, workers are forked (cpu_support)
     load_plugins()
     hooks.check_hooks()
+    await_trainers()
     arguments = drawing_anew(json.loads(sys.argv[1]), int(os.environ.pop(RESTARTS, "0")))
     if "nnodes" not in arguments:  # ranks meet through a file, since the port of a store would be open to everybody
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "file://" + os.path.join(tempfile.mkdtemp(prefix="engine-"), "store")

@@ -9,11 +9,11 @@ from megarl.base.geometry import TrainerTopology
 from megarl.config.schema import RunConfig, TrainerConfig
 from megarl.estimate.hardware import Cluster
 from megarl.estimate.memory import Beside, Held, one_replica, rank_bytes, shape_of, stages_held
-from megarl.estimate.times import link_bytes_per_s
+from megarl.estimate.times import update_bytes_per_s
 from megarl.lora.layout import Lora, trainer_adapters, unserved
 from megarl.lora.plan import AdapterPlan
 from megarl.models import ModelSpec
-from megarl.plan.topologies import engine_groups, generator_ranks, trainer_topology
+from megarl.plan.topologies import engine_groups, trainer_topology
 from megarl.reshard.forwarding import busiest_bytes, foreseen
 from megarl.reshard.layout import Layout, trainer_layout
 from megarl.reshard.map import ReshardMap
@@ -55,8 +55,7 @@ def alone_s(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float | Non
     adapters, device = AdapterPlan.of(config, spec), cluster.gpu.device
     if adapters is None or not adapters.are_sent_alone(device):
         return None
-    ranks = trainer_topology(config.trainer).world_size + generator_ranks(engine_groups(config.generator))
-    return adapters_s(spec, config, device, link_bytes_per_s(ranks, cluster))
+    return adapters_s(spec, config, device, update_bytes_per_s(config, cluster))
 
 
 def adapters_s(spec: ModelSpec, config: RunConfig, device: str, link_bytes_per_s: float) -> float | None:

@@ -31,6 +31,7 @@ from megarl.models.spec import ModelSpec
 from megarl.trainer import hf_io
 from megarl.trainer.cpu_support import layer_spec
 from megarl.trainer.model import MegatronModel, parameters_by_name
+from megarl.trainer.optimizer import reload_masters
 from megarl.trainer.parallel import expert_tensor_group, tensor_group
 from megarl.trainer.step import MegatronTrainer, StepResult
 
@@ -330,7 +331,7 @@ class LoraTrainer(MegatronTrainer):
                     local.copy_(hf_io.drawn_rows(piece, shapes[piece.logical_name][1], seed, partial(_uniform, bound)))
                 else:
                     local.zero_()
-        self.optimizer.reload_model_params()
+        reload_masters(self.optimizer)
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in self._lora.hf_layout(self.spec, "float32").tensors(0)}

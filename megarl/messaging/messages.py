@@ -84,6 +84,7 @@ class WeightsApplied(_Message, frozen=True):
     serving: dict[str, int] = {}  # engines that serve now, by group; empty without generator.groups
     sampled: dict[str, int] = {}  # tokens sampled since the generator started, by group
     drafts: tuple[int, int, int] = (0, 0, 0)  # since the last version: drafted tokens, accepted ones, and verifying passes
+    high_water_bytes: int = 0  # most memory that a worker of an engine has held; 0: not measured
 
 
 class WeightsWanted(_Message, frozen=True):

@@ -88,6 +88,12 @@ def check_groups(config: RunConfig) -> Iterable[str]:
         yield f"{listed}: must be one format; other groups may have {UNQUANTISED}"
 
 
+def check_sharing(config: RunConfig) -> Iterable[str]:
+    if config.cluster.share_gpus and config.weights.transport == "nccl":
+        why = "NCCL refuses two ranks of a communicator on one GPU"
+        yield f"weights.transport=nccl: must be auto, cuda_ipc, mooncake or gloo with cluster.share_gpus=true: {why}"
+
+
 def check_deterministic(config: RunConfig) -> Iterable[str]:
     """Problems with `deterministic`: what makes the last bits of a response depend on other requests, or on which engine answers."""
     if not config.deterministic:
@@ -351,6 +357,13 @@ def check_virtual_stages(config: RunConfig) -> Iterable[str]:
         yield f"trainer.vpp={config.trainer.vpp}: needs trainer.pp of at least 2; it is 1"
 
 
+def check_offload(config: RunConfig) -> Iterable[str]:
+    if config.trainer.optimizer.offload and config.trainer.zero != 1:
+        yield "trainer.optimizer.offload=true: needs trainer.zero=1, Megatron's distributed optimizer"
+    if config.trainer.optimizer.offload and config.model.dtype != "bfloat16":
+        yield f"trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is {config.model.dtype}"
+
+
 def check_sequence_parallel(config: RunConfig) -> Iterable[str]:
     if config.trainer.sequence_parallel and config.trainer.tp == 1:
         yield "trainer.sequence_parallel=true: needs trainer.tp of at least 2; it is 1"
@@ -528,6 +541,7 @@ WHOLE_CHECKS: tuple[ConfigCheck, ...] = (
 )  # of all groups of engines together
 CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_groups,
+    check_sharing,
     check_deterministic,
     check_lora_groups,
     check_ranks,
@@ -536,6 +550,7 @@ CONFIG_CHECKS: tuple[ConfigCheck, ...] = (
     check_megatron_settings,
     check_format_arguments,
     check_sequence_parallel,
+    check_offload,
     check_batch,
     check_partial_rollout,
     check_algorithm,

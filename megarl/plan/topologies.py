@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.base.geometry import GeneratorTopology, TrainerTopology
@@ -76,6 +76,23 @@ def at_once(groups: Sequence[EngineGroup], engines: Sequence[int] = ()) -> int:
 
 def generator_ranks(groups: Sequence[EngineGroup]) -> int:
     return sum(group.topology.world_size for group in groups)
+
+
+# GPUs that trainer and engines share (cluster.share_gpus).
+
+
+def with_one_gpu_shared(config: RunConfig, gpus_here: Callable[[], int]) -> RunConfig:
+    """The config with cluster.share_gpus=true if it is null and a run of one trainer rank and one engine rank has one GPU."""
+    ranks = trainer_topology(config.trainer).world_size, generator_ranks(engine_groups(config.generator))
+    if config.cluster.share_gpus is not None or config.cluster.gpu == "cpu" or ranks != (1, 1) or gpus_here() != 1:
+        return config
+    return replace(config, cluster=replace(config.cluster, share_gpus=True))
+
+
+def gpus_of_run(config: RunConfig) -> int:
+    """The GPUs of the trainer and the policy's engines together."""
+    ranks = trainer_topology(config.trainer).world_size, generator_ranks(engine_groups(config.generator))
+    return max(ranks) if config.cluster.share_gpus else sum(ranks)
 
 
 # How far the two sides of a run may be apart, in steps.

@@ -182,6 +182,7 @@ MEGATRON_BY_KEY = {
         "clip_grad": "trainer.optimizer.clip_grad",
         **dict.fromkeys(("bf16", "params_dtype"), "model.dtype"),
         "use_distributed_optimizer": "trainer.zero",
+        **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"), "trainer.optimizer.offload"),
     },
 }
 _LOSS = "the loss is the algorithm's own, and a further term would have the wrong denominator"
@@ -231,7 +232,7 @@ MEGATRON_REFUSED = {
     "trainer.optimizer.megatron": {
         "decoupled_weight_decay": "the optimizer is AdamW",
         **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all parameters have the same learning rate"),
-        **dict.fromkeys(("optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload", "main_params_dtype"), _MASTERS),
+        **dict.fromkeys(("optimizer", "main_params_dtype"), _MASTERS),
         "use_layer_wise_distributed_optimizer": _MASTERS,
         **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders"), _MASTERS),
         **dict.fromkeys(("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _LOSS_SCALING),

@@ -22,7 +22,7 @@ from megarl.config.load import dump_config
 from megarl.config.schema import GeneratorConfig, RunConfig
 from megarl.estimate.estimate import check_longest, estimate, with_kv_caches
 from megarl.estimate.memory import Workload
-from megarl.estimate.report import not_counted
+from megarl.estimate.report import CLOSE, not_counted
 from megarl.observe.metrics import SIMULATED_FILE, MetricsWriter
 from megarl.observe.status import TraceWriter
 from megarl.plan.checks import refused_by_train
@@ -36,7 +36,6 @@ from megarl.simulation.virtual import Stuck
 WARM_UP = 5  # first steps that do not count, but at most a fifth of all
 EVERY_S = 5.0  # interval of progress messages
 ROOM = 0.6  # below this share of the requests that it could run, an engine has too few
-CLOSE = 0.03  # settings whose speeds differ by less are equally fast
 Configure = Callable[[Sequence[str]], RunPlan]  # the plan of the config with further overrides
 
 

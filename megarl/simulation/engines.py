@@ -108,6 +108,7 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._soon = self._paused = False
         self._down_until: float | None = None
+        self._slowness = 1.0
         self._room = speed.cache_tokens / unit
 
     async def complete(
@@ -161,6 +162,16 @@ class SimulatedEngine:
         if recompute and self._running:
             self._prefill(self._held, self._held / len(self._running))
         self._change_soon()
+
+    def slow_down(self, times: float) -> None:
+        """From now on, its work takes `times` as long as alone on its GPU. A prefill that has begun keeps its end."""
+        self._advance()
+        self._slowness = times
+        self._set_timer()
+
+    @property
+    def works(self) -> bool:
+        return bool(self._running) and not self._paused
 
     def fail(self, restart_s: float) -> None:
         """Ends the engine's process. It runs again after `restart_s`."""
@@ -276,7 +287,8 @@ class SimulatedEngine:
     def _prefill(self, tokens: float, length: float) -> None:
         if tokens:
             self.prefilled += int(tokens)
-            self._free_at = max(self._free_at, self._now()) + self.speed.prefill_s(tokens * self._unit, length * self._unit)
+            alone_s = self.speed.prefill_s(tokens * self._unit, length * self._unit)
+            self._free_at = max(self._free_at, self._now()) + self._slowness * alone_s
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -286,7 +298,7 @@ class SimulatedEngine:
             return
         running = len(self._running)
         context = self._held / running
-        self._step_s = self._unit * self.speed.decode_s(running, max(1.0, context) * self._unit)
+        self._step_s = self._slowness * self._unit * self.speed.decode_s(running, max(1.0, context) * self._unit)
         steps = min(self._running[0][0] - self._clock, max(1.0, REFRESH * context))
         if running > 1:
             steps = min(steps, max(1.0, (self._room - self._held) / running))

@@ -43,6 +43,7 @@ from megarl.simulation.lengths import Draw, Lengths
 from megarl.simulation.virtual import Stuck, VirtualLoop, Wire
 from megarl.weight_sync.sender import SyncReport
 
+TURNS = 32  # parts of a training step on shared GPUs; engines work, or do not, for a whole part
 UNITS = 256  # most units in the longest response, unless others are much shorter
 HOUR_S = 3600.0
 IN_VAIN = 50  # after this many restarts without a new checkpoint, give up
@@ -326,8 +327,8 @@ class Attempt:
             batch = await self._batch(step)
             began = self.loop.time()
             self._check(batch, step)
-            train_s = self.models.train_s(batch)
-            await asyncio.sleep(train_s)
+            await self._compute(self.models.train_s(batch))
+            train_s = self.loop.time() - began
             await self._settled()
             self.told("trainer.0", f"train step {step}", began, self.loop.time())
             self.told("trainer.0", f"wait for batch {step}", asked, began)
@@ -338,6 +339,18 @@ class Attempt:
             sync = await self._update(step + 1)
             await self._save(step + 1)
         await self._settled()
+
+    async def _compute(self, alone_s: float) -> None:
+        """Trains for as long as it takes alone. On shared GPUs it takes turns with engines while they work, so both need twice the time."""
+        if not self.plan.config.cluster.share_gpus:
+            await asyncio.sleep(alone_s)
+            return
+        for engine in self.engines:
+            engine.slow_down(2.0)
+        for _ in range(TURNS):
+            await asyncio.sleep(alone_s / TURNS * (2 if any(engine.works for engine in self.engines) else 1))
+        for engine in self.engines:
+            engine.slow_down(1.0)
 
     async def _batch(self, step: int) -> Batch:
         timeout_s, trainer = self.plan.config.timeouts.rollouts_s, self.wire.trainer

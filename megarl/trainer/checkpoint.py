@@ -445,7 +445,7 @@ def _check_between_steps(trainer: MegatronTrainer) -> None:
     names = {parameter: name for name, parameter in parameters_by_name(trainer.chunks).items()}
     for shard in optimizer_shards(trainer.optimizer):
         bits = BITS[shard.live.element_size()]
-        if not torch.equal(shard.live.view(bits), shard.master.to(shard.live.dtype).view(bits)):
+        if not torch.equal(shard.live.view(bits), shard.master.to(shard.live.dtype).to(shard.live.device).view(bits)):
             raise RuntimeError(f"nothing is saved: {names[shard.parameter]} is not the optimizer's master weight, rounded")
     steps, position = steps_made(trainer.optimizer), trainer.learning_rate.position
     if steps - {position}:

@@ -95,6 +95,7 @@ _MODULES = [
     "models.gpt.gpt_layer_specs",
     "optimizer",
     "optimizer.clip_grads",
+    "optimizer.cpu_offloading.hybrid_optimizer",
     "optimizer.distrib_optimizer",
     "optimizer.optimizer",
     "optimizer_param_scheduler",
@@ -253,6 +254,24 @@ def _patch_type_checks() -> None:
     _replace_everywhere(original, _with_cuda_type_names(original))
 
 
+def _host_copies(optimizer: Any, offload_fraction: float) -> tuple[list[dict], list[dict], dict, dict, dict]:
+    """HybridDeviceOptimizer._get_sub_optimizer_param_groups where the CPU takes the place of the GPU, for offload_fraction=1."""
+    assert offload_fraction == 1
+    groups: list[dict] = []
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        masters = [parameter.detach().clone().float() for parameter in group["params"]]
+        copies |= zip(group["params"], masters)
+        groups += [{**group, "params": masters}] if masters else []
+    rounded = {parameter: master for parameter, master in copies.items() if parameter.dtype != torch.float32}
+    return groups, [], copies, {master: parameter for parameter, master in copies.items()}, rounded
+
+
+def _patch_offloading() -> None:
+    owner = sys.modules["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"].HybridDeviceOptimizer
+    owner._get_sub_optimizer_param_groups = _host_copies
+
+
 def _patch_experts() -> None:
     """Fixes places in Megatron's mixture of experts that fail without CUDA tensors or NCCL."""
     original = _module("megatron.core.transformer.moe.moe_utils").maybe_move_tensor_to_cpu
@@ -385,5 +404,6 @@ def install() -> None:
     _patch_rotary_embedding()
     _patch_gated_delta_nets()
     _patch_type_checks()
+    _patch_offloading()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

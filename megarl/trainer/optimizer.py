@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import AdamConfig
+from megarl.config.schema import AdamConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "cosine", "linear")
 
 
+# Megatron's settings for trainer.optimizer.offload. With main weights in the optimizer, the GPU has no fp32 copy of the weights.
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+
+
 def build_optimizer(
-    config: AdamConfig, megatron: Mapping[str, Any], chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int
+    config: AdamConfig, trainer: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype, zero: int
 ) -> ChainedOptimizer:
-    """AdamW on fp32 master weights. With zero=1, its state is split over data-parallel ranks. `megatron`: trainer.optimizer.megatron."""
+    """AdamW on fp32 master weights. With zero=1, its state is split over data-parallel ranks. `trainer`: trainer.optimizer, whose `offload`
+    and `megatron` apply to every optimizer."""
+    offload = OFFLOAD if trainer.offload else {}
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -39,7 +44,8 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=zero == 1,
-            **megatron,
+            **offload,
+            **trainer.megatron,
         ),
         [*chunks],
     )
@@ -57,6 +63,9 @@ def _allocate_state(part: MegatronOptimizer) -> None:
     """
     if part.optimizer is None:  # this rank has no parameters of this mesh
         return
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        _allocate_on_host(part.optimizer)
+        return
     part.init_state_fn(part.optimizer, part.config)
     if isinstance(part.optimizer, torch.optim.AdamW):
         for group in part.optimizer.param_groups if torch.cuda.is_available() else ():
@@ -65,13 +74,31 @@ def _allocate_state(part: MegatronOptimizer) -> None:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
+def _allocate_on_host(optimizer: HybridDeviceOptimizer) -> None:
+    for adam in optimizer.sub_optimizers:
+        for group in adam.param_groups:
+            for master in group["params"]:
+                moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+                adam.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+    optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def reload_masters(optimizer: ChainedOptimizer) -> None:
+    """Sets the master weights to the model's weights. Megatron's own function leaves out parameters in fp32 that are offloaded."""
+    optimizer.reload_model_params()
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            for weights, master in part.optimizer.param_to_inner_param.items():
+                master.data.copy_(weights.data)
+
+
 @dataclass(frozen=True)
 class OptimizerShard:
     """The part of a parameter that this rank's optimizer has: its elements first .. end, flattened."""
 
     parameter: torch.nn.Parameter
     first: int
-    master: torch.Tensor  # [end - first] float32; the parameter itself if the model is float32 and zero=0
+    master: torch.Tensor  # [end - first] float32, perhaps on the host; the parameter itself if the model is float32 and zero=0
     exp_avg: torch.Tensor  # [end - first] float32
     exp_avg_sq: torch.Tensor  # [end - first] float32
 
@@ -88,13 +115,15 @@ class OptimizerShard:
 def optimizer_shards(optimizer: ChainedOptimizer) -> Iterator[OptimizerShard]:
     """All shards of this rank's optimizers (one optimizer, or one for the dense mesh and one for experts); possibly none."""
     for part in optimizer.chained_optimizers:
-        for parameter, first, master in _masters(part):
-            state = part.optimizer.state[master]
+        for parameter, first, of_optimizer in _masters(part):
+            state, master = part.optimizer.state[of_optimizer], of_optimizer
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                master = part.optimizer.param_to_inner_param[of_optimizer]
             yield OptimizerShard(parameter, first, *(t.detach().view(-1) for t in (master, state["exp_avg"], state["exp_avg_sq"])))
 
 
 def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Yields (parameter, index of its first element here, master weights)."""
+    """Yields (parameter, index of its first element here, master weights, or the weights themselves if their masters are on the host)."""
     if part.optimizer is None:
         return
     groups = part.optimizer.param_groups
@@ -111,14 +140,22 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 
 def steps_made(optimizer: ChainedOptimizer) -> set[int]:
     """The number of steps by Adam's own count: one element, or none if this rank has no parameters."""
-    adams = [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+    adams = [*_adams(optimizer)]
     ours = {int(state["step"]) for adam in adams if isinstance(adam, torch.optim.AdamW) for state in adam.state.values()}
     groups = [group for adam in adams if not isinstance(adam, torch.optim.AdamW) for group in adam.param_groups if group["params"]]
     return ours | {int(group.get("step", 0)) for group in groups}  # Transformer Engine counts for each group
 
 
+def _adams(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optimizer]:
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            yield from part.optimizer.sub_optimizers
+        elif part.optimizer is not None:
+            yield part.optimizer
+
+
 def set_steps_made(optimizer: ChainedOptimizer, steps: int) -> None:
-    for adam in (part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None):
+    for adam in _adams(optimizer):
         if isinstance(adam, torch.optim.AdamW):
             for state in adam.state.values():
                 state["step"].fill_(steps)

@@ -39,7 +39,7 @@ from megarl.trainer.layers import RoutingReplay
 from megarl.trainer.logprobs import scored_rows, token_logprobs
 from megarl.trainer.microbatch import MicroBatch, build, predicted_tokens, predicting
 from megarl.trainer.model import MegatronModel, output_weight, passed_on
-from megarl.trainer.optimizer import LearningRate, build_optimizer
+from megarl.trainer.optimizer import LearningRate, build_optimizer, reload_masters
 
 # Sums over the tokens of an optimizer step, from which the metrics of agreement are computed (observe/agreement.py).
 
@@ -164,8 +164,8 @@ class MegatronTrainer(MegatronModel):
         self.routing = RoutingFormat.of(spec) if trainer.routing_replay else None
         self.replay = RoutingReplay(self.routing, self.ddp, config.sequence_parallel, trainer.recompute) if self.routing else None
         settings = optimizer or trainer.optimizer
-        with passed_on("trainer.optimizer.megatron", megatron := trainer.optimizer.megatron):
-            self.optimizer = build_optimizer(settings, megatron, self.ddp, self.dtype, topology.zero)
+        with passed_on("trainer.optimizer.megatron", trainer.optimizer.megatron):
+            self.optimizer = build_optimizer(settings, trainer.optimizer, self.ddp, self.dtype, topology.zero)
         self.learning_rate = LearningRate(settings, self.optimizer, total_steps)
         self._reference: list[torch.Tensor] | MegatronModel | None = None
 
@@ -336,14 +336,14 @@ class MegatronTrainer(MegatronModel):
     def init_random(self, seed: int) -> None:
         """Sets random weights. They depend only on the seed, not on the topology."""
         hf_io.init_random(self.spec, self.layout, self.local_parameters(), seed)
-        self.optimizer.reload_model_params()
+        reload_masters(self.optimizer)
 
     def load_hf(self, path: str, new_head: hf_io.NewHead | None = None) -> None:
         """Loads the weights of an HF checkpoint folder. Raises ConfigError for missing tensors and wrong shapes.
 
         `new_head`: initial values of the scalar head if the checkpoint has none; None: it has one."""
         super().load_hf(path, new_head)
-        self.optimizer.reload_model_params()
+        reload_masters(self.optimizer)
 
 
 def _keep(wanted: Collection[int], kept: dict[int, torch.Tensor], microbatch: MicroBatch, logprobs: torch.Tensor) -> None:

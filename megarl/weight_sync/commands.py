@@ -153,6 +153,7 @@ class Found(msgspec.Struct, frozen=True):
 
     digest: bytes = b""  # digest of the answer to Hashes
     changes: Changes = Changes([], -1)
+    high_water_bytes: int = 0  # most memory that the worker has held
 
 
 Description = list[RemoteTensor] | None

@@ -91,6 +91,7 @@ class Taken:
     pause: Pause
     bytes_written: int  # by all trainer ranks together
     engines: list[int]  # engines that took part
+    high_water_bytes: int  # most memory that one of their workers has held; 0 without an audit
 
 
 class ServedExecutor(Protocol):
@@ -245,7 +246,7 @@ class WeightsReceiver:
         began, ended = taken.pause
         cost = self._plan.config.weights.audited, ended - began, taken.bytes_written, len(fleet.serving), changed
         by_group = fleet.by_name(fleet.counts(fleet.serving)), fleet.by_name(fleet.sampled)
-        await self._tell(WeightsApplied(version, *cost, *by_group, fleet.take_drafts()))
+        await self._tell(WeightsApplied(version, *cost, *by_group, fleet.take_drafts(), taken.high_water_bytes))
         self._over(fleet)
 
     def _told_of(self, taken: Taken) -> dict[str, Any]:
@@ -296,7 +297,7 @@ class WeightsReceiver:
         for error in session.update.workers.lost.values():
             fleet.lose(error)
         fleet.take_back(session.members, session.grant.version)
-        return Taken(pause, bytes_written, session.members)
+        return Taken(pause, bytes_written, session.members, session.update.high_water_bytes)
 
     async def _take_writes(self, session: Session) -> int:
         """Lets all trainer ranks write, and audits the result. Returns the bytes written."""

@@ -111,6 +111,7 @@ class WeightUpdate:
     workers: Workers
     version: Version  # the version that is written
     in_place: bool = False
+    high_water_bytes: int = 0  # most memory that one of the workers has held, as found by the audit
 
     passing_on: ClassVar = PassOn()
 
@@ -188,6 +189,7 @@ class WeightUpdate:
         update writes are unchanged. Raises AuditError with the names of tensors and ranks."""
         payloads = await self.workers.run_all(Audit(self.version))
         found = [_decode_found(payload) if payload else commands.Found() for payload in payloads]
+        self.high_water_bytes = max(each.high_water_bytes for each in found)
         check_unchanged([each.changes for each in found], [engine.url for engine in self.workers.engines])
         digests = [each.digest if payload else None for each, payload in zip(found, payloads)]
         if wrong := differing(digests, expected(shares, tensors), tensors):

@@ -124,15 +124,21 @@ def _ranks(missing: Collection[int]) -> str:
     return f"generator rank {', '.join(map(str, sorted(missing)))}"
 
 
+ENOUGH = 0.95  # of the planned KV cache: SGLang rounds to pages
+
+
 async def check_parallelism(workers: Workers, planned: Sequence[GeneratorTopology]) -> None:
     """Raises LayoutError that names every engine whose parallel sizes are not `planned`. Call it before `connect`, which relies on these
-    sizes."""
+    sizes. Prints which engines have smaller KV caches than they were told."""
     found = await asyncio.gather(*(engine.parallelism(workers.timeout_s) for engine in workers.engines))
     wrong: dict[str, list[str]] = {}  # sizes that the map is for -> engines that differ
     for engine, sizes, wanted in zip(workers.engines, found, planned, strict=True):
         runs, wants = _sizes(sizes.tp_size, sizes.ep_size, sizes.attn_dp_size), _sizes(wanted.tp, wanted.ep, wanted.dp_attention)
         if runs != wants:
             wrong.setdefault(wants, []).append(f"engine {engine.url} runs with {runs}")
+        if 0 < sizes.max_total_num_tokens < ENOUGH * (sizes.max_total_tokens or 0):
+            has = f"has a KV cache of {sizes.max_total_num_tokens:,} tokens, not of the planned {sizes.max_total_tokens:,}"
+            print(f"engine {engine.url} {has}: something else holds memory of its GPU", flush=True)
     if wrong:
         raise LayoutError("; ".join(f"{'; '.join(engines)}, the reshard map is for {wants}" for wants, engines in wrong.items()))
 

@@ -279,3 +279,26 @@ def scenario_vendor_warns(scenario: dict[str, Any], out: Path) -> dict[str, Any]
     except RuntimeError as error:
         return {"said": str(error)}
     return {"said": ""}
+
+
+def scenario_offloaded(scenario: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Trains, saves, trains on, loads, and trains again. Returns norms of the gradients, and the state after each part."""
+    from megarl.config.schema import OptimizerConfig
+    from megarl.trainer import checkpoint
+    from megarl.trainer.checkpoint import SAVED, runs
+
+    def state() -> dict[str, list[float]]:
+        return {f"{name} {kind}": run.values[kind].tolist() for name, run in runs(trainer).items() for kind in SAVED if kind in run.values}
+
+    own = OptimizerConfig(offload=scenario["offload"])
+    trainer = make(scenario | {"trainer": {"optimizer": own}}, plain_adam(lr=1e-2))
+    trainer.load_hf(scenario["model"])
+    batch, folder = sequences(trainer.spec.vocab_size), out / f"{scenario['name']}.checkpoint"
+    norms = [one_step(trainer, batch)["grad_norm"] for _ in range(2)]
+    checkpoint.save(trainer, folder, {"step": 2})
+    norms += [one_step(trainer, batch)["grad_norm"]]
+    ended = state()
+    checkpoint.load(trainer, folder)
+    loaded = [one_step(trainer, batch)["grad_norm"]]
+    on = {str(adam.__class__.__name__) for part in trainer.optimizer.chained_optimizers for adam in [part.optimizer]}
+    return {"norms": norms, "ended": ended, "again": state(), "loaded": loaded, "optimizers": on, "folder": str(folder)}

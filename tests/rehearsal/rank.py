@@ -72,6 +72,8 @@ def main(arguments: list[str]) -> int:
             print(f"rank {rank} of {options.config}: {innermost(sys.exc_info()[2])}", file=sys.stderr)
             return 1
     report |= {"config": options.config, "rank": rank, "ranks": plan.trainer_topology.world_size}
+    if not options.layers:
+        report |= {"shared": shared(plan, report)}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     show(report)
@@ -109,8 +111,9 @@ def innermost(trace: Any) -> str:
 def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]:
     from megarl.algorithms.registry import make_algorithm
     from megarl.executors.batch_steps import BatchSteps
+    from megarl.executors.policy import make_policy
     from megarl.trainer import checkpoint
-    from megarl.trainer.step import MegatronTrainer, StepResult
+    from megarl.trainer.step import StepResult
 
     StepResult.check_tokens = lambda self, expected: None  # fake tensors have no sums
     phases: dict[str, Any] = {}
@@ -127,9 +130,7 @@ def rehearse(plan: RunPlan, record: Record, microbatches: int) -> dict[str, Any]
 
     config = plan.config
     with phase("build"):
-        trainer = MegatronTrainer(
-            plan.spec, plan.trainer_topology, config.trainer, config.model.dtype, config.seed, total_steps=config.max_steps, timeout_s=60
-        )
+        trainer = make_policy(plan, config.max_steps)
     parts = held(trainer)
     batch = made_batch(plan, microbatches)
     steps = BatchSteps(trainer, make_algorithm(config.algorithm), config)
@@ -237,9 +238,25 @@ def planned(plan: RunPlan, trainer: MegatronTrainer) -> dict[str, float]:
     """The GiB of each part of this rank's stage, by `megarl plan`."""
     from megarl.estimate.hardware import GPUS
     from megarl.estimate.memory import stage_memory
+    from megarl.lora.estimate import beside
 
-    memory = stage_memory(plan.spec, plan.config.trainer, plan.config.model.dtype, GPUS[plan.config.cluster.gpu])[trainer.coordinate.pp]
+    config, gpu = plan.config, GPUS[plan.config.cluster.gpu]
+    trained = beside(config, plan.spec, config.trainer, gpu.device)
+    memory = stage_memory(plan.spec, config.trainer, config.model.dtype, gpu, beside=trained)[trainer.coordinate.pp]
     return {name: size / GIB for name, size in vars(memory).items()}
+
+
+def shared(plan: RunPlan, report: dict[str, Any]) -> dict[str, float]:
+    """GiB of both sides on a GPU that they share: the rehearsed peak of the trainer beside the planned engine, and all as planned. Empty if
+    the sides are apart."""
+    from megarl.estimate.estimate import estimate
+
+    if not plan.config.cluster.share_gpus:
+        return {}
+    found = estimate(plan.config, plan.spec)
+    peak, runtime = report["phases"]["step"]["peak_gib"], found.trainer.runtime / GIB
+    engine = found.generator.total / GIB
+    return {"rehearsed": peak + runtime + engine, "planned": found.fullest.gpu_total / GIB, "engine": engine, "gpu": found.cluster.gpu.memory_gib}
 
 
 def tell_sums() -> None:

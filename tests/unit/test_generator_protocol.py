@@ -240,6 +240,21 @@ def test_engines_of_other_sizes_than_planned_are_named():
         asyncio.run(check_parallelism(workers, [GeneratorTopology(1, 2, 1, 2)]))
 
 
+def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
+    """SGLang takes what is free of the GPU, and only logs that it is less (kv_cache_configurator.py, _apply_token_constraints)."""
+
+    class Engine:
+        url = "http://here"
+
+        async def parallelism(self, timeout_s: float) -> Parallelism:
+            return Parallelism(tp_size=1, ep_size=1, max_total_tokens=10_000, max_total_num_tokens=tokens)
+
+    for tokens in (9_990, 9_000):
+        asyncio.run(check_parallelism(Workers([Engine()], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]))
+    told = "engine http://here has a KV cache of 9,000 tokens, not of the planned 10,000: something else holds memory of its GPU"
+    assert capsys.readouterr().out.splitlines() == [told]
+
+
 def test_answers_of_an_engine_that_was_lost_since_are_ignored():
     """Its rank now belongs to another engine, so its old answer must not count for that one."""
 

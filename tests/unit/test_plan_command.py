@@ -154,7 +154,7 @@ def test_a_plan_fits_only_if_training_accepts_it(name: str, override: str, capsy
         (["--search", "--gpus", "1"], "--gpus 1: must be at least 2"),
         (["--picture", "plan.gif"], "must end in .svg or .png"),
         (["rollout.max_tokens=16300"], "plan.prompt_tokens=128 it is 16428 tokens; they must be at most trainer.max_tokens_per_microbatch"),
-        (["cluster.gpu=H10"], "cluster.gpu=H10: must be one of L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu"),
+        (["cluster.gpu=H10"], "cluster.gpu=H10: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu"),
     ],
 )
 def test_mistakes_end_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,13 +110,15 @@ def workload(batch: Sequence[TrainSequence]) -> Workload:
 
 def fill(trainer) -> None:
     """Fills the model with random weights, drawn on the device."""
+    from megarl.trainer.optimizer import reload_masters
+
     torch.manual_seed(1)
     for values in trainer.local_parameters().values():
         if values.dim() > 1:
             values.normal_(0, 0.02)
         else:
             values.fill_(1)
-    trainer.optimizer.reload_model_params()
+    reload_masters(trainer.optimizer)
 
 
 def agree(bench: Bench, trainer, batch: Sequence[TrainSequence]) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from megarl.base.geometry import Box
 from megarl.base.processes import beating
+from megarl.base.shared_gpu import high_water_bytes
 from megarl.config.limits import find_callable
 from megarl.generator.client import content_of
 from megarl.kernels.audit import hash_tensors
@@ -251,7 +252,7 @@ class Worker:
         changes = Changes(self.unwritten.changed() if self.unwritten else [], self.since)
         self.audited = hashes
         self.since = command.version
-        return Found(digest_of_hashes(packed(hashes)), changes)
+        return Found(digest_of_hashes(packed(hashes)), changes, high_water_bytes())
 
     def hashes(self, parameters: Parameters, command: commands.Hashes) -> bytes:
         return packed(self.audited)

@@ -6,6 +6,7 @@ same order everywhere, so ranks cannot deadlock.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.base.shared_gpu import SHARES
 from megarl.messaging.host import Host
 from megarl.weight_sync.transports.base import NCCL
 from megarl.weight_sync.transports.two_sided import POLL_S, Message, TwoSidedMemory, TwoSidedTransport
@@ -76,7 +78,13 @@ class NcclTransport(TwoSidedTransport):
     coalesces = True
 
     @staticmethod
+    def found_here() -> tuple[str, ...]:
+        return (SHARES,) if SHARES in os.environ else ()
+
+    @staticmethod
     def hindrance(trainer: Host, generator: Host) -> str:
+        if SHARES in trainer.has and SHARES in generator.has:
+            return "may share a GPU, and NCCL refuses two ranks of a communicator on one GPU"
         return "" if trainer.cuda and generator.cuda else "do not both have CUDA"
 
 
