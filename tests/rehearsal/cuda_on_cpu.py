@@ -8,16 +8,21 @@ copies, compiled code.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
+import os
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pretended_cuda import H100, Record, replace_cuda
+from pretended_cuda import H100, TRITON_TYPES, Record, replace_cuda
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+LAUNCHES = "MEGARL_LAUNCHES"  # environment variable: the file that gets a line of JSON for each kind of launch of a Triton kernel
 
 
 def install() -> None:
@@ -43,6 +48,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     _meet_by_gloo()
     _know_triton(properties)
+    if LAUNCHES in os.environ:
+        note_launches(Path(os.environ[LAUNCHES]))
     _OnCpu().__enter__()
 
 
@@ -57,9 +64,13 @@ def _moved(value: Any) -> Any:
 
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.device:
+            return function(*args, **(kwargs or {}))
         kwargs = {name: _moved(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = CPU
+        if function is torch.mm and (dtype := kwargs.pop("out_dtype", None)):  # only CUDA has it
+            args = [matrix.to(dtype) for matrix in args]
         return function(*map(_moved, args), **kwargs)
 
 
@@ -143,6 +154,46 @@ def _know_triton(gpu: types.SimpleNamespace) -> None:
             utils=types.SimpleNamespace(get_device_properties=lambda device: shown),
         )
     )
+
+
+def note_launches(path: Path) -> None:
+    """Writes down what each kernel would be compiled for (compile_launches.py)."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    original = InterpretedFunction.run
+    written = set[str]()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        line = json.dumps(described(kernel.fn, args, named), default=str)
+        if line not in written:
+            written.add(line)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        return original(kernel, *args, grid=grid, warmup=warmup, **named)
+
+    InterpretedFunction.run = run  # type: ignore[method-assign]
+
+
+def described(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The kernel, its options, and of each argument [type or constexpr, the constant or whether 16 divides it]."""
+    options = {name: value for name, value in named.items() if name in ("num_warps", "num_stages")}
+    parameters = inspect.signature(function).parameters
+    bound = inspect.signature(function).bind(*args, **{name: value for name, value in named.items() if name in parameters})
+    bound.apply_defaults()
+    kinds: dict[str, tuple[str, Any]] = {}
+    for name, value in bound.arguments.items():
+        constant = "constexpr" in str(parameters[name].annotation)
+        if isinstance(value, torch.Tensor):
+            kinds[name] = ("*" + TRITON_TYPES.get(value.dtype, "fp8e4nv"), value.data_ptr() % 16 == 0)
+        elif constant or value is None or (isinstance(value, int) and value == 1):
+            kinds[name] = ("constexpr", str(value) if isinstance(value, torch.dtype) else getattr(value, "value", value))
+        elif isinstance(value, bool):
+            kinds[name] = ("u1", False)
+        elif isinstance(value, int):
+            kinds[name] = ("i32" if abs(value) < 1 << 31 else "i64", value % 16 == 0)
+        else:
+            kinds[name] = ("fp32", False)
+    return {"module": function.__module__, "kernel": function.__name__, "options": options, "arguments": kinds}
 
 
 def register_hooks() -> None:

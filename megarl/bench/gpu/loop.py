@@ -62,6 +62,11 @@ WEIGHT_STD = 0.02
 WARM_UP = 3  # first steps that no median counts
 REPORT_S = 15.0  # kept of the part's deadline for the report of a run that is cut off
 LOOK_S = 0.2
+PLANNED_MEMORY = {  # metric -> what `megarl plan` calls it; the plan also counts contexts and libraries
+    "memory/trainer_gib": "trainer_gib_per_gpu",
+    "memory/engine_gib": "generator_gib_per_gpu",
+    "memory/gpu_in_use_gib": "shared_gib_per_gpu",
+}
 CUDA_IPC, SHARED_MEMORY = "cuda_ipc", "shared_memory"
 
 
@@ -134,7 +139,7 @@ def config(bench: Bench, loop: Loop, folder: Path) -> dict[str, Any]:
         "weights": {"transport": CUDA_IPC if bench.cuda else SHARED_MEMORY},
         "checkpoint": {"every": 0},
         "observe": {"probe_every": 2, "trackers": []},
-        "cluster": {"gpu": known_gpu(bench), **({"share_gpus": True} if bench.cuda else {})},
+        "cluster": {"gpu": known_gpu(bench), "share_gpus": True},
         "plan": {"prompt_tokens": 12, "response_tokens": tokens},
     }
 
@@ -259,8 +264,10 @@ def report(bench: Bench, loop: Loop, rows: Sequence[dict[str, Any]], planned: di
         bench.emit({"what": f"time/{key}, median", "measured": seconds, "planned": planned.get(key)})
     bench.emit({"what": "time/sync_pause_s, median", "measured": median(row["time/sync_pause_s"] for row in settled)})
     bench.emit({"what": "tokens_per_s, median", "measured": median(row["tokens_per_s"] for row in settled)})
-    for key in sorted(key for key in rows[-1] if key.startswith("memory/")):
-        bench.emit({"what": f"{key}, largest", "measured": max(row.get(key, 0.0) for row in rows)})
+    for key, of_plan in PLANNED_MEMORY.items():
+        if any(key in row for row in rows):
+            most = max(row.get(key, 0.0) for row in rows)
+            bench.emit({"what": f"{key}, largest", "measured": most, "planned": planned.get(of_plan)})
 
 
 def restarts(row: dict[str, Any], kill_at: int) -> bool:
@@ -340,9 +347,9 @@ class CardMemory:
 
     def report(self, planned: dict[str, Any]) -> None:
         """`planned`: both sides' GiB a GPU. The memory that was held before the run is this process's own."""
-        both = [planned[key] for key in ("trainer_gib_per_gpu", "generator_gib_per_gpu")]
-        note = f"trainer {both[0]:.2f}, engine {both[1]:.2f}"
-        self._bench.emit({"what": "memory of both sides, GiB", "measured": (self._most - self._before) / GIB, "planned": sum(both), "note": note})
+        most_gib = (self._most - self._before) / GIB
+        row = {"what": "memory of both sides, GiB, largest", "measured": most_gib, "planned": planned.get("shared_gib_per_gpu")}
+        self._bench.emit(row | {"note": f"this process had {self._before / GIB:.2f} before"})
 
 
 def _resident(process: psutil.Process) -> int:
