@@ -17,6 +17,7 @@ PACKAGE = "sgl_kernel"
 ENVIRONMENT = {
     "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",  # norms, activations, rotary embeddings, positions (kernels/fused_op.py:31)
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # entrypoints/engine.py:1948
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the other is in Rust, over one version of PyTorch
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",  # products of fp8 blocks (layers/quantization/fp8_utils.py:1173)
 }
 ARGUMENTS = {

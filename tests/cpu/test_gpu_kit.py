@@ -42,9 +42,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What an engine imports and the kit does not have.
-COMMON = {"aiohttp", "cloudpickle", "httpx", "jinja2", "msgpack", "ninja", "numba", "numpy", "pandas", "pillow", "prometheus-client", "psutil",
-          "pyarrow", "regex", "requests", "rich", "safetensors", "scipy", "sentencepiece", "setuptools", "tensorboard", "tiktoken", "tokenizers",
-          "torch", "tqdm", "transformers", "triton", "uvloop", "xxhash"}  # fmt: skip
+COMMON = set(
+    "aiohttp cloudpickle httpx jinja2 msgpack ninja numba numpy pandas pillow prometheus-client psutil pyarrow regex requests rich "
+    "safetensors scipy sentencepiece setuptools tensorboard tiktoken tokenizers torch tqdm transformers triton uvloop xxhash".split()
+)
 
 
 @pytest.fixture(scope="module")

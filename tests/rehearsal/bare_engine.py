@@ -3,7 +3,8 @@ Transformers'.
 
     python tests/rehearsal/bare_engine.py [SERVER_ARGUMENT=VALUE …]
 
-It needs PyTorch's CUDA build, and NumPy before 2.4 for Triton's interpreter. The numbers are real (cuda_on_cpu.py); the speed means nothing.
+It needs PyTorch's CUDA build, and with Triton 3.6 NumPy before 2.4, for the interpreter. The numbers are real (cuda_on_cpu.py); the speed
+means nothing.
 """
 
 from __future__ import annotations

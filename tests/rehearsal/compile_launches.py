@@ -1,6 +1,6 @@
 """Compiles for an H100 every Triton kernel that cuda_on_cpu.py has written down; no GPU is needed.
 
-    python tests/rehearsal/compile_launches.py FILE
+python tests/rehearsal/compile_launches.py FILE
 """
 
 from __future__ import annotations

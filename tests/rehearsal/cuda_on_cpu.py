@@ -128,7 +128,9 @@ def _meet_by_gloo() -> None:
 
     def by_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:
-            named = {name: "gloo" if name == "backend" else value for name, value in named.items() if name not in ("device_id", "pg_options")}
+            named = {
+                name: "gloo" if name == "backend" else value for name, value in named.items() if name not in ("device_id", "pg_options")
+            }
             return original(*args, **named)
 
         return make

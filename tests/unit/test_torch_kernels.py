@@ -12,7 +12,7 @@ from megarl.generator import torch_kernels
 from megarl.generator.server import EngineKeys, EngineSettings, server_command
 
 
-def command(device: str, extra: dict = {}) -> tuple[dict, dict[str, str]]:
+def command(device: str, **extra: str) -> tuple[dict, dict[str, str]]:
     settings = EngineSettings("model", "bfloat16", 30000, context_length=64, max_running_requests=4, device=device)
     argv, environment = server_command(settings, EngineKeys("a", "b"), extra)
     return json.loads(argv[-1]), environment
@@ -34,7 +34,7 @@ def test_engine_keeps_its_compiled_kernels_otherwise(monkeypatch):
 
 def test_torch_kernels_leave_room_for_own_arguments(monkeypatch):
     monkeypatch.setenv(torch_kernels.TORCH_KERNELS, "1")
-    arguments, _ = command("cuda", {"attention_backend": "fa3"})
+    arguments, _ = command("cuda", attention_backend="fa3")
     assert arguments["attention_backend"] == "fa3"
 
 
