@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ from pretended_cuda import H100, TRITON_TYPES, Record, replace_cuda
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+# What waits for the GPU, and so may not be in a captured graph.
+WAITS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__index__")
+}
 LAUNCHES = "MEGARL_LAUNCHES"  # environment variable: the file that gets a line of JSON for each kind of launch of a Triton kernel
 
 
@@ -66,6 +72,10 @@ class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.device:
             return function(*args, **(kwargs or {}))
+        if function in WAITS and torch.cuda.is_current_stream_capturing():
+            caller = sys._getframe(1).f_code
+            if "/triton/" not in caller.co_filename:
+                raise RuntimeError(f"{function.__name__} in {caller.co_filename}:{caller.co_name} waits for the GPU in a captured graph")
         kwargs = {name: _moved(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = CPU

@@ -59,6 +59,7 @@ TOY = QWEN_0_5B | {
 CHARACTERS = "0123456789+-=,"  # of synthetic:chain
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 WEIGHT_STD = 0.02
+GRAPH_SIZES = [1, 4, 16, 64, 128, 192, 256]  # requests; each graph takes seconds to capture
 WARM_UP = 3  # first steps that no median counts
 REPORT_S = 15.0  # kept of the part's deadline for the report of a run that is cut off
 LOOK_S = 0.2
@@ -114,8 +115,7 @@ def config(bench: Bench, loop: Loop, folder: Path) -> dict[str, Any]:
     prompts, n, tokens = (8, 4, 24) if bench.toy else (32, 8, 128)
     server_args: dict[str, Any] = {"log_level": "info"}
     if bench.cuda:
-        server_args |= {"disable_cuda_graph": not loop.graphs}
-        server_args |= json.loads(os.environ.get("MEGARL_GPU_SERVER_ARGS", "{}"))
+        server_args |= {"disable_cuda_graph": not loop.graphs, "cuda_graph_bs_decode": GRAPH_SIZES}
     return {
         "run_dir": str(folder / "run"),
         "max_steps": loop.steps,
