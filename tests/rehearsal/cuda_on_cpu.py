@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -35,6 +36,13 @@ def install() -> None:
     """Changes torch of this process for good."""
     record = Record()
     properties = replace_cuda(record, H100, devices=1)
+    numbers = itertools.count(1)
+
+    class Stream(torch.cuda.Stream):  # type: ignore[misc]
+        def __init__(self, *args: Any, **named: Any):
+            super().__init__(*args, **named)
+            self.cuda_stream = next(numbers)
+
     more = dict(
         CUDAGraph=Graph,
         graph=capturing,
@@ -44,6 +52,7 @@ def install() -> None:
         use_mem_pool=lambda *args: contextlib.nullcontext(),
         StreamContext=lambda stream: contextlib.nullcontext(),
         utilization=lambda *args: 0,
+        Stream=Stream,
     )
     for name, value in more.items():
         setattr(torch.cuda, name, value)
