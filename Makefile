@@ -149,7 +149,7 @@ envs/rehearsal/.megarl-setup: requirements/gpu.txt
 
 # The GPU code paths without a GPU (docs/gpu.md): calls into Megatron-core and SGLang, kernels, the needs of libraries and engines, and for
 # each config a whole step of the first and of the last rank.
-REHEARSED := $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b gpt_oss_120b \
+REHEARSED := configs/one_gpu.yaml $(patsubst %,configs/%_aipo.yaml,8b 70b 70b_32k 405b qwen3_30b_a3b qwen3_235b_a22b gpt_oss_120b \
     qwen3_next_80b_a3b qwen3.5_397b_a17b glm_4.6 deepseek_v3 kimi_k2)
 rehearse: setup envs/rehearsal/.megarl-setup
 	@.venv/bin/python tests/rehearsal/calls.py
@@ -166,6 +166,10 @@ rehearse: setup envs/rehearsal/.megarl-setup
 	    stages=$$(sed -n 's/^  pp: *\([0-9]*\).*/\1/p' $$config)
 	    .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --microbatches $$(($${stages:-1} + 1)) $(ARGS) || failed=1
 	    if [ "$$stages" ]; then .venv/bin/python -W ignore tests/rehearsal/rank.py $$config --rank -1 $(ARGS) || failed=1; fi
+	done
+	for more in "trainer.optimizer.offload=true" \
+	    "lora.rank=32 model.path=meta-llama/Llama-3.1-8B-Instruct model.spec=configs/models/llama-3.1-8b/config.json"; do
+	    .venv/bin/python -W ignore tests/rehearsal/rank.py configs/one_gpu.yaml $$more $(ARGS) || failed=1
 	done
 	exit $$failed
 

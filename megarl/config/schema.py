@@ -438,8 +438,8 @@ class OptimizerConfig(AdamConfig):
 
     offload: bool = setting(
         False,
-        "keep master weights and moments of every optimizer of a run in host memory, where the cores make its step. A GPU then needs 6 bytes "
-        "a parameter instead of 18, its host 16; a step takes longer (megarl plan counts both). Needs trainer.zero=1 and bfloat16",
+        "keep master weights and moments of every optimizer of a run in host memory, where the cores make its step. A GPU then holds "
+        "6 bytes a parameter instead of 18, its host 16; a step takes longer (megarl plan counts both). Needs trainer.zero=1 and bfloat16",
     )
     megatron: dict[str, Any] = field(
         default_factory=dict,
@@ -634,8 +634,8 @@ class ClusterConfig:
     )
     share_gpus: bool | None = setting(
         None,
-        "whether the policy's engines are on the trainer's GPUs, both at the same time and in processes of their own (docs/gpu.md). Engines "
-        "then get the memory that megarl plan leaves them; null: where a run of one trainer rank and one engine rank has one GPU",
+        "whether the policy's engines are on the trainer's GPUs, both at the same time and in processes of their own (docs/gpu.md). "
+        "Engines then get the memory that megarl plan leaves them; null: if a run of one trainer rank and one engine rank has one GPU",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megarl.data.rows import held_out_samplings
 from megarl.estimate.hardware import GIB, Cluster, Constants, Gpu, constants_of
 from megarl.estimate.memory import (
     GeneratorMemory,
+    Held,
     TrainerMemory,
     Workload,
     generator_memory,
@@ -21,6 +22,7 @@ from megarl.estimate.memory import (
     kv_room,
     kv_tokens,
     landing_bytes,
+    offloaded_bytes,
     saving_bytes,
     scoring_passes,
     shadow_bytes,
@@ -176,7 +178,7 @@ def beside_cache(config: RunConfig, spec: ModelSpec, shape: GeneratorConfig, gpu
 
 
 def beside_engine(config: RunConfig, spec: ModelSpec, gpu: Gpu) -> float:
-    """The bytes of the trainer rank that shares a GPU with an engine's rank; 0 if they are apart. The fullest trainer rank counts for all."""
+    """The bytes of the fullest trainer rank, if trainer ranks share their GPUs with engines; 0 if they are apart."""
     return training_memory(config, spec, config.trainer, gpu).total if config.cluster.share_gpus else 0.0
 
 
@@ -229,6 +231,7 @@ class Estimate:
     cluster: Cluster
     trainer: TrainerMemory
     groups: tuple[GroupEstimate, ...]  # groups of engines; one if all are equal
+    offloaded: float  # bytes of a trainer node's memory for optimizers (trainer.optimizer.offload)
     saving: float  # bytes of a trainer node's memory for its ranks' parts of a checkpoint that is written during training
     train: TrainTime
     sync_s: float
@@ -315,6 +318,7 @@ def estimate(config: RunConfig, spec: ModelSpec) -> Estimate:
         cluster=cluster,
         trainer=training_memory(config, spec, config.trainer, cluster.gpu),
         groups=of_groups(config, spec, groups),
+        offloaded=_optimizers_on_node(config, spec, cluster, offloaded_bytes),
         saving=_saving_bytes(config, spec, cluster),
         train=training_time(config, spec, config.trainer, cluster, constants, workload),
         sync_s=(full_s if alone_s is None else alone_s) + messages_s,
@@ -414,14 +418,19 @@ def may_land(config: RunConfig, ranks: int | None = None) -> bool:
 
 
 def _saving_bytes(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:
-    if not config.checkpoint.beside:
-        return 0.0
+    return _optimizers_on_node(config, spec, cluster, saving_bytes) if config.checkpoint.beside else 0.0
+
+
+def _optimizers_on_node(
+    config: RunConfig, spec: ModelSpec, cluster: Cluster, bytes_of: Callable[[Iterable[Held], TrainerConfig], float]
+) -> float:
+    """The sum of `bytes_of` over the optimizers of policy and critic, for all ranks of a trainer node."""
     ranks = min(cluster.gpus_per_node, trainer_topology(config.trainer).world_size)
     trainer, dtype, beside = config.trainer, config.model.dtype, adapters.beside(config, spec, config.trainer, cluster.gpu.device)
     of_models = [beside.trained if beside else trained_held(spec, trainer, dtype)]
     if (critic := critic_of(config, spec)) is not None:
         of_models.append(trained_held(critic, trainer, dtype))
-    return ranks * sum(saving_bytes(trained, trainer) for trained in of_models)
+    return ranks * sum(bytes_of(trained, trainer) for trained in of_models)
 
 
 def _shadow_bytes_of_node(config: RunConfig, spec: ModelSpec, cluster: Cluster) -> float:

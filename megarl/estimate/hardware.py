@@ -33,10 +33,10 @@ class Gpu:
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
-# From NVIDIA's data sheets of RTX 4090, L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with one NIC per
-# GPU: 400 Gb/s (ConnectX-7), except for A100 with 200 Gb/s, and B300 and GB300 with 800 Gb/s (ConnectX-8). A100 has no fp8. RTX 4090
-# and L40S have no NVLink; their number is that of PCIe 4.0 x16. "cpu" is one core of a small server in fp32, in PyTorch over gloo. It was measured on machines
-# with two cores, and is good only for the quickstart's order of magnitude.
+# From NVIDIA's data sheets of RTX 4090, L40S, A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, with
+# one NIC per GPU: 400 Gb/s (ConnectX-7), except for A100 with 200 Gb/s, and B300 and GB300 with 800 Gb/s (ConnectX-8). A100 has no fp8.
+# RTX 4090 and L40S have no NVLink; their number is that of PCIe 4.0 x16. "cpu" is one core of a small server in fp32, in PyTorch over gloo.
+# It was measured on machines with two cores, and is good only for the quickstart's order of magnitude.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -98,6 +98,9 @@ class Constants:
     trainer_message_s: float = 60e-6  # per trainer rank, while engines are paused: its grant and its report (megarl bench fleet)
     worker_message_s: float = 100e-6  # per engine worker: its part of answers, and its audit (megarl bench fleet)
     engine_calls_s: float = 1.4e-3  # per engine: the HTTP calls of an update (megarl bench driver, 256 engines)
+    host_link_bytes_per_s: float = 25e9  # of a GPU to and from pinned host memory: PCIe 4.0 x16 in practice
+    pageable_bytes_per_s: float = 8e9  # to a GPU from memory that is not pinned, as that of rounded master weights
+    host_adam_bytes_per_s: float = 100e9  # of a node's memory in AdamW's step on its cores
     step_s: float = 0.5  # per optimizer step: its launch, logging, batch building
 
 

@@ -335,6 +335,7 @@ def _routed(spec: ModelSpec, trainer: TrainerConfig, split: int) -> float:
 GRADIENT_BYTES = 4  # Megatron's buffer, grad_reduce_in_fp32
 # Adam's state: two fp32 moments, and the fp32 master weights unless the weights themselves are fp32.
 OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}
+OFFLOADED_BYTES = 16  # per parameter: fp32 master, moments, and gradient
 SAVED_BYTES = 12  # per parameter, independent of its dtype in training
 # Per logit of a chunk (kernels/chunked_logprobs.py): the logit in fp32, and its gradient, which in fp32 replaces the logit.
 LOGIT_BYTES = {"bfloat16": 4 + 2, "float32": 4}
@@ -443,10 +444,17 @@ def logprob_bytes(spec: ModelSpec, trainer: TrainerConfig, dtype: str, divergenc
 
 
 def optimizer_bytes(held: Held, trainer: TrainerConfig, dtype: str) -> float:
-    """Bytes of Adam's state. With zero=1 it is split over the ranks with the same weights."""
+    """Bytes of Adam's state on a GPU. With zero=1 it is split over the ranks with the same weights."""
+    if trainer.optimizer.offload:
+        return 0.0
     if not trainer.zero:
         return OPTIMIZER_BYTES[dtype] * held.total
     return OPTIMIZER_BYTES[dtype] * _shared(held, trainer)
+
+
+def offloaded_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
+    """Bytes of host memory of the largest rank's optimizer, if it is there."""
+    return max(OFFLOADED_BYTES * _shared(held, trainer) for held in trained) if trainer.optimizer.offload else 0.0
 
 
 def saving_bytes(trained: Iterable[Held], trainer: TrainerConfig) -> float:
@@ -562,7 +570,8 @@ def kv_tokens(
 
     generator.kv_cache_tokens if it is set. Otherwise a GPU's free memory is filled, as mem_fraction allows. On a CPU, or a GPU that another
     process shares, the cache is no larger than max_concurrency requests of full length or one whole context. What is left is for what
-    nobody has planned. Holds at least one request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in `generator_memory`.
+    nobody has planned. Holds at least one request of full length, even if there is no memory for it. `landing`, `pool`, `occupied`: as in
+    `generator_memory`.
     """
     if generator.kv_cache_tokens is not None:
         return generator.kv_cache_tokens

@@ -64,6 +64,8 @@ def _memory(found: Estimate) -> Iterator[str]:
             yield f"           {f'total of {group.key}, {group.gpus} ranks':<38}{group.memory.total / GIB:20.2f}"
         yield f"           engines' weights and KV cache take {static} GiB of {group.key}.mem_fraction"
         yield f"           {_requests(group)}"
+    if found.offloaded:
+        yield f"           the optimizer takes {found.offloaded / GIB:.1f} GiB of a trainer node's memory (trainer.optimizer.offload)"
     if found.saving:
         yield f"           a checkpoint takes {found.saving / GIB:.1f} GiB of a trainer node's memory while it is written"
     if found.shadow:
@@ -219,6 +221,7 @@ def details(found: Estimate, baseline: Baseline | None, remedies: Iterable[Remed
         "shadow_gib_per_node": found.shadow / GIB,
         "inboxes_gib_per_node": found.inboxes / GIB,
         "saving_gib_per_node": found.saving / GIB,
+        "offloaded_gib_per_node": found.offloaded / GIB,
         "train_parts_s": train_parts(found.train),
         "generate_parts_s": generate_parts(found.generate),
         "train_tflops_per_gpu": found.train.tflops,

@@ -46,16 +46,18 @@ Settings = Mapping[str, Any]  # dotted key -> value
 
 
 def turned(config: RunConfig, settings: Settings) -> RunConfig:
-    """`config` with these settings. Keys are section.name, or generator.groups.NAME.name."""
+    """`config` with these settings."""
     for key, value in settings.items():
-        section, *names, name = field_path(key).split(".")
-        own = getattr(config, section)
-        if names:
-            groups = own.groups | {names[1]: replace(own.groups[names[1]], **{name: value})}
-            config = replace(config, **{section: replace(own, groups=groups)})
-        else:
-            config = replace(config, **{section: replace(own, **{name: value})})
+        config = _with(config, field_path(key).split("."), value)
     return config
+
+
+def _with(node: Any, path: list[str], value: Any) -> Any:
+    """`node`, a section or a mapping, with `value` at `path` below it."""
+    first, *rest = path
+    if isinstance(node, dict):
+        return node | {first: _with(node[first], rest, value) if rest else value}
+    return replace(node, **{first: _with(getattr(node, first), rest, value) if rest else value})
 
 
 def problems(config: RunConfig, spec: ModelSpec) -> list[str]:
@@ -437,6 +439,8 @@ def trainer_knobs(config: RunConfig, spec: ModelSpec) -> Iterator[dict[str, Any]
         yield {"trainer.zero": 1}
     if t.max_tokens_per_microbatch // 2 >= config.rollout.max_tokens + config.plan.mean_prompt_tokens:
         yield {"trainer.max_tokens_per_microbatch": t.max_tokens_per_microbatch // 2}
+    if not t.optimizer.offload and config.model.dtype == "bfloat16":
+        yield {"trainer.optimizer.offload": True}
     if t.dp % 2 == 0:
         yield {"trainer.tp": 2 * t.tp, "trainer.dp": t.dp // 2, "trainer.sequence_parallel": True}
         first, last = even_stages(spec.num_layers, 2 * t.pp)

@@ -164,7 +164,8 @@ class TrainModel:
         bubble = (t.pp - 1) / t.vpp * (compute + tensor + expert + between) / count
         trained = self.beside.trained if self.beside else trained_held(self.spec, t, self.dtype)
         held = max(trained, key=lambda stage: stage.total)
-        update_s = 30 * held.total / (t.dp * t.cp if t.zero else 1) / self._hbm  # Adam's reads and writes, bytes
+        own = held.total / (t.dp * t.cp if t.zero else 1)
+        update_s = self._host_update_s(own) if t.optimizer.offload else 30 * own / self._hbm  # Adam's reads and writes, bytes
         last_backward_s = layers * (backward * products + (of_attention - 1) * attention)
         longest = self._longest_share(workload)
         total = TrainTime(
@@ -178,6 +179,13 @@ class TrainModel:
         )
         flops = (2 if self.beside else 3) * steps * workload.tokens * flops_per_token(self.spec, squares) / (t.tp * t.cp * t.pp * t.dp)
         return TrainTime(**(vars(total) | {"tflops": flops / total.total / 1e12}))
+
+    def _host_update_s(self, parameters: float) -> float:
+        """A step of the optimizer on the host: gradients go there, AdamW reads 16 and writes 12 bytes, and bf16 weights come back."""
+        t, k = self.trainer, self.constants
+        ranks = min(self.cluster.gpus_per_node, t.tp * t.cp * t.pp * t.dp)
+        links_s = 4 / k.host_link_bytes_per_s + 2 / k.pageable_bytes_per_s
+        return parameters * (links_s + 28 * ranks / k.host_adam_bytes_per_s)
 
     def scoring_s(self, workload: Workload) -> float:
         """Seconds of a pass over a batch that only scores."""

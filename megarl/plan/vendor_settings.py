@@ -182,7 +182,9 @@ MEGATRON_BY_KEY = {
         "clip_grad": "trainer.optimizer.clip_grad",
         **dict.fromkeys(("bf16", "params_dtype"), "model.dtype"),
         "use_distributed_optimizer": "trainer.zero",
-        **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"), "trainer.optimizer.offload"),
+        **dict.fromkeys(
+            ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"), "trainer.optimizer.offload"
+        ),
     },
 }
 _LOSS = "the loss is the algorithm's own, and a further term would have the wrong denominator"

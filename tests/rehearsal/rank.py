@@ -156,12 +156,13 @@ def weigh_update(plan: RunPlan, trainer: MegatronTrainer, phase: Any) -> None:
     """A full weight update and a delta update: amax, payloads and their hashes for the audit, the kept copy, the changes."""
     from megarl.reshard.execute import AmaxTable, Payloads, amax_parts
     from megarl.reshard.schedule import scheduled_writes
-    from megarl.weight_sync.content import weights_map
+    from megarl.trainer.cpu_support import layer_spec
+    from megarl.weight_sync.content import sent_layout, weights_map
     from megarl.weight_sync.writing import Deltas, send, send_changes
 
-    map = weights_map(plan, trainer.layout)
+    map = weights_map(plan, sent_layout(plan, trainer.layout, layer_spec()))
     rank, deltas, payloads = trainer.topology.rank(trainer.coordinate), Deltas(plan.config.weights), Payloads()
-    copies, model = scheduled_writes(map, rank), trainer.merged_parameters()
+    copies, model = scheduled_writes(map, rank), trainer.sent_parameters()
     ranks = {copy.destination_rank for copy in copies}
     shapes = {rank: {tensor.name: tensor.shape for tensor in map.destination.tensors(rank)} for rank in ranks}
     with phase("amax"):
@@ -256,7 +257,12 @@ def shared(plan: RunPlan, report: dict[str, Any]) -> dict[str, float]:
     found = estimate(plan.config, plan.spec)
     peak, runtime = report["phases"]["step"]["peak_gib"], found.trainer.runtime / GIB
     engine = found.generator.total / GIB
-    return {"rehearsed": peak + runtime + engine, "planned": found.fullest.gpu_total / GIB, "engine": engine, "gpu": found.cluster.gpu.memory_gib}
+    return {
+        "rehearsed": peak + runtime + engine,
+        "planned": found.fullest.gpu_total / GIB,
+        "engine": engine,
+        "gpu": found.cluster.gpu.memory_gib,
+    }
 
 
 def tell_sums() -> None:
@@ -334,6 +340,9 @@ def show(report: dict[str, Any]) -> None:
     for name, size in report["parts"].items():
         print(f"  {name:12s} {size:7.2f} GiB, planned {report['plan'][name]:7.2f}")
     print(f"  planned      {json.dumps({name: round(size, 2) for name, size in report['plan'].items() if size})}")
+    if both := report.get("shared"):
+        sides = f"{both['rehearsed']:.2f} GiB of {both['gpu']:g}, planned {both['planned']:.2f}"
+        print(f"  both sides on one GPU, the engine's {both['engine']:.2f} as planned: {sides}")
     for name, phase in report["phases"].items():
         peak = f"at most {phase['peak_gib']:.2f} (in {phase['peak_at']})"
         print(f"  {name}: {phase['s']:.1f} s, {phase['microbatches']} microbatches; holds {phase['held_gib']:.2f} GiB, {peak}")

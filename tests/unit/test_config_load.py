@@ -152,7 +152,10 @@ def test_a_key_of_an_optional_section_creates_it(tmp_path: Path) -> None:
             "algorithm.name=gpro",
             f"algorithm.name=gpro: must be one of {', '.join(NAMES)}, package.module:rule, ./file.py:rule; did you mean grpo?",
         ),
-        ("cluster.gpu=h100", "cluster.gpu=h100: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu; did you mean H100?"),
+        (
+            "cluster.gpu=h100",
+            "cluster.gpu=h100: must be one of RTX4090, L40S, A100, H100, H200, B200, B300, GB200, GB300, cpu; did you mean H100?",
+        ),
         (
             "observe.trackers=[tensorboard, wanbd]",
             'observe.trackers=["tensorboard", "wanbd"]: must be a list of tensorboard, wandb, mlflow, swanlab, trackio, each at most once; '

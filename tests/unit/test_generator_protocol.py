@@ -246,11 +246,14 @@ def test_engine_with_less_kv_cache_than_planned_is_named(capsys):
     class Engine:
         url = "http://here"
 
+        def __init__(self, tokens: int):
+            self.tokens = tokens
+
         async def parallelism(self, timeout_s: float) -> Parallelism:
-            return Parallelism(tp_size=1, ep_size=1, max_total_tokens=10_000, max_total_num_tokens=tokens)
+            return Parallelism(tp_size=1, ep_size=1, max_total_tokens=10_000, max_total_num_tokens=self.tokens)
 
     for tokens in (9_990, 9_000):
-        asyncio.run(check_parallelism(Workers([Engine()], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]))
+        asyncio.run(check_parallelism(Workers([Engine(tokens)], [1], None, timeout_s=1), [GeneratorTopology(1, 1)]))
     told = "engine http://here has a KV cache of 9,000 tokens, not of the planned 10,000: something else holds memory of its GPU"
     assert capsys.readouterr().out.splitlines() == [told]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import one_card
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ from megarl.estimate.memory import PAGE_SLACK
 from megarl.estimate.report import advised_capacity, render, render_sharing
 from megarl.estimate.search import remedies
 from megarl.estimate.times import update_bytes_per_s
+from megarl.generator.completions import Sampling
 from megarl.launch import commands, launcher, start
 from megarl.launch.gpus import Gpu
 from megarl.launch.launcher import Job, placement, too_small_gpus
@@ -31,10 +35,21 @@ from megarl.messaging.host import Host
 from megarl.messaging.rendezvous import EngineAddress, Rendezvous
 from megarl.plan.resolve import RunPlan, resolve
 from megarl.plan.topologies import gpus_of_run, with_one_gpu_shared
+from megarl.reshard.layout import parameter_count
+from megarl.simulation.engines import SimulatedEngine, Speed, Work
+from megarl.simulation.run import Attempt
+from megarl.simulation.virtual import VirtualLoop
 from megarl.weight_sync.transports.choice import transport_between
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-ONE = ["trainer.tp=1", "trainer.sequence_parallel=false", "generator.engines=1", "generator.tp=1", "cluster.share_gpus=true", "launch.ranks_per_node=null"]
+ONE = [
+    "trainer.tp=1",
+    "trainer.sequence_parallel=false",
+    "generator.engines=1",
+    "generator.tp=1",
+    "cluster.share_gpus=true",
+    "launch.ranks_per_node=null",
+]
 SMALL = [*ONE, "model.spec=configs/models/qwen2.5-1.5b/config.json", "rollout.max_tokens=1024", "trainer.max_tokens_per_microbatch=4096"]
 
 
@@ -46,7 +61,8 @@ def planned(*overrides: str, command: str = "plan") -> RunPlan:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "engines", "tp", "slots"), [(1, 1, 1, [0]), (8, 8, 1, [*range(8)]), (8, 4, 2, [0, 2, 4, 6]), (4, 1, 8, [0]), (8, 2, 1, [0, 1])]
+    ("trainer", "engines", "tp", "slots"),
+    [(1, 1, 1, [0]), (8, 8, 1, [*range(8)]), (8, 4, 2, [0, 2, 4, 6]), (4, 1, 8, [0]), (8, 2, 1, [0, 1])],
 )
 def test_engines_are_on_the_trainers_slots(trainer, engines, tp, slots):
     (node,) = place(trainer, [EngineFleet(engines, tp)], nodes=1, slots=max(trainer, engines * tp), shared=True)
@@ -186,7 +202,9 @@ def test_trainer_that_does_not_fit_starts_no_engine(monkeypatch, tmp_path):
     PretendedGpu(monkeypatch, 10 * GIB, 5 * GIB)
     for key, value in for_trainer(tmp_path, 0, 30 * GIB).items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(RunError, match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of which 5.0 are fr"):
+    with pytest.raises(
+        RunError, match=r"planned to take 30.0 GiB, 20.0 more than it has now, but the GPU has 80.0 GiB, of which 5.0 are fr"
+    ):
         take_peak()
     assert not taken_file(tmp_path, 0).exists()
 
@@ -235,7 +253,9 @@ def test_engine_that_the_trainer_leaves_too_little_is_refused():
     assert [*found.overfull] == ["generator"] and found.trainer.total < 44.4 * GIB
     told = "\n".join(render(found, None, remedies(plan.config, plan.spec, found)))
     assert "per GPU too large, beside the trainer" in told and "the generator would fit with any of these" in told
-    with pytest.raises(ConfigError, match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl plan proposes"):
+    with pytest.raises(
+        ConfigError, match="cluster.share_gpus=true: on L40S the generator is .* GiB per GPU too large; megarl plan proposes"
+    ):
         commands.sharing_lines(plan)
 
 
@@ -291,3 +311,68 @@ def test_driver_is_not_asked_for_gpus_where_the_answer_is_known():
     for overrides in (["trainer.dp=2"], ["cluster.gpu=cpu"]):
         config = planned("cluster.share_gpus=null", *overrides).config
         assert with_one_gpu_shared(config, lambda: pytest.fail("asked")) == config
+
+
+def test_engines_and_trainer_share_the_time_in_a_simulated_run():
+    """A step's training and its generation take what they take alone, one after the other or both at once."""
+
+    async def both(shared: bool) -> float:
+        engine = SimulatedEngine("simulated.0", Speed(lambda running, context: 0.01, lambda *_: 0.0, 1e9, 64), 1, {})
+        config = SimpleNamespace(cluster=SimpleNamespace(share_gpus=shared))
+        attempt = SimpleNamespace(plan=SimpleNamespace(config=config), engines=[engine])
+        engine._work[7] = Work(1, [100], 0, 100)
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(engine.complete([[7]], [Sampling(max_tokens=100)]), Attempt._compute(attempt, 1.0))
+        return asyncio.get_running_loop().time() - began
+
+    for shared, seconds in ((False, 1.0), (True, 2.0)):
+        with contextlib.closing(VirtualLoop()) as loop:
+            assert loop.run_until_complete(both(shared)) == pytest.approx(seconds, rel=0.05)
+
+
+# An optimizer in host memory.
+
+
+def test_offloaded_optimizer_takes_no_gpu_memory():
+    plan, here = planned("trainer.optimizer.offload=true"), planned()
+    found, own = (estimate(each.config, each.spec) for each in (plan, here))
+    parameters = parameter_count(plan.spec)
+    assert found.trainer.optimizer == 0 and own.trainer.optimizer == 12 * parameters
+    assert found.offloaded == 16 * parameters and own.offloaded == 0
+    assert found.train.optimizer > own.train.optimizer, "the host's link and memory are slower"
+    assert f"the optimizer takes {16 * parameters / GIB:.1f} GiB of a trainer node's memory" in "\n".join(render(found, None, ()))
+
+
+def test_plan_proposes_the_offload_that_makes_a_run_fit():
+    plan = planned(
+        "cluster.gpu=RTX4090", "rollout.max_tokens=512", "trainer.max_tokens_per_microbatch=1024", "generator.max_concurrency=32"
+    )
+    found = estimate(plan.config, plan.spec)
+    proposed = [remedy.settings for remedy in remedies(plan.config, plan.spec, found)]
+    assert {"trainer.optimizer.offload": True} in proposed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["trainer.zero=0"], "trainer.optimizer.offload=true: needs trainer.zero=1"),
+        (["model.dtype=float32"], "trainer.optimizer.offload=true: needs model.dtype=bfloat16; it is float32"),
+        (["trainer.optimizer.megatron.optimizer_cpu_offload=true"], "must be set by trainer.optimizer.offload"),
+    ],
+)
+def test_offload_is_refused_where_it_cannot_be(overrides, problem):
+    with pytest.raises(ConfigError, match=problem):
+        planned("trainer.optimizer.offload=true", *overrides)
+
+
+# The document.
+
+
+def test_table_of_largest_models_is_the_planners():
+    """The row of one card. `python tests/tools/one_card.py` prints all."""
+    table = (CONFIGS.parent / "docs/gpu.md").read_text(encoding="utf-8")
+    cells = [one_card.largest("L40S", 1024, overrides) for overrides in one_card.WAYS.values()]
+    (row,) = [line.split(" | ")[1::2] for line in table.splitlines() if line.startswith("| 48 GB")]
+    assert cells == row
+    sizes = [one_card.parameters(folder) for folder in one_card.MODELS]
+    assert sizes == sorted(sizes)
