@@ -67,7 +67,7 @@ def engine_answers(model: Path, server_args: dict[str, Any], log: Path) -> list[
     os.environ[TORCH_KERNELS] = "1"
     argv, environment = server_command(settings, keys, {"cuda_graph_bs_decode": [4], "skip_server_warmup": True, **server_args})
     path = os.pathsep.join(filter(None, (str(FOLDER / "on_cpu"), os.environ.get("PYTHONPATH"))))
-    environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
     with open(log, "wb") as output:
         process = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)

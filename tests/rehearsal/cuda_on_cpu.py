@@ -221,5 +221,9 @@ def register_hooks() -> None:
     """Called by SGLang in all its processes (the entry point beside sitecustomize.py)."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from megarl.generator import seeds
+
     graphs = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
     HookRegistry.register(f"{graphs}.capture_one", capture_one, HookType.AROUND)
+    # The sampler asks where a tensor is, and would take the hash of a library for CPUs that is not there.
+    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", seeds.drawn, HookType.REPLACE)
