@@ -208,11 +208,9 @@ class NodePart:
 
     @cached_property
     def _peak_bytes(self) -> float:
-        """The planned bytes of a trainer rank on a GPU, without context and libraries."""
-        gpu = GPUS[self.plan.config.cluster.gpu]
-        if gpu.device == "cpu" or not gpus():
-            return 0.0
-        memory = training_memory(self.plan.config, self.plan.spec, self.plan.config.trainer, gpu)
+        """The planned bytes of a trainer rank on its GPU, without context and libraries."""
+        config = self.plan.config
+        memory = training_memory(config, self.plan.spec, config.trainer, GPUS[config.cluster.gpu])
         return memory.total - memory.runtime
 
     def driver(self, role: str) -> ProcessSpec:

@@ -167,6 +167,7 @@ NOT_RUN = {
     "megarl engines list runs/8b": FLEET,
     "megarl engines remove runs/8b 3": FLEET,
     "megarl engines remove": FLEET,
+    "megarl train configs/one_gpu.yaml": GPUS,
     "sbatch slurm/8b_aipo.sbatch": GPUS,
     "sbatch slurm/405b_aipo.sbatch trainer.tp=8 trainer.pp=16 generator.tp=8 run_dir=/lustre/runs/405b": GPUS,
     "sbatch --nodes=64 slurm/405b_aipo.sbatch trainer.dp=2 generator.engines=32": GPUS,

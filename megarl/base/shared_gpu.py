@@ -15,7 +15,7 @@ from megarl.config.errors import RunError
 
 # Environment variables, which only processes of a run on shared GPUs have.
 SHARES = "MEGARL_SHARES_GPU"  # of both sides: 1
-PEAK_BYTES = "MEGARL_TRAINER_PEAK_BYTES"  # of a trainer rank: planned bytes without context and libraries; 0 on CPUs
+PEAK_BYTES = "MEGARL_TRAINER_PEAK_BYTES"  # of a trainer rank: planned bytes on a GPU without context and libraries
 TAKEN = "MEGARL_TRAINER_TAKEN"  # of a trainer rank: the file that it makes when it has taken its peak
 AFTER = "MEGARL_ENGINE_AFTER"  # of an engine: the TAKEN files of this node's trainer ranks
 POLL_S = 0.1
@@ -44,8 +44,10 @@ def take_peak() -> None:
     """
     if TAKEN not in os.environ:
         return
-    if peak_bytes := int(os.environ[PEAK_BYTES]):
-        _reserve(peak_bytes)
+    import torch
+
+    if torch.cuda.is_available():
+        _reserve(int(os.environ[PEAK_BYTES]))
     Path(os.environ[TAKEN]).touch()
 
 

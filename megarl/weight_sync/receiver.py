@@ -91,7 +91,7 @@ class Taken:
     pause: Pause
     bytes_written: int  # by all trainer ranks together
     engines: list[int]  # engines that took part
-    high_water_bytes: int  # most memory that one of their workers has held; 0 without an audit
+    high_water_bytes: int = 0  # most memory that one of their workers has held; 0 without an audit
 
 
 class ServedExecutor(Protocol):

@@ -1,4 +1,4 @@
-"""The largest model that trains on one GPU which trainer and engine share: `python tests/tools/one_card.py` prints the table of docs/gpu.md.
+"""The largest model that trains on one GPU, which both sides share: `python tests/tools/one_card.py` prints a table of docs/gpu.md.
 
 By `megarl plan`, for configs/one_gpu.yaml with recomputation, microbatches of one longest response, and 32 requests at a time.
 """

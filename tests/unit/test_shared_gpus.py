@@ -178,7 +178,7 @@ class PretendedGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reserved: int, free: int):
         self.reserved, self.free = reserved, free
         own = {"empty_cache": lambda: None, "memory_reserved": lambda: self.reserved}
-        own |= {"mem_get_info": lambda: (self.free, 80 * GIB)}
+        own |= {"mem_get_info": lambda: (self.free, 80 * GIB), "is_available": lambda: True}
         for name, function in own.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(torch, "empty", self.empty)
