@@ -129,6 +129,7 @@ PARTS = {
     "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
 }
 TOTAL_S = 9 * 60.0
+SGLANG_TORCH = "2.14."  # SGLang 0.5.23 is compiled for it
 LEAST_S = 10.0  # a part does not begin with less
 REHEARSED_SLOWER = 6  # deadlines of a rehearsal are so many times as long
 ERROR_CHARACTERS = 3000
@@ -202,6 +203,8 @@ def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, A
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         elif importlib.util.find_spec(torch_kernels.PACKAGE) is None:
             environment |= {torch_kernels.TORCH_KERNELS: "1"}
+        if not installed("torch").startswith(SGLANG_TORCH):  # its prefix tree in Rust then takes tensors for others
+            environment |= {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         with open(log, "wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
             try:

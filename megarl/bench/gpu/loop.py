@@ -63,6 +63,7 @@ GRAPH_SIZES = [1, 4, 16, 64, 128, 192, 256]  # requests; each graph takes second
 WARM_UP = 3  # first steps that no median counts
 REPORT_S = 15.0  # kept of the part's deadline for the report of a run that is cut off
 LOOK_S = 0.2
+LOG_CHARACTERS = 2500
 PLANNED_MEMORY = {  # metric -> what `megarl plan` calls it; the plan also counts contexts and libraries
     "memory/trainer_gib": "trainer_gib_per_gpu",
     "memory/engine_gib": "generator_gib_per_gpu",
@@ -205,7 +206,9 @@ def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
     """Runs `megarl train`, and kills its engine once if the loop wants that. Returns what went wrong; empty if nothing did."""
     run_dir = path.parent / "run"
     began = time.monotonic()
-    process = subprocess.Popen(megarl("train", path), start_new_session=True)
+    log = path.with_name("train.log")
+    with open(log, "wb") as output:
+        process = subprocess.Popen(megarl("train", path), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     killed: float | None = None
     try:
         first_step_s: float | None = None
@@ -224,7 +227,8 @@ def train(bench: Bench, loop: Loop, path: Path, card: CardMemory) -> str:
             if time.monotonic() - bench.began > bench.deadline_s - REPORT_S:
                 return f"cut off at its deadline, after {steps} of {loop.steps} steps"
         bench.emit({"what": "the whole run, s", "measured": time.monotonic() - began})
-        return "" if process.returncode == 0 else f"megarl train: exit status {process.returncode}"
+        last_words = log.read_text(errors="replace", encoding="utf-8")[-LOG_CHARACTERS:]
+        return "" if process.returncode == 0 else f"megarl train: exit status {process.returncode}:\n{last_words}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
