@@ -65,10 +65,15 @@ test test-all: setup libraries interpreters
 matrix: setup libraries
 	@.venv/bin/pytest -m matrix --matrix-report=docs/weights-matrix.md $(ARGS)
 
-# The kit's wheels are for Python 3.12 on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton and NumPy come from the
-# machine with the GPU.
+# The kit's wheels are for Python 3.12 on x86-64 Linux, in the versions of requirements/cpu.txt. PyTorch, Triton, NumPy, Transformers and
+# common packages come from the machine with the GPU. Each folder of wheels is a piece of at most 60 MiB. `engine` is SGLang with what it
+# imports, without its compiled kernels.
 KIT ?= dist/gpu-kit
 KIT_PACKAGES := einops megatron-core msgspec omegaconf packaging pyyaml
+KIT_ENGINE := sglang annotated-types apache-tvm-ffi cffi compressed-tensors dill distro fastapi gguf importlib-metadata ipython jiter jsonschema \
+    jsonschema-specifications loguru openai opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions orjson \
+    partial-json-parser pybase64 pycparser pydantic pydantic-core python-multipart pyzmq referencing rpds-py setproctitle sniffio soundfile \
+    starlette traitlets typing-inspection uvicorn watchfiles xgrammar
 gpu-kit:
 	@for python in .venv/bin/python $(PYTHONS); do
 	    if "$$python" -m pip --version >/dev/null 2>&1; then break; else python=; fi
@@ -78,16 +83,20 @@ gpu-kit:
 	    exit 1
 	fi
 	rm -rf $(KIT) build  # leftovers of an earlier build would go into the wheel
-	mkdir -p $(KIT)/wheels
-	wanted=()
-	for package in $(KIT_PACKAGES); do wanted+=("$$(grep -i "^$$package==" requirements/cpu.txt)"); done
-	platforms=$$(printf -- '--platform %s ' manylinux2014_x86_64 manylinux_2_{17,24,26,28}_x86_64)
-	"$$python" -m pip download --disable-pip-version-check -qq --no-deps --only-binary :all: --implementation cp \
-	    --python-version 3.12 $$platforms -d $(KIT)/wheels "$${wanted[@]}"
+	mkdir -p $(KIT)/wheels $(KIT)/engine
+	platforms=$$(printf -- '--platform %s ' manylinux1_x86_64 manylinux2014_x86_64 manylinux_2_{17,24,26,27,28,34}_x86_64)
+	get() {
+	    "$$python" -m pip download --disable-pip-version-check -qq --no-deps --only-binary :all: --implementation cp \
+	        --python-version 3.12 $$platforms -d "$$@"
+	}
+	pinned() { for package in "$$@"; do grep -ihE "^$$package==[^ ]+" -o requirements/cpu.txt requirements/gpu.txt | head -1; done; }
+	get $(KIT)/wheels $$(pinned $(KIT_PACKAGES))
+	get $(KIT)/engine $$(pinned $(KIT_ENGINE))
 	"$$python" -m pip wheel --disable-pip-version-check -qq --no-deps -w $(KIT)/wheels .
 	cp megarl/bench/gpu/kit.py $(KIT)/run.py
 	{ git rev-parse --short=12 HEAD && git diff --quiet HEAD || echo "with changes"; } 2>/dev/null | paste -sd' ' >$(KIT)/commit
-	echo "gpu-kit: $(KIT), $$(du -sm $(KIT) | cut -f1) MB; on the machine with the GPU: python3 $(KIT)/run.py"
+	echo "gpu-kit: $(KIT), $$(du -sm $(KIT)/*/ | awk '{n = split($$2, path, "/"); print path[n - 1], $$1 " MB"}' | paste -sd,)"
+	echo "on the machine with the GPU: python3 $(KIT)/run.py"
 
 # Runs the first Python whose PyTorch sees a GPU. If there is none, the first Python runs, and says what is missing.
 gpu:

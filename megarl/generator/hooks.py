@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from megarl.base.processes import cause, ended_for_memory, how
-from megarl.generator import cpu_support, seeds
+from megarl.generator import cpu_support, seeds, torch_kernels
 from megarl.messaging.host import loopback, with_port
 
 if TYPE_CHECKING:
@@ -237,6 +237,8 @@ def register() -> None:
     seeds.register_hooks(on_cpu=cpu_support.active())
     if cpu_support.active():
         cpu_support.register_hooks()
+    elif torch_kernels.wanted():
+        torch_kernels.register_hooks()
 
 
 def _hide_keys(settings: dict[str, Any], *_: object) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megarl.base.processes import FOR_LAUNCHER, end_with_parent
 from megarl.base.rollout_types import MOST_KEPT
 from megarl.base.shared_gpu import await_trainers
 from megarl.config.errors import ConfigError
-from megarl.generator import cpu_support, hooks
+from megarl.generator import cpu_support, hooks, torch_kernels
 from megarl.generator.completions import POLICY
 from megarl.generator.hooks import GRACE_S, Children
 from megarl.generator.seeds import seed_of
@@ -124,7 +124,7 @@ def server_command(settings: EngineSettings, keys: EngineKeys, extra: Mapping[st
     device = settings.device or ("cuda" if cpu_support.cuda_available() else "cpu")
     if not settings.device:  # the device is that of this host, not one that a dry run assumes
         _check_dtype(settings, device, extra)
-    of_device = _cpu_arguments(settings) if device == "cpu" else _GPU_ARGUMENTS
+    of_device = _cpu_arguments(settings) if device == "cpu" else _gpu_arguments()
     arguments = {**_common_arguments(settings, device), **of_device, **extra}
     environment = {_API_KEY: keys.api, _ADMIN_KEY: keys.admin, _LAUNCHER: str(os.getpid())}
     environment[hooks.SOCKET_KEY] = hooks.socket_key(keys.admin)
@@ -216,9 +216,14 @@ def growing_segments() -> str:
     return next((f"{name}={os.environ[name]}" for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))), "")
 
 
+def _gpu_arguments() -> dict[str, Any]:
+    return _GPU_ARGUMENTS | (torch_kernels.ARGUMENTS if torch_kernels.wanted() else {})
+
+
 def _gpu_environment() -> dict[str, str]:
     """Switches off expandable segments, which many users set for the trainer. Other processes must open an engine's parameters."""
-    return {name: _GROWING.sub(r"\1False", os.environ[name]) for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))}
+    fixed = {name: _GROWING.sub(r"\1False", os.environ[name]) for name in _ALLOCATOR if _GROWING.search(os.environ.get(name, ""))}
+    return fixed | (torch_kernels.ENVIRONMENT if torch_kernels.wanted() else {})
 
 
 def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -241,6 +246,7 @@ def _cpu_environment(settings: EngineSettings) -> dict[str, str]:
     cores = settings.cores or [allowed[-1 - (first + rank) % len(allowed)] for rank in range(ranks)]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
+        torch_kernels.TORCH_KERNELS: "",  # only for GPUs
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -1,6 +1,6 @@
 """`make gpu-kit` and `make gpu` on a machine without a GPU. The kit's Python has PyTorch, Triton and NumPy, and nothing else of this
-environment. All parts of the kit run, at toy sizes: kernels in Triton's interpreter, the trainer over gloo, and writes through shared
-memory instead of CUDA IPC."""
+environment; for a whole run also Transformers and common packages. All parts of the kit run, at toy sizes: kernels in Triton's interpreter,
+the trainer over gloo, and writes through shared memory instead of CUDA IPC."""
 
 from __future__ import annotations
 
@@ -38,8 +38,24 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with PyTorch, Triton, NumPy, and their dependencies."""
-    folder = tmp_path_factory.mktemp("bare")
-    for distribution in closure({"torch", "triton", "numpy"}):
+    return linked(tmp_path_factory.mktemp("bare"), {"torch", "triton", "numpy"})
+
+
+# What an engine imports and the kit does not have.
+COMMON = set(
+    "aiohttp cloudpickle httpx jinja2 msgpack ninja numba numpy pandas pillow prometheus-client psutil pyarrow regex requests rich "
+    "safetensors scipy sentencepiece setuptools tensorboard tiktoken tokenizers torch tqdm transformers triton uvloop xxhash".split()
+)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with what a machine for machine learning has."""
+    return linked(tmp_path_factory.mktemp("machine"), COMMON)
+
+
+def linked(folder: Path, names: set[str]) -> Path:
+    for distribution in closure(names):
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (folder / top).exists():
                 (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
@@ -62,12 +78,13 @@ def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
         left += [re.split(r"[\s<>=!~;\[(]", need, maxsplit=1)[0] for need in needs]
 
 
-def test_the_kit_is_small_and_has_what_it_needs(kit):
-    size = sum(path.stat().st_size for path in kit.rglob("*") if path.is_file())
-    assert size < 40 << 20
+def test_the_kit_has_pieces_of_at_most_60_mib(kit):
+    for piece in ("wheels", "engine"):
+        assert sum(path.stat().st_size for path in (kit / piece).iterdir()) < 60 << 20
     wheels = sorted(path.name.split("-")[0] for path in (kit / "wheels").iterdir())
     assert wheels == ["einops", "megarl", "megatron_core", "msgspec", "omegaconf", "packaging", "pyyaml"]
-    assert {path.name for path in kit.iterdir()} == {"wheels", "run.py", "commit"}
+    assert {path.name for path in kit.iterdir()} == {"wheels", "engine", "run.py", "commit"}
+    assert any(path.name.startswith("sglang-") for path in (kit / "engine").iterdir())
 
 
 PARTS = ["trainer-1B", *(pytest.param(part, marks=pytest.mark.long) for part in ("kernels", "writes", "writes-fp8"))]
@@ -85,6 +102,18 @@ def test_the_kit_needs_nothing_else(part, kit, bare, tmp_path):
     assert f"torch {torch.__version__}" in page and report["date"] in page
 
 
+@pytest.mark.long
+def test_the_kit_runs_engine_and_trainer_on_a_common_machine(kit, machine, tmp_path):
+    python = sys._base_executable  # type: ignore[attr-defined]
+    parts = "environment,loop"
+    found = run(python, kit / "run.py", "--rehearse", "--parts", parts, "--output", tmp_path, timeout_s=580, PYTHONPATH=str(machine))
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["loop"]["rows"]}
+    assert rows["steps done"]["measured"] == rows["steps done"]["planned"]
+    assert rows["updates whose audit is equal"]["measured"] > 0
+    assert rows["engine killed after step"]["measured"] > 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
     made = run("make", "gpu")
@@ -99,6 +128,7 @@ def test_without_a_gpu_it_says_what_is_missing(kit, bare, tmp_path):
 def test_a_part_that_fails_is_shown_and_the_others_go_on(monkeypatch, tmp_path, capsys):
     from megarl.bench.gpu import __main__ as program
 
+    monkeypatch.setattr(program, "REHEARSED_SLOWER", 1)
     sleeps = program.Part("Late", "megarl.bench.gpu.kernels:run", 0.3)  # even its imports take longer
     broken = program.Part("Broken", "megarl.bench.gpu.nowhere:run", 60)
     monkeypatch.setattr(program, "PARTS", {"late": sleeps, "broken": broken})
@@ -115,4 +145,4 @@ def test_unknown_parts_are_refused(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["megarl.bench.gpu", "--parts", "kernel"])
     assert program.main() == 2
-    assert "--parts kernel: choose from kernels, trainer-1B" in capsys.readouterr().err
+    assert "--parts kernel: choose from environment, loop, writes" in capsys.readouterr().err

@@ -153,11 +153,9 @@ class _Work:
         return True
 
 
-def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8) -> None:
-    """Changes torch.cuda, torch.distributed and Triton of this process for good. `preload` must have started it."""
+def replace_cuda(record: Record, gpu: tuple[str, tuple[int, int], int, int], devices: int) -> types.SimpleNamespace:
+    """Replaces what torch.cuda says about devices, and its streams and events. Returns the properties of a device."""
     name, capability, multiprocessors, gib = gpu
-    torch._C._ensureCUDADeviceGuardSet()
-    ctypes.CDLL(LIBRARY).pretend_devices(devices)
 
     class Stream(_Stream):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -171,7 +169,7 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
     properties = types.SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=gib * GIB, multi_processor_count=multiprocessors,
         max_threads_per_multi_processor=2048, warp_size=32, gcnArchName="", uuid="GPU-0", L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, is_integrated=False,
     )  # fmt: skip
     replaced = dict(
         is_available=lambda: True,
@@ -211,6 +209,14 @@ def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, d
     for attribute, value in replaced.items():
         setattr(torch.cuda, attribute, value)
     torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    return properties
+
+
+def pretend(record: Record, gpu: tuple[str, tuple[int, int], int, int] = H100, devices: int = 8) -> None:
+    """Changes torch.cuda, torch.distributed and Triton of this process for good. `preload` must have started it."""
+    torch._C._ensureCUDADeviceGuardSet()
+    ctypes.CDLL(LIBRARY).pretend_devices(devices)
+    properties = replace_cuda(record, gpu, devices)
 
     def tolist(self: FakeTensor) -> Any:
         if self.device.type == "cuda":

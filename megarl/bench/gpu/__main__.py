@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import json
+import math
 import os
 import pkgutil
 import platform
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.generator import torch_kernels
 
 # The page: one table for each part, in Markdown, with the machine's names and versions above.
 
@@ -109,17 +112,26 @@ def cell(column: str, value: Any) -> str:
 class Part:
     title: str
     program: str  # called with a Bench and `arguments`
-    deadline_s: float  # the sum of all deadlines is below 8 minutes
+    deadline_s: float
     arguments: tuple[str, ...] = ()
 
 
+# In the order of their worth, since all of them together end after TOTAL_S.
 PARTS = {
-    "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 170),
-    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 85, ("1B",)),
+    "environment": Part("Environment", "megarl.bench.gpu.environment:run", 60),
+    "loop": Part("A run, bf16 engine", "megarl.bench.gpu.loop:run", 170, ("bf16",)),
+    "writes": Part("Direct writes between two processes", "megarl.bench.gpu.writes:run", 40, ("unquantised",)),
+    "writes-fp8": Part("Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 40, ("fp8_block",)),
+    "kernels": Part("Kernels", "megarl.bench.gpu.kernels:run", 110),
+    "loop-fp8": Part("A run, fp8 engine", "megarl.bench.gpu.loop:run", 110, ("fp8",)),
+    "trainer-1B": Part("Trainer, Llama 1B", "megarl.bench.gpu.trainer:run", 70, ("1B",)),
+    "loop-eager": Part("A run without CUDA graphs", "megarl.bench.gpu.loop:run", 100, ("eager",)),
     "trainer-3B": Part("Trainer, Llama 3B", "megarl.bench.gpu.trainer:run", 90, ("3B",)),
-    "writes": Part("Direct writes between two processes", "megarl.bench.gpu.writes:run", 60, ("unquantised",)),
-    "writes-fp8": Part("Direct writes, quantised in flight", "megarl.bench.gpu.writes:run", 60, ("fp8_block",)),
 }
+TOTAL_S = 9 * 60.0
+SGLANG_TORCH = "2.14."  # SGLang 0.5.23 is compiled for it
+LEAST_S = 10.0  # a part does not begin with less
+REHEARSED_SLOWER = 6  # deadlines of a rehearsal are so many times as long
 ERROR_CHARACTERS = 3000
 
 
@@ -129,10 +141,11 @@ def main() -> int:
     parser.add_argument("--parts", metavar="NAME,…", default=",".join(PARTS), help=f"only these; default: {', '.join(PARTS)}")
     parser.add_argument("--rehearse", action="store_true", help="every part at toy sizes on the CPU: shows that all is there, no speed")
     parser.add_argument("--one", metavar="ROWS", help=argparse.SUPPRESS)  # for a part's own process: its program and arguments follow
+    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)  # of a part's own process, in seconds
     parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return run_part(*options.program, rehearse=options.rehearse, rows=Path(options.one))
+        return run_part(*options.program, rehearse=options.rehearse, rows=Path(options.one), deadline_s=options.deadline)
     names = [name.strip() for name in options.parts.split(",") if name.strip()]
     if unknown := [name for name in names if name not in PARTS]:
         print(f"megarl.bench.gpu: --parts {','.join(unknown)}: choose from {', '.join(PARTS)}", file=sys.stderr)
@@ -148,7 +161,9 @@ def main() -> int:
     report |= {"machine": machine(options.rehearse), "parts": {}}
     for name in names:
         print(f"{PARTS[name].title} …", end=" ", flush=True)
-        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(name, options.rehearse)
+        slower = REHEARSED_SLOWER if options.rehearse else 1
+        left_s = began + slower * TOTAL_S - time.monotonic()
+        found = report["parts"][name] = {"title": PARTS[name].title} | supervise(name, options.rehearse, left_s)
         report["seconds"] = round(time.monotonic() - began, 1)
         print(
             found["status"] + f" in {found['seconds']:.0f} s" + (f": {found['error'].splitlines()[-1]}" if found["error"] else ""),
@@ -171,23 +186,32 @@ def without_gpu() -> str:
     return "" if torch.cuda.is_available() else "no NVIDIA GPU can be used here: torch.cuda.is_available() is False"
 
 
-def supervise(name: str, rehearse: bool) -> dict[str, Any]:
-    """Runs one part in its own process group. Returns its rows and how it ended."""
-    part, began = PARTS[name], time.monotonic()
+def supervise(name: str, rehearse: bool, left_s: float = TOTAL_S) -> dict[str, Any]:
+    """Runs one part in its own process group, within `left_s`. Returns its rows and how it ended."""
+    part = PARTS[name]
+    began = time.monotonic()
+    deadline_s = min((REHEARSED_SLOWER if rehearse else 1) * part.deadline_s, left_s)
+    if left_s < LEAST_S:
+        return {"status": "not run", "seconds": 0.0, "error": f"the parts before it took {TOTAL_S / 60:.0f} minutes", "rows": []}
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
         rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
-        command = [sys.executable, "-P", "-m", "megarl.bench.gpu", "--one", str(rows), part.program, *part.arguments]
+        command = [sys.executable, "-P", "-m", "megarl.bench.gpu", "--one", str(rows), "--deadline", str(deadline_s)]
+        command += [part.program, *part.arguments]
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         if rehearse:
             command.append("--rehearse")
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        elif importlib.util.find_spec(torch_kernels.PACKAGE) is None:
+            environment |= {torch_kernels.TORCH_KERNELS: "1"}
+        if not installed("torch").startswith(SGLANG_TORCH):  # its prefix tree in Rust then takes tensors for others
+            environment |= {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         with open(log, "wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
             try:
-                process.wait(part.deadline_s)
+                process.wait(deadline_s)
                 status, error = ("ok", "") if process.returncode == 0 else ("failed", f"exit status {process.returncode}")
             except subprocess.TimeoutExpired:
-                status, error = "late", f"not done within {part.deadline_s:.0f} s; the rows show what was done"
+                status, error = "late", f"not done within {deadline_s:.0f} s; the rows show what was done"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
@@ -200,7 +224,7 @@ def supervise(name: str, rehearse: bool) -> dict[str, Any]:
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": error, "rows": found}
 
 
-def run_part(program: str, *arguments: str, rehearse: bool, rows: Path) -> int:
+def run_part(program: str, *arguments: str, rehearse: bool, rows: Path, deadline_s: float) -> int:
     import torch
 
     from megarl.bench.gpu.measure import Bench
@@ -215,7 +239,7 @@ def run_part(program: str, *arguments: str, rehearse: bool, rows: Path) -> int:
         device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
         if not rehearse:
             torch.cuda.set_device(device)
-        pkgutil.resolve_name(program)(Bench(device, rehearse, emit), *arguments)
+        pkgutil.resolve_name(program)(Bench(device, rehearse, emit, deadline_s), *arguments)
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python3 run.py [--output DIR] [--parts NAME,…] [--rehearse]
 
-The kit is this file beside a folder of wheels, which are unpacked to a temporary folder: nothing is installed. In a checkout, megarl comes
+The kit is this file beside folders of wheels, which are unpacked to a temporary folder: nothing is installed. In a checkout, megarl comes
 from the checkout. Packages that this Python lacks come from the wheels in dist/gpu-kit, if that exists.
 """
 
@@ -18,7 +18,7 @@ import zipfile
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(HERE))) if HERE.endswith(os.path.join("megarl", "bench", "gpu")) else ""
 KIT = os.path.join(CHECKOUT, "dist", "gpu-kit") if CHECKOUT else HERE
-WHEELS = os.path.join(KIT, "wheels")
+PIECES = ("wheels", "engine")  # folders of wheels; without the second, parts without an engine run
 FROM_THE_MACHINE = ("torch", "triton", "numpy")
 FROM_THE_KIT = ("megatron.core", "omegaconf", "yaml", "msgspec", "einops", "packaging")
 
@@ -38,7 +38,7 @@ def missing(wheels, rehearse):
             found.append("no NVIDIA GPU can be used here: torch.cuda.is_available() is False (is nvidia-smi content?)")
     if not rehearse and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
         found.append("no C compiler (cc, gcc or clang): Triton builds the launchers of its kernels with one")
-    tags = {tag for wheel in wheels for tag in re.findall(r"-cp(\d)(\d+)-cp", wheel)}
+    tags = {tag for wheel in wheels for tag in re.findall(r"-cp(\d)(\d+)-cp", os.path.basename(wheel))}
     if tags and tuple(map(str, sys.version_info[:2])) not in tags:
         wanted = ", ".join(f"{major}.{minor}" for major, minor in sorted(tags))
         found.append(
@@ -49,9 +49,11 @@ def missing(wheels, rehearse):
 
 def main():
     arguments = sys.argv[1:]
-    wheels = sorted(name for name in os.listdir(WHEELS) if name.endswith(".whl")) if os.path.isdir(WHEELS) else []
+    wheels = [os.path.join(KIT, piece, name) for piece in PIECES for name in listed(os.path.join(KIT, piece)) if name.endswith(".whl")]
     lacking = [] if not CHECKOUT else [name for name in FROM_THE_KIT if not importable(name)]
-    wanted = wheels if not CHECKOUT else [wheel for wheel in wheels if not wheel.startswith("megarl-")] if lacking else []
+    wanted = wheels
+    if CHECKOUT:
+        wanted = [wheel for wheel in wheels if not is_megarl(wheel)] if lacking or not importable("sglang") else []
     problems = missing(wanted, "--rehearse" in arguments)
     if (lacking if CHECKOUT else True) and not wanted:
         what = f"{', '.join(lacking)} cannot be imported" if lacking else "there are no wheels"
@@ -61,7 +63,7 @@ def main():
         return 2
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-kit-") as site:
         for wheel in wanted:
-            with zipfile.ZipFile(os.path.join(WHEELS, wheel)) as archive:
+            with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
         path = [*([CHECKOUT] if CHECKOUT else []), site, os.environ.get("PYTHONPATH", "")]
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path)))
@@ -69,6 +71,14 @@ def main():
             with open(os.path.join(KIT, "commit"), encoding="utf-8") as file:
                 environment["MEGARL_COMMIT"] = file.read().strip()
         return subprocess.call([sys.executable, "-P", "-m", "megarl.bench.gpu", *arguments], env=environment)
+
+
+def listed(folder):
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def is_megarl(wheel):
+    return os.path.basename(wheel).startswith("megarl-")
 
 
 def importable(name):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Bench:
     device: torch.device
     toy: bool  # a rehearsal on a CPU: sizes so small that every part runs in seconds
     emit: Callable[[dict[str, Any]], None]  # takes one row of the part's table; `failed` in it is the reason of a failure
+    deadline_s: float = math.inf  # the part is ended so long after `began`
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def cuda(self) -> bool:

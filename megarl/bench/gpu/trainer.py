@@ -75,9 +75,9 @@ def hardware(bench: Bench) -> Gpu:
     if not bench.cuda:
         return GPUS["cpu"]
     properties = torch.cuda.get_device_properties(bench.device)
-    for name, known in GPUS.items():
-        if name in properties.name:
-            return known
+    names = [name for name in GPUS if name in properties.name.replace(" ", "")]
+    if names:
+        return GPUS[max(names, key=len)]  # GB200 is no B200
     product = bench.matmul_flops()
     unknown = Gpu(properties.name, properties.total_memory / GIB, bench.copy_bytes_per_s(), product, product, 0.0, 0.0)
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Makes real SGLang run without a GPU. If there is CUDA, nothing here has any effect.
+"""Makes real SGLang run without a GPU. If there is CUDA, nothing here has any effect, except for `torch_kernels`.
 
 SGLang imports two packages that `make setup` does not install. `sgl_kernel` is a wheel for CUDA only. torchvision's wheel on PyPI is also
 for CUDA; beside another build of torch it would keep transformers from importing models. In processes that have called `install`, stand-ins
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from megarl.generator import torch_kernels
 from megarl.messaging.members import members_only
 
 ABSENT = {  # package -> (release in requirements/gpu.txt, why its functions cannot be called)
@@ -47,7 +48,7 @@ def install() -> None:
 
 def active() -> bool:
     """Whether this process has called `install` and has no CUDA."""
-    return any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
+    return not torch_kernels.wanted() and any(isinstance(finder, _CpuFinder) for finder in sys.meta_path) and not cuda_available()
 
 
 def register_hooks() -> None:
@@ -125,6 +126,8 @@ def _for_members_only(original: Callable[..., None], **settings: object) -> None
 class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         package, _, submodule = name.partition(".")
+        if torch_kernels.wanted() and package == torch_kernels.PACKAGE:
+            return importlib.machinery.ModuleSpec(name, _TorchKernelsLoader(), is_package=True)
         if name == GATED_DELTA_NETS and not cuda_available():
             return importlib.util.spec_from_loader(name, _GatedDeltaNetLoader())
         if name == SPECULATIVE and not cuda_available():
@@ -173,6 +176,13 @@ class _SpeculativeLoader(importlib.abc.Loader):
         vars(module)["reconstruct_indices_from_tree_mask"] = speculative.reconstruct_indices_from_tree_mask
 
 
+class _TorchKernelsLoader(_StandInLoader):
+    """Loads a stand-in for sgl_kernel, or for a module of it, on a GPU."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(torch_kernels.FUNCTIONS)
+
+
 class _StandIn(ModuleType):
     """A module in which every public name can be imported, and raises when called."""
 
@@ -194,4 +204,6 @@ class _Missing:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         _, why = ABSENT[self.__name__.partition(".")[0]]
+        if torch_kernels.wanted():
+            why = f"is a compiled kernel, which {torch_kernels.TORCH_KERNELS} replaces by nothing"
         raise NotImplementedError(f"{self.__name__} {why}")

@@ -1,0 +1,43 @@
+"""Imports all that a run needs on this machine, and says how long that takes and what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import time
+
+from megarl.bench.gpu.measure import Bench
+from megarl.generator import cpu_support
+from megarl.launch.doctor import LACKS, find_nvcc, look, node
+
+MODULES = (
+    "megatron.core",
+    "transformers",
+    "sglang.srt.server_args",
+    "sglang.srt.models.qwen2",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.entrypoints.http_server",
+)
+
+
+def run(bench: Bench) -> None:
+    bench.emit({"what": "nvcc", "note": str(find_nvcc() or "is not there")})
+    memory = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    bench.emit({"what": "free in /dev/shm, GB", "measured": memory / 1e9})
+    for finding in look(node(bench.cuda)):
+        if finding.state == LACKS:
+            bench.emit({"what": finding.what, "note": finding.found, "failed": f"{finding.what}: {finding.found}"})
+    cpu_support.install()
+    for module in MODULES:
+        began = time.perf_counter()
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever it is, the other modules are still of interest
+            bench.emit({"what": module, "failed": f"import {module}: {error!r}"})
+        else:
+            bench.emit({"what": f"import {module}, s", "measured": time.perf_counter() - began})
+    if bench.cuda:
+        shown = subprocess.run(["nvidia-smi", "--query-gpu=name,memory.used,compute_mode", "--format=csv,noheader"], capture_output=True)
+        bench.emit({"what": "nvidia-smi", "note": shown.stdout.decode(errors="replace").strip()})
