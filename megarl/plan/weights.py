@@ -22,7 +22,7 @@ from megarl.config.keys import general, keys_of, value_at
 from megarl.config.schema import ModelConfig, RunConfig
 from megarl.data import contents
 from megarl.plan.checkpoints import check_names, complete_checkpoints, value_before
-from megarl.roles.settings import REFERENCE, RoleConfig, role_of
+from megarl.roles.settings import JUDGE, REFERENCE, REWARD_MODEL, RoleConfig, role_of
 
 WARM_START = "warm_start.json"  # in sft.output: the settings with which megarl sft made the weights
 WARM = "warm"  # the command that only lets engines compile, for which any weights will do
@@ -66,7 +66,8 @@ def with_date(config: RunConfig, command: str | None) -> RunConfig:
     def dated[C: (ModelConfig, RoleConfig)](of: C) -> C:
         return replace(of, chat_template=replace(of.chat_template, date=of.chat_template.date or date))
 
-    roles = {name: role and dated(role) for name, role in config.roles.items()}
+    with_template = (REWARD_MODEL, JUDGE)
+    roles = {name: dated(role) if role and role_of(name, role) in with_template else role for name, role in config.roles.items()}
     return replace(config, model=dated(config.model), roles=roles)
 
 

@@ -43,8 +43,8 @@ _OF_ENGINES = ("engines", "tp", "ep", "max_concurrency", "kv_cache_tokens", "mem
 _OF_JUDGE = ("chat", "mode", "verdict", "verdict_scores", "verdict_range", "temperature", "max_tokens", "opponents")
 _KEYS = {  # role -> its keys besides role, path and on; a role on engines also has the engines' settings
     CRITIC: (),
-    REWARD_MODEL: ("template",),
-    JUDGE: ("template", *_OF_JUDGE),
+    REWARD_MODEL: ("template", "chat_template"),
+    JUDGE: ("template", "chat_template", *_OF_JUDGE),
     TEACHER: ("weight",),
     REFERENCE: (),
 }

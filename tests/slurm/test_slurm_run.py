@@ -73,7 +73,7 @@ def submit_own(cluster: Cluster, tmp_path: Path, *overrides: str, options: str) 
         (
             ["launch.ranks_per_node=1", "trainer.tp=2"],
             "2 trainer ranks and 1 engines of generator.tp=1 need 3 nodes of 1 slots; the allocation has 2: "
-            "ask for more (sbatch --nodes=3), or reduce the sizes",
+            "ask for more (sbatch --nodes=3), share GPUs (cluster.share_gpus=true), or reduce the sizes",
         ),
     ],
     ids=["gpus", "nodes"],

@@ -82,7 +82,7 @@ def test_a_function_beside_a_verifier_is_given_the_row_too(folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("form", "unread"),
-    [("<result> </result>", "<result>…</result>"), ("<sum></sum> or <answer></answer>", "")],
+    [("<total> </total>", "<total>…</total>"), ("<sum></sum> or <answer></answer>", "")],
 )
 def test_form_that_the_grader_does_not_read_is_told(folder: Path, form: str, unread: str) -> None:
     config = config_of(folder, f'data.train.prompt_template="Answer in {form}. {{prompt}}<think>"')
