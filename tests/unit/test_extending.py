@@ -66,7 +66,10 @@ def test_the_reward():
 def test_the_environment():
     config = RunConfig(rollout=RolloutConfig(name="my_rollout:second_try", args={"hint": "?"}))
     tokenizer = SimpleNamespace(
-        encode_text=lambda text: [ord(c) for c in text], decode_turn=lambda ids: "".join(map(chr, ids)), eos_ids=(0,)
+        encode_text=lambda text: [ord(c) for c in text],
+        decode=lambda ids: "".join(map(chr, ids)),
+        decode_turn=lambda ids: "".join(map(chr, ids)),
+        eos_ids=(0,),
     )
     answers = iter(["5", "7"])
 

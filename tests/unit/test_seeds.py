@@ -77,7 +77,7 @@ def seeds_asked(rollout: Any, run_seed: int | None = 0, ordinal: int = 3) -> lis
         asked.append(sampling.seed)
         return [Completion([5], [-1.0], [0], "stop")] * n
 
-    context = RolloutContext(SimpleNamespace(decode_turn=str), generate, None, None, 1.0)  # type: ignore[arg-type]
+    context = RolloutContext(SimpleNamespace(decode=str, decode_turn=str), generate, None, None, 1.0)  # type: ignore[arg-type]
     checked = CheckedRollout("own", rollout, context, timeout_s=5, vocab_size=10)
     asyncio.run(checked(Prompt(ordinal, [1, 2], "", ""), Sampling(4, seed=run_seed), 3))
     return asked
