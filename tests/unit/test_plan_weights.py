@@ -27,7 +27,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     output = tmp_path / "run/sft/hf"
     assert problems_of(tmp_path, "model.path=${sft.output}") == [f"model.path={output}: no such folder; megarl sft writes it"]
     monkeypatch.chdir(tmp_path)  # like the configs of a checkout, used from elsewhere
-    there = "models/tiny-llama"
+    there = "weights/models/tiny-llama"
     assert problems_of(tmp_path, f"model.path={there}") == [f"model.path={there}: no such folder in {tmp_path}"]
     (exact / "config.json").unlink()
     assert "config.json" in problems_of(tmp_path, f"model.path={exact}")[0]
