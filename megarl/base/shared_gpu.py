@@ -68,8 +68,13 @@ def _reserve(peak_bytes: int) -> None:
 
 
 def await_trainers() -> None:
-    """An engine calls it before it uses the GPU. An engine that is started again does not wait."""
+    """An engine calls it before it uses the GPU. An engine that is started again does not wait.
+
+    It waits for as long as the launcher waits for the engine (generator.startup_timeout_s); its log names the trainer ranks.
+    """
     files = [Path(file) for file in os.environ.get(AFTER, "").split(os.pathsep) if file]
+    if late := [file.stem for file in files if not file.exists()]:
+        print(f"waiting until {', '.join(late)} took the planned memory of the shared GPU", flush=True)
     while not all(file.exists() for file in files):
         time.sleep(POLL_S)
 

@@ -155,7 +155,7 @@ def test_sides_on_their_own_gpus_know_nothing_of_it(monkeypatch, tmp_path):
 # The order of the start.
 
 
-def test_engine_waits_until_every_trainer_has_taken_its_peak(monkeypatch, tmp_path):
+def test_engine_waits_until_every_trainer_has_taken_its_peak(monkeypatch, tmp_path, capsys):
     for key, value in for_engine(tmp_path, range(2)).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(shared_gpu, "POLL_S", 0.001)
@@ -169,7 +169,9 @@ def test_engine_waits_until_every_trainer_has_taken_its_peak(monkeypatch, tmp_pa
     take_peak()
     engine.join(10)
     assert not engine.is_alive()
+    assert "trainer.1" in capsys.readouterr().out
     await_trainers()  # an engine that is started again
+    assert capsys.readouterr().out == ""
 
 
 class PretendedGpu:

@@ -131,7 +131,7 @@ PARTS = {
 TOTAL_S = 9 * 60.0
 SGLANG_TORCH = "2.14."  # SGLang 0.5.23 is compiled for it
 LEAST_S = 10.0  # a part does not begin with less
-REHEARSED_SLOWER = 6  # deadlines of a rehearsal are so many times as long
+REHEARSED_SLOWER = 6  # a rehearsal's deadlines are longer by this factor
 ERROR_CHARACTERS = 3000
 
 
